@@ -33,12 +33,12 @@ ROOMS = {
     "config": ((), 860),
     "state": (("config",), 375),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3595),
+    "exchange": (("config",), 3750),
     "experts": (("config", "exchange"), 1785),
-    "layers": (("config", "state", "exchange"), 800),
+    "layers": (("config", "state", "exchange"), 805),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5110),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5160),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -50,12 +50,12 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1450, "common": 445, "ref": 1570, "attention": 3130, "linear": 1230, "experts": 2390, "sampling": 1210,
-    "elementwise": 470, "linear_attention": 1510, "door": 1385, "cpu": 1500, "cuda": 1935, "bench": 3690,
+    "types": 1565, "common": 495, "ref": 1580, "attention": 3145, "linear": 1230, "experts": 2480, "sampling": 1210,
+    "elementwise": 470, "linear_attention": 1885, "door": 1425, "cpu": 1500, "cuda": 1960, "bench": 3690,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
-    "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda", "moeyard_kernels.door.compiling"),
     "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),

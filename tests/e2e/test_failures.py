@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device import CpuDevice
 from moeyard_worker.engine.doors import STALL
 from moeyard_worker.engine.faults import RankFault
 from moeyard_worker.engine.worker import Worker
+from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.protocol import Done
 
 DEADLINE = 1.0
@@ -177,6 +179,46 @@ def test_a_rank_that_lives_and_sends_nothing_is_named(processes: ProcessPool, mo
         fleet.recover([1], losses)
         answers = fleet.client.wait(*names[0], *names[2])
         assert {len(answer.token_ids) for answer in answers} == {LONG["max_tokens"]}
+
+
+def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
+    processes: ProcessPool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's rank is told before it compiles goes to its peers, who take it for nothing else."""
+    tells: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def telling(_: CpuDevice, tell: Callable[[], None]) -> Iterator[None]:
+        tells.append(tell)
+        yield
+
+    monkeypatch.setattr(CpuDevice, "telling", telling)
+    with worker_here(engine_config(model, num_workers=2, step_deadline=DEADLINE), processes.take(1)) as (
+        worker,
+        client,
+    ):
+        client.hello()
+        wires, run, said = worker._mesh._open_wires(), worker.experts.run, []
+        send = wires.send
+
+        def spy(peer: int, frame: Any) -> bool:
+            said.append(frame[3])
+            return send(peer, frame)
+
+        def compiling(*args: Any) -> Any:
+            for tell in tells:
+                tell()
+            return run(*args)
+
+        wires.send, worker.experts.run = spy, compiling  # type: ignore[method-assign]
+        for rank in (0, 1):
+            client.submit(rank, f"r{rank}", (1, 2, 3), **{**LONG, "max_tokens": 20})
+        for answer in client.wait():
+            assert isinstance(answer.end, Done)
+            assert answer.end.finish_reason == "length"
+        assert len(tells) == 1
+        assert said.count(Phase.BUSY) >= 20, "each frame that is due ends it, so it is said anew"
+        assert {snapshot.failure for snapshot in client.snapshots.values()} == {None}
 
 
 def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:

@@ -1,6 +1,7 @@
 """A rank on a GPU that is killed, stopped, or lives and sends nothing: named by the others in time, then replaced.
 
 Over nvlink who is silent launches on, and no packet leaves; over nccl and zmq its host does not come to a layer's rows.
+Where kernels were compiled meanwhile, the ranks have said so, and nobody was named for it.
 
 The others' GPUs go on: what was captured, their weights and pages stay, and answers are what they were.
 """
@@ -21,14 +22,11 @@ from tests.e2e.test_one_answer_gpu_ranks import Case, config
 from tests.fleet import Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import ExchangeKind
-from moeyard_worker.engine.doors import STALL
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-# Of ranks whose hosts may compile, as they launch kernel by kernel (`doors.STALL`): deadlines until one that lives is
-# silent, and of nccl one to wait, one to ask who else does.
-SILENT = {"nvlink": 1, "zmq": STALL, "nccl": STALL + 2}
-# A deadline passes, the loss is seen at the next heartbeat, and ranks that do not speak are waited for.
+DEADLINE = 4.0
+# Behind the deadline the loss is seen at the next heartbeat, and ranks that do not speak are waited for.
 SLACK_SECONDS = 3.0
 
 
@@ -90,9 +88,7 @@ def test_all_others_name_the_same_rank(exchange: ExchangeKind, how: str, model: 
 def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: int = 1) -> None:
     """`victim` is hurt while rank 0 decodes; what its peers say, and what they answer with another in its place."""
     exchange, others = case.exchange, [rank for rank in range(case.ranks) if rank != victim]
-    # Where twelve of them must pass they are shorter.
-    deadline = 1.0 if how == "silent" and exchange != "nvlink" else 4.0
-    settings = replace(config(case, model), step_deadline=deadline)
+    settings = replace(config(case, model), step_deadline=DEADLINE)
     spread = {name: i % case.ranks for i, name in enumerate(requests())}
     with start_fleet(pool, settings) as fleet:
         client = fleet.client
@@ -107,12 +103,11 @@ def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: in
         print(f"{exchange}, {how}: {loss['reason']!r} after {seconds:.2f} s")
         assert {each["ranks"] for each in losses} == {(victim,)}, losses
         assert {each["reason"] for each in losses} == {loss["reason"]}
-        waits = {"killed": 0, "stopped": 1, "silent": SILENT[exchange]}[how]
-        assert seconds < waits * deadline + SLACK_SECONDS
+        assert seconds < (0 if how == "killed" else DEADLINE) + SLACK_SECONDS
         if how == "silent":
-            limit = f"({deadline * (1 if exchange == 'nvlink' else STALL):.1f} s)"
+            assert seconds > 0.8 * DEADLINE
             assert f"rank {victim} silent " in loss["reason"]
-            assert limit in loss["reason"]
+            assert f"({DEADLINE:.1f} s)" in loss["reason"]
             assert f" at step {loss['step']}, layer " in loss["reason"]
         if how == "silent" and exchange == "nvlink":
             # The silent one hears it, and says the same.

@@ -7,11 +7,14 @@ from typing import Any, cast
 import pytest
 
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine import topology
 from moeyard_worker.engine.device import CpuDevice, Device
-from moeyard_worker.engine.topology import patience, settle_exchange
+from moeyard_worker.engine.doors import bind_mesh
+from moeyard_worker.engine.topology import host_patience, patience, settle_exchange
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.experts.placement import partition
 
 SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_tokens=4)
 
@@ -123,14 +126,26 @@ def test_who_reads_experts_for_each_other() -> None:
         fetch("shared", "nvlink", workers=1)
 
 
-def test_how_long_a_device_waits_for_a_peer() -> None:
-    """As long as a first step may have to be compiled, where none is captured."""
+def test_how_long_a_rank_waits_for_a_peer() -> None:
+    """A device as long as a first step may have to be compiled, where nobody could tell it; a host as long as a layer
+    may take, or a peer's device may wait."""
 
-    def of(exchange: str, **options: Any) -> float:
-        config = EngineConfig(
-            model_path="m", device="cuda", num_workers=2, exchange=cast(Any, exchange), step_deadline=5.0, **options
-        )
-        return patience(config)
+    def of(exchange: str, **options: Any) -> tuple[float, float]:
+        options = {"device": "cuda", **options}
+        config = EngineConfig(model_path="m", num_workers=2, exchange=cast(Any, exchange), step_deadline=5.0, **options)
+        return patience(config), host_patience(config)
 
-    assert of("nvlink") == 5.0
-    assert of("nvlink", enforce_eager=True) == of("nccl") == 60.0
+    assert of("nvlink") == (5.0, 60.0)
+    assert of("nvlink", enforce_eager=True) == of("nvlink", speculate="mtp") == (60.0, 60.0)
+    assert of("nccl") == of("nccl", enforce_eager=True) == (5.0, 5.0)
+    for exchange in ("zmq", "zmq-tcp"):
+        assert of(exchange)[1] == 5.0
+        assert of(exchange, device="cpu")[1] == 60.0
+
+
+def test_a_mesh_waits_so_long() -> None:
+    config = EngineConfig(model_path="m", num_workers=2, device="cuda", exchange="nccl", step_deadline=5.0)
+    spec = WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test")
+    mesh = bind_mesh(spec, SHAPE, 1, Placement.of_shards((0,), partition(8, 2)))
+    assert (mesh.deadline, mesh._patience, mesh._stall) == (5.0, 5.0, 60.0)
+    mesh.close()

@@ -16,6 +16,7 @@ from exchange_reference import Observed, Scenario, expert_outputs, generator, ma
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange, ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
@@ -89,15 +90,16 @@ class Fleet:
     def connect(
         self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None,
         placement: Placement | None = None, members: Sequence[int] | None = None, stall: float | None = None,
-        device: str = "cpu",
+        patience: float | None = None, device: str = "cpu",
     ) -> list[MeshEndpoint]:  # fmt: skip
         """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
 
-        With a `stall` a rank that lives is waited for that long, as in a fleet. On "cuda" each has a GPU of its own.
+        With a `stall` a rank that lives is waited for that long, as in a fleet; with `patience` too only where it has
+        said that it is slow, as on GPUs. On "cuda" each has a GPU of its own.
         Process i is rank members[i]; without a `placement` of their experts they own contiguous shards.
         """
         members = range(len(self.pipes)) if members is None else members
-        endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts, stall)
+        endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts, stall, patience)
         if placement is None:
             placement = Placement.of_shards(range(6), partition(shape.num_experts, len(endpoints)))
         results = self.call(connect_exchange, kind, shape, endpoints, placement, device)
@@ -122,7 +124,7 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 def open_mesh(
     state: Rank, kind: str, shape: ExchangeShape, members: Sequence[int], deadline: float, hosts: str | None,
-    stall: float | None,
+    stall: float | None, patience: float | None,
 ) -> MeshEndpoint:  # fmt: skip
     """First phase of the rendezvous."""
     host_id = hosts[state.rank] if hosts else None
@@ -135,6 +137,7 @@ def open_mesh(
         members=members,
         deadline=deadline,
         stall=stall,
+        patience=patience,
         host_id=host_id,
     )
     return state.mesh.endpoint()
@@ -228,6 +231,34 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
             outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer).to(state.device)
             state.exchange.combine(outputs, got.handle)
             state.exchange.drain()
+
+
+def linger(
+    state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, seconds: float, sign: Phase | None, steps: int
+) -> float:  # fmt: skip
+    """Steps, in the second of which rank `victim` lives and does not come to layer 1 for `seconds`, having said `sign`.
+
+    Returns when that began.
+    """
+    begun = 0.0
+    for step in range(steps):
+        state.exchange.begin_step(step)
+        expect(state, scenario)
+        for layer in range(2):
+            made = make_layer(shape, scenario, state.rank, layer)
+            if (step, layer) == (1, 1):
+                begun = time.perf_counter()
+                if state.rank == victim:
+                    if sign is not None:
+                        state.mesh.say(sign)
+                    time.sleep(seconds)
+            got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prompt=made.num_prompt)
+            state.exchange.drain()
+            outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer)
+            state.exchange.combine(outputs, got.handle)
+            state.exchange.drain()
+        state.exchange.finish_step(step, lambda: True)
+    return begun
 
 
 def use_device(state: Rank) -> int:

@@ -138,7 +138,7 @@ def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
 
 def test_errors_say_what_is_wrong() -> None:
     frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
-    with pytest.raises(FrameError, match="frame version 9, this side speaks 5"):
+    with pytest.raises(FrameError, match="frame version 9, this side speaks 6"):
         decode_tag(frame[:2] + b"\x09" + frame[3:])
     with pytest.raises(FrameError, match="77 is not a valid Phase"):
         decode_tag(frame[:3] + b"\x4d" + frame[4:])

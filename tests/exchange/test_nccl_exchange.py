@@ -23,6 +23,8 @@ from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nccl
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
+from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame
+from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.meeting import RelayStore, Through, relay
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
@@ -36,11 +38,13 @@ CPU = torch.device("cpu")
 
 
 def open_meshes(
-    world: int, *, epoch: int = 1, deadline: float = DEADLINE, members: Sequence[int] | None = None
-) -> list[Mesh]:
+    world: int, *, epoch: int = 1, deadline: float = DEADLINE, members: Sequence[int] | None = None,
+    stall: float | None = None,
+) -> list[Mesh]:  # fmt: skip
     members = range(world) if members is None else members
+    times = {"deadline": deadline, "stall": stall, "patience": deadline}
     meshes = [
-        build_mesh("nccl", shape=SMALL, rank=r, world_size=world, members=members, epoch=epoch, deadline=deadline)
+        build_mesh("nccl", shape=SMALL, rank=r, world_size=world, members=members, epoch=epoch, **times)  # type: ignore[arg-type]
         for r in members
     ]
     endpoints = [mesh.endpoint() for mesh in meshes]
@@ -236,8 +240,8 @@ class Device:
 
 @pytest.fixture
 def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]]:
-    """Three ranks that have met, none of whose rows will come."""
-    meshes = open_meshes(3, deadline=0.5)
+    """Three ranks that have met, none of whose rows will come. Whoever compiles has two seconds."""
+    meshes = open_meshes(3, deadline=0.5, stall=2.0)
     devices = [Device() for _ in meshes]
     exchanges = [make_exchange(mesh, device, seconds=1.0) for mesh, device in zip(meshes, devices, strict=True)]
     attach(exchanges, meshes, Placement.of_shards((2,), partition(6, 3)))
@@ -246,53 +250,157 @@ def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]
         device.ended = False
         exchange.begin_step(812)
         exchange.expect(PeerRows(1, (0, 0, 0), (1, 1, 1)))
-        exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.tensor([[0, 5]]), layer=2, num_prompt=0)
+        launch_one(exchange)
     yield exchanges, devices, meshes
     for mesh in meshes:
         mesh.close()
 
 
-def test_a_device_that_does_not_come_is_named_by_its_own_rank(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
-) -> None:
-    """The others cannot know whom they wait for; all end their waits and name it."""
+Ranks = tuple[list[NcclExchange], list[Device], list[Mesh]]
+
+
+def in_a_while(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        time.sleep(seconds)
+        return call()
+
+    return run
+
+
+def end_all(devices: Sequence[Device]) -> None:
+    """All rows have come."""
+    for device in devices:
+        device.ended = True
+
+
+def test_a_device_that_does_not_come_is_named_by_all(on_devices: Ranks) -> None:
+    """Its own rank knows that it has not come, the others that it does not wait; whoever is first, they agree."""
     exchanges, devices, meshes = on_devices
     devices[1].comes = False
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.drain) for e in exchanges])
     assert set(said) == {said[0]}
-    assert said[0].startswith("rank 1 silent (1.0 s) at step 812, layer 2, dispatch")
+    assert said[0] == "rank 1 silent (0.5 s) at step 812, layer 2, dispatch"
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,)] * 3
     assert all(device.ended for device in devices)
+    assert 0.5 <= time.monotonic() - begun < 1.0 + DEADLINE / 3
+
+
+def test_a_device_that_nobody_waits_for_is_named_by_its_own_rank(on_devices: Ranks) -> None:
+    exchanges, devices, _ = on_devices
+    devices[1].comes = False
+    begun = time.monotonic()
+    assert raised(exchanges[1].drain).startswith("rank 1 silent (1.0 s) at step 812, layer 2, dispatch")
     assert 1.0 <= time.monotonic() - begun < 1.5 + DEADLINE / 3
 
 
-def test_devices_that_all_wait_have_no_network(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
-) -> None:
+def test_devices_that_all_wait_have_no_network(on_devices: Ranks) -> None:
     exchanges, devices, meshes = on_devices
+    begun = time.monotonic()
     said = together([lambda e=e: raised(e.drain) for e in exchanges])
     where = "step 812, layer 2, dispatch"
     assert said == [f"ranks 0, 1, 2 wait for each other's rows (1.0 s) at {where}: the network may be down"] * 3
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0, 1, 2)] * 3
     assert all(device.ended for device in devices)
+    assert 1.0 <= time.monotonic() - begun < 1.5 + DEADLINE / 3
 
 
-def test_a_host_that_does_not_come_is_named_by_those_that_wait(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
-) -> None:
+def test_a_host_that_does_not_come_is_named_by_those_that_wait(on_devices: Ranks) -> None:
     """It lives, and does something else: nothing but its silence tells it from the others."""
     exchanges, devices, meshes = on_devices
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
-    assert said == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
+    assert said == ["rank 2 silent (0.5 s) at step 812, layer 2, dispatch"] * 2
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(2,)] * 2
-    assert time.monotonic() - begun >= 2.0, "it was asked"
+    assert 0.5 <= time.monotonic() - begun < 0.9 + DEADLINE / 3
     assert [device.ended for device in devices] == [True, True, False]
 
 
+def test_one_that_comes_late_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
+    """Just before the others' time is over; its rows take a while more."""
+    exchanges, devices, meshes = on_devices
+    calls = [e.drain for e in exchanges[:2]]
+    calls += [in_a_while(0.4, exchanges[2].drain), in_a_while(0.8, lambda: end_all(devices))]
+    together(calls)
+    assert [mesh.failure for mesh in meshes] == [None] * 3
+
+
+def test_one_that_compiles_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
+    """That the others have waited for long says nothing of the network."""
+    exchanges, devices, meshes = on_devices
+    meshes[2].say(Phase.BUSY)
+    calls = [e.drain for e in exchanges[:2]]
+    calls += [in_a_while(1.4, exchanges[2].drain), in_a_while(1.7, lambda: end_all(devices))]
+    together(calls)
+    assert [mesh.failure for mesh in meshes] == [None] * 3
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["one compiles", "one hangs"])
+def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bool) -> None:
+    """Without rows it needs nothing of the rank that holds up the others; its loop has nothing to do."""
+    exchanges, devices, meshes = on_devices
+    devices[1].ended = True
+    exchanges[1].drain()
+    lockstep, ended = Lockstep(meshes[1]), time.monotonic() + (1.2 if busy else 0.9)
+    if busy:
+        meshes[2].say(Phase.BUSY)
+
+    def idle() -> str:
+        while time.monotonic() < ended:
+            assert not lockstep.peer_started(813)
+            time.sleep(0.01)
+        return "idle"
+
+    calls: list[Callable[[], Any]] = [lambda: raised(exchanges[0].drain), lambda: raised(idle)]
+    if busy:
+        calls = [exchanges[0].drain, idle, in_a_while(1.0, lambda: end_all(devices))]
+    said = together(calls)
+    found = [mesh.finding and mesh.finding.ranks for mesh in meshes[:2]]
+    assert found == ([None] * 2 if busy else [(2,)] * 2)
+    assert busy or said[:2] == ["rank 2 silent (0.5 s) at step 812, layer 2, dispatch"] * 2
+
+
+def test_one_that_compiles_without_end_is_named(on_devices: Ranks) -> None:
+    exchanges, _, meshes = on_devices
+    meshes[2].say(Phase.BUSY)
+    begun = time.monotonic()
+    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    assert said == ["rank 2 silent (2.0 s) at step 812, layer 2, dispatch"] * 2
+    assert 1.9 <= time.monotonic() - begun < 2.5 + DEADLINE / 3
+
+
+def test_one_that_waited_once_and_hangs_in_the_next_exchange_is_named(on_devices: Ranks) -> None:
+    """What it said of the exchange before counts no longer than anybody waits in this one."""
+    exchanges, devices, _ = on_devices
+
+    def go_on(rank: int) -> str:
+        exchanges[rank].drain()
+        devices[rank].ended = False
+        return raised(lambda: (launch_one(exchanges[rank]), exchanges[rank].drain()))
+
+    calls: list[Callable[[], Any]] = [lambda: go_on(0), lambda: go_on(1), exchanges[2].drain]
+    begun = time.monotonic()
+    said = together([*calls, in_a_while(0.4, lambda: end_all(devices))])
+    assert said[:2] == ["rank 2 silent (0.5 s) at step 812, layer 2, dispatch"] * 2
+    assert 0.9 <= time.monotonic() - begun < 1.3 + DEADLINE / 3
+
+
+def launch_one(exchange: NcclExchange) -> None:
+    exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.tensor([[0, 5]]), layer=2, num_prompt=0)
+
+
+def test_one_that_plans_the_next_step_has_passed_this_one(on_devices: Ranks) -> None:
+    """Rows of it have come to the others: whoever waits, waits for what lies between."""
+    exchanges, _, meshes = on_devices
+    plan = encode_plan_frame(PlanFrame(epoch=1, step=813, source=2, num_tokens=1))
+    for peer in (0, 1):
+        meshes[2].send(peer, plan)
+    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
+
+
 def test_a_host_is_not_far_ahead_of_a_device_that_waits(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+    on_devices: Ranks,
 ) -> None:
     """Launches block without end where too many are waiting."""
     exchanges, devices, _ = on_devices
@@ -309,7 +417,7 @@ def test_a_host_is_not_far_ahead_of_a_device_that_waits(
 
 
 def test_a_peer_that_is_gone_ends_the_waits_at_once(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+    on_devices: Ranks,
 ) -> None:
     exchanges, devices, meshes = on_devices
     meshes[2].close()
@@ -322,7 +430,7 @@ def test_a_peer_that_is_gone_ends_the_waits_at_once(
 
 
 def test_a_device_that_computes_too_long_behind_its_exchanges_is_named(
-    on_devices: tuple[list[NcclExchange], list[Device], list[Mesh]],
+    on_devices: Ranks,
 ) -> None:
     """Where a step is finished nothing of it waits for peers."""
     exchanges, devices, _ = on_devices

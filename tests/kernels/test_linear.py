@@ -335,5 +335,10 @@ def test_fp32_results_of_bf16_are_the_sums_before_they_are_rounded(config: Linea
     assert torch.equal(y.to(BF16), linear.linear(x, weight, config=config))
     assert (y.double() - exact(x, weight)).abs().max() < 1e-4
     assert torch.equal(ops.linear(x.cpu(), weight.cpu(), out_dtype=FP32).to(BF16), ops.linear(x.cpu(), weight.cpu()))
+    half = weight[: weight.shape[0] // 2].contiguous()
+    for both, one in zip(linear.linear_pair(x, weight, half, out_dtype=FP32), (weight, half), strict=True):
+        assert torch.equal(both, linear.linear(x, one, out_dtype=FP32))
     with pytest.raises(ValueError, match=r"out_dtype torch\.bfloat16 for x float32"):
         ops.linear(x.float(), weight.float(), out_dtype=BF16)
+    with pytest.raises(ValueError, match=r"linear_pair: out_dtype torch\.bfloat16 for x float32"):
+        ops.linear_pair(x.float(), weight.float(), half.float(), out_dtype=BF16)

@@ -9,7 +9,8 @@ import torch
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
+def module(name: str) -> ModuleType:
+    """A module of the kernels, loaded when it is first asked for: it may want Triton."""
     return importlib.import_module(f"moeyard_kernels.{name}")
 
 
@@ -19,4 +20,4 @@ def kernel(name: str, x: torch.Tensor) -> Any:
     Both hold a function per op, with the arguments and results of the op itself. Triton is loaded only where there is a
     GPU to run it, hence not when this is imported.
     """
-    return _module(name if x.is_cuda else f"ref.{name.partition('.')[2]}")
+    return module(name if x.is_cuda else f"ref.{name.partition('.')[2]}")

@@ -32,8 +32,8 @@ SPECULATIONS: tuple[str, ...] = ("mtp",)
 # Tokens drafted behind every one at most.
 MAX_DRAFTS = 3
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
-# A rank that answers heartbeats may take so many step deadlines for one layer: it reads cold experts, or its host is
-# busy, or it compiles what was not captured and is launched for the first time. Longer, and it hangs.
+# A rank that answers heartbeats may take so many step deadlines for one layer where it reads cold experts, on a CPU, or
+# compiles what was not captured and is launched for the first time. Longer, and it hangs.
 STALL = 12
 # Sequences that run at once on a rank.
 DEFAULT_SEQS = 64

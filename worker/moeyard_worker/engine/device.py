@@ -1,6 +1,7 @@
 """What a rank runs on, chosen once: its backend, the memory that it may take, how its steps are launched."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from moeyard_kernels.cpu import footprint as cpu_footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.door.compiling import before_compiling
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.checkpoint.staging import Staging
 from moeyard_worker.config.engine_config import EngineConfig
@@ -101,6 +103,10 @@ class Device(Protocol):
         """Make this the device of the calling thread."""
         ...
 
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `tell`, in the calling thread and while this lasts, before it does what may take many seconds."""
+        ...
+
     def staging(self) -> Staging | None:
         """What weights go through on their way from files into this memory; None where they are read into place."""
         ...
@@ -137,6 +143,10 @@ class CpuDevice:
 
     def activate(self) -> None:
         """Every thread computes here."""
+
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Device.telling`: nothing is compiled, and who reads cold experts is waited for anyway."""
+        return nullcontext()
 
     def staging(self) -> None:
         """See `Device.staging`."""
@@ -182,6 +192,10 @@ class CudaDevice:
     def activate(self) -> None:
         """See `Device.activate`."""
         torch.cuda.set_device(self._device)
+
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Device.telling`: a kernel that is launched for the first time is compiled."""
+        return before_compiling(tell)
 
     def staging(self) -> Staging:
         """See `Device.staging`."""

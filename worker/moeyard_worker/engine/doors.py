@@ -5,6 +5,7 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.frontend import Frontend
 from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.topology import host_patience
 from moeyard_worker.exchange.factory import build_mesh, resolve_kind
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -26,6 +27,7 @@ def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Pla
         host=spec.host,
         deadline=config.step_deadline,
         stall=STALL * config.step_deadline,
+        patience=host_patience(config),
         lock=None if keys is None else MeshLock(keys=keys, encrypt=config.mesh_encryption),
     )
 

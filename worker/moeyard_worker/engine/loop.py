@@ -43,7 +43,7 @@ IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own 
 
 class Engine:
     """Owns the loop; everything it drives is handed in. `run` is called in one thread, `rejoin` and `stop` from any.
-    `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`.
+    `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`. `mesh` is the epoch's.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         self._runner = runner
         self._experts = experts
         self._exchange = exchange
-        self._mesh = mesh
+        self.mesh = mesh
         self._lockstep = Lockstep(mesh)
         self._frontend = frontend
         self._metrics = metrics
@@ -132,7 +132,7 @@ class Engine:
                 self._turn()
         except BaseException as error:  # boundary: raised again, under its name
             named = name_of(error, rank=self.rank, step=self.step)
-            self.failure = self.failure or self._mesh.fail(named)
+            self.failure = self.failure or self.mesh.fail(named)
             log.error("%s", named)
             if isinstance(error, RankFault):
                 for reply in self._scheduler.fail(error.requests, named):
@@ -140,7 +140,7 @@ class Engine:
             raise RankFault(named) from error
 
     def _watch_peers(self) -> None:
-        for socket in self._mesh.poll_sockets():
+        for socket in self.mesh.poll_sockets():
             self._peer_sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
 
@@ -148,7 +148,7 @@ class Engine:
         if self._next is not None:
             self._begin_epoch(*self._next)
         if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
-            self._lose(ExchangeError(self._mesh.fail(self._ending[1], planned=True)))
+            self._lose(ExchangeError(self.mesh.fail(self._ending[1], planned=True)))
         self._take_messages()
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
@@ -178,7 +178,7 @@ class Engine:
             os.eventfd_read(self._wake)
         if self.failure is None and any(s in ready for s in self._peer_sockets):
             try:
-                self._mesh.check_peers()
+                self.mesh.check_peers()
             except ExchangeError as error:
                 self._lose(error)
 
@@ -281,8 +281,8 @@ class Engine:
             self._poller.unregister(self._peer_sockets.pop())
         self._exchange.abort()
         # What others found may be the cause of what was met here; all ranks name one.
-        self.failure = self._mesh.fail(str(error))
-        finding = self._mesh.finding
+        self.failure = self.mesh.fail(str(error))
+        finding = self.mesh.finding
         assert finding is not None, "a mesh that failed knows why"
         self._exchange.abort(finding.ranks)
         self._launched.clear()
@@ -297,7 +297,7 @@ class Engine:
 
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Go on where the end of the epoch before left this rank."""
-        self._mesh, self._lockstep = mesh, Lockstep(mesh)
+        self.mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)

@@ -44,12 +44,24 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
 
 
 def patience(config: EngineConfig) -> float:
-    """Seconds that a rank's device waits for a peer's in an exchange: one deadline where steps are captured before.
+    """Seconds that a rank's device waits for a peer's in an exchange, or its host for its own device to come to one.
 
-    What is launched kernel by kernel may have to be compiled meanwhile.
+    One deadline, but where the device waits by itself, and nobody could tell it that a peer is compiling what was not
+    captured.
     """
-    launched = config.enforce_eager or config.num_drafts > 0 or config.exchange == "nccl"
+    launched = config.exchange == "nvlink" and (config.enforce_eager or config.num_drafts > 0)
     return config.step_deadline * (STALL if launched else 1)
+
+
+def host_patience(config: EngineConfig) -> float:
+    """Seconds that a rank's host waits for a frame of a peer that lives and has not said that it is compiling.
+
+    One deadline where hosts of GPUs meet in the exchanges of every step (for `Mesh` only where no rows go over TCP). On
+    a CPU a layer may take long, as it reads cold experts; over nvlink a peer's plan may come only when its device has
+    waited for others, which ends by itself.
+    """
+    meet = config.device != "cpu" and config.exchange != "nvlink"
+    return config.step_deadline * (1 if meet else STALL)
 
 
 def _choose(

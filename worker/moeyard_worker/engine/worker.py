@@ -3,8 +3,7 @@
 Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
 -> `start` -> `wait` until the engine ends, or has lost a peer: then `rebind` (a mesh of the next epoch) -> `connect` ->
 `prepare` if it has other experts then -> `rejoin` -> `wait` again. `progress` and `stop` may be called at any time, in
-any thread. A rank that joins others later loads before it meets them. All that
-crosses a method is plain values.
+any thread. A rank that joins others later loads before it meets them. All that crosses a method is plain values.
 """
 
 import logging
@@ -36,6 +35,7 @@ from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sources import open_weights
 from moeyard_worker.engine.topology import patience, settle_exchange
 from moeyard_worker.exchange.factory import build_exchange
+from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.placement import partition
@@ -198,18 +198,10 @@ class Worker:
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._engine = Engine(
-            rank=self._spec.rank,
-            epoch=self._mesh.epoch,
-            scheduler=scheduler,
-            runner=step_runner,
-            experts=experts,
-            exchange=exchange,
-            mesh=self._mesh,
-            frontend=self._frontend,
-            metrics=self._metrics,
-            on_loss=self._told.put,
-            grammars=self.grammars,
-        )
+            rank=self._spec.rank, epoch=self._mesh.epoch, scheduler=scheduler, runner=step_runner, experts=experts,
+            exchange=exchange, mesh=self._mesh, frontend=self._frontend, metrics=self._metrics,
+            on_loss=self._told.put, grammars=self.grammars,
+        )  # fmt: skip
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
         log.info("%s", loading_rates(self._loaded, seconds, read))
@@ -276,11 +268,14 @@ class Worker:
         return self.experts.prepare(placement.experts(self._spec.rank), room=room)
 
     def _run(self) -> None:
-        assert self._engine is not None
+        engine = self._engine
+        assert engine is not None
         self._device.activate()
         end: BaseException | None = None
         try:
-            self._engine.run()
+            # The loop's thread owns the mesh, and this is its.
+            with self._device.telling(lambda: engine.mesh.say(Phase.BUSY)):
+                engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
             end = error
         finally:

@@ -53,6 +53,7 @@ def build_mesh(
     host: str = "127.0.0.1",
     deadline: float = 5.0,
     stall: float | None = None,
+    patience: float | None = None,
     host_id: str | None = None,
     lock: MeshLock | None = None,
 ) -> Mesh:
@@ -69,6 +70,7 @@ def build_mesh(
         host=host,
         deadline=deadline,
         stall=stall,
+        patience=patience,
         transport="tcp" if kind == "zmq-tcp" else "shm",
         slab_bytes=0 if kind in _BESIDE_MESH else shape.slab_bytes,
         fingerprint=shape.fingerprint

@@ -15,7 +15,7 @@ import msgpack
 from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
 
 MAGIC = b"mY"
-VERSION = 5
+VERSION = 6
 NO_LAYER = 0xFFFF
 # The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
 SETTLED = 0
@@ -34,7 +34,7 @@ class FrameError(ValueError):
 
 class Phase(IntEnum):
     """What a frame is for. The order is the order of a rank's life and of a step; experts are fetched between dispatch
-    and combine, on devices alone, which makes no frame."""
+    and combine, on devices alone, which makes no frame. What is said beside a step (signs.py) has no turn."""
 
     HANDSHAKE = 1
     PLAN = 2
@@ -43,6 +43,8 @@ class Phase(IntEnum):
     POISON = 5
     MEETING = 6
     FETCH = 7
+    BUSY = 8
+    WAITING = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

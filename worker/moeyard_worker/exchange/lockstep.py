@@ -74,8 +74,12 @@ class Lockstep:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
 
         For use between steps. Raises ExchangeError when a peer is gone, told of a failure, or sent something else.
+        A peer that waits for others' rows hears that this rank waits, too: it may be through with a step that another
+        holds up for that peer.
         """
         arrived = self.mesh.arrived()
+        if not arrived and self.mesh.signs.somebody_waits():
+            self.mesh.say(Phase.WAITING)
         for peer, frame in arrived.items():
             try:
                 plan = decode_plan_frame(bytes(frame))

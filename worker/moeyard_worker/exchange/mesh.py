@@ -17,21 +17,14 @@ from moeyard_worker.exchange.frames import NO_LAYER, TAG_BYTES, Frame, Phase, Ta
 from moeyard_worker.exchange.leftovers import Folder, sweep
 from moeyard_worker.exchange.naming import is_poison, name_frame, name_ranks, place_of, told_by, where_in_step
 from moeyard_worker.exchange.poisoning import agree_on_finding, tell_settled
-from moeyard_worker.exchange.rendezvous import (
-    MeshEndpoint,
-    check_endpoints,
-    check_handshake,
-    check_place,
-    handshake_for,
-    host_identity,
-)  # fmt: skip
+from moeyard_worker.exchange.rendezvous import MeshEndpoint, check_endpoints, check_place, greet, host_identity
+from moeyard_worker.exchange.signs import Signs
 from moeyard_worker.exchange.slab import SharedFile
 from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 
 Transport = Literal["shm", "tcp"]
 
 FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
-CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
 MEETING_SLICE_S = 0.05  # a meeting looks so often whether this rank is leaving
 # A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
@@ -41,34 +34,42 @@ class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
     Ranks are numbers below `world_size`; `members` are those of this epoch (None: all).
-    A peer without a sign of life for `deadline` seconds is lost; one that lives is waited for up to `stall` seconds
-    (None: also `deadline`): it may read cold experts. `transport` "shm" uses unix sockets and shared memory with peers
-    of the same host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory each rank shares,
-    `fingerprint` whatever else must be equal on all ranks. `host_id` overrides what tells hosts apart. `lock` is on
-    TCP, None lets anyone in; `refused` counts by reason who was not. Unix sockets have names until `connect` returns.
+    A peer without a sign of life for `deadline` seconds is lost. One that lives is waited for up to `stall` seconds
+    (None: `deadline`) where it may be slow: when it meets the others, where rows go over TCP, and once it has said that
+    it will be (`say`). Else up to `patience` seconds (None: `stall`). `transport` "shm" uses unix sockets and shared
+    memory with peers of the same host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory
+    each rank shares, 0 if no rows go this way, `fingerprint` whatever else must be equal on all ranks. `host_id`
+    overrides what tells hosts apart. `lock` is on TCP, None lets anyone in; `refused` counts by reason who was not.
+    Unix sockets have names until `connect` returns.
 
     step: the lockstep step in progress, set by the owner, part of every tag.
     failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, as all agreed.
     leaving: for any thread to set when this rank ends: a meeting that waits for peers ends too.
+    signs: what peers have said beside their frames.
     peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
     """
 
     def __init__(
         self, *, rank: int, world_size: int, members: Sequence[int] | None = None, epoch: int = 0,
-        host: str = "127.0.0.1", deadline: float = 5.0, stall: float | None = None, transport: Transport = "shm",
-        slab_bytes: int = 0, fingerprint: str = "", host_id: str | None = None, lock: MeshLock | None = None,
+        host: str = "127.0.0.1", deadline: float = 5.0, stall: float | None = None, patience: float | None = None,
+        transport: Transport = "shm", slab_bytes: int = 0, fingerprint: str = "", host_id: str | None = None,
+        lock: MeshLock | None = None,
     ) -> None:  # fmt: skip
         self.members = tuple(range(world_size) if members is None else sorted(members))
         check_place(rank, world_size, self.members, host=host, deadline=deadline, transport=transport)
         self.rank, self.world_size, self.epoch, self.deadline = rank, world_size, epoch, deadline
         self._stall, self.slab_bytes, self.step = deadline if stall is None else stall, slab_bytes, 0
+        self._patience = self._stall if patience is None else patience
+        self.signs = Signs(epoch, deadline=deadline, stall=self._stall)
+        # What was said last, if nothing else since, and when it is said again.
+        self._said: tuple[Phase | None, float] = (None, 0.0)
         self.failure: str | None = None
         self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
         self.own_slab: SharedFile | None = None
         self._folder: Folder | None = None
         self._wires: Wires | None = None
-        self._connected = self.leaving = False
+        self._connected = self._met = self.leaving = False
         shared = self._shared = transport == "shm" and len(self.members) > 1
         if shared:
             sweep()
@@ -80,9 +81,9 @@ class Mesh:
                 self._wires = Wires(
                     rank=rank, members=self.members, host=host,
                     ipc_directory=self._folder.path if self._folder else None,
-                    # Where the wait itself is as short, it only names the dead link of an idle fleet.
+                    # Where every wait is as short, it only names the dead link of an idle fleet.
                     heartbeat_timeout=2 * deadline if stall is None else deadline,
-                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES, lock=lock,
+                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES, hear=self.signs.hear, lock=lock,
                 )  # fmt: skip
         except BaseException:
             self.close()
@@ -110,31 +111,22 @@ class Mesh:
         Then no file of this mesh has a name. Raises ExchangeError naming the ranks that did not answer within `timeout`
         seconds, or the one that disagrees.
         """
-        limit = perf_counter() + timeout
         check_endpoints(endpoints, self._endpoint)
         self.one_host = {endpoint.host_id for endpoint in endpoints} == {self._endpoint.host_id}
+        if self.slab_bytes and not (self._shared and self.one_host):
+            # A step's rows go over TCP: encrypted, those of long prompts are a gigabyte, at a fifth of that a second.
+            self._patience = self._stall
         if self._wires is None:
             return
         for endpoint in endpoints:
             if endpoint.rank != self.rank:
                 self._connect_peer(self._wires, endpoint)
-        unsent, unheard = set(self.peers), set(self.peers)
-        handshakes = {endpoint.rank: handshake_for(endpoint, self._endpoint) for endpoint in endpoints}
-        while True:
-            unsent -= {peer for peer in unsent if self._wires.send(peer, handshakes[peer])}
-            if not unsent and not unheard:
-                break
-            remaining = limit - perf_counter()
-            self._wires.poll(min(remaining, CONNECT_SLICE_S) if unsent else remaining)
-            for peer in sorted(unheard):
-                if self._wires.inbox[peer]:
-                    self._check_handshake(peer, self._wires.inbox[peer].popleft())
-                    unheard.discard(peer)
-                elif peer in self._wires.lost:
-                    self._raise(OWN_FAULT, [peer], f"rank {peer} {self._wires.lost[peer]} while connecting")
-            if remaining <= 0 and (unsent or unheard):
-                who = unsent | unheard
-                self._raise(OWN_FAULT, who, f"{name_ranks(who)} did not answer within {timeout:.1f} s of connecting")
+        wrong = greet(
+            self._wires, endpoints, self._endpoint, timeout=timeout,
+            poisoned=lambda peer, said: self._raise_unexpected(peer, said, self._tag(Phase.HANDSHAKE, None, peer)),
+        )  # fmt: skip
+        if wrong is not None:
+            self._raise(OWN_FAULT, *wrong)
         # Whoever is not of this fleet has been told apart: what ends from here on is a peer's.
         for endpoint in endpoints:
             if endpoint.rank != self.rank:
@@ -144,15 +136,28 @@ class Mesh:
 
     def send(self, peer: int, frame: Frame) -> None:
         """Queue one small frame (copied)."""
+        self._said = None, 0.0
         if not self._open_wires().send(peer, frame):
             self._raise_undeliverable(peer, frame)
 
     def send_in_place(self, peer: int, frame: memoryview) -> zmq.MessageTracker:
         """Queue one large frame without copying it: rewrite `frame` only when the tracker is done."""
+        self._said = None, 0.0
         tracker = self._open_wires().send_in_place(peer, frame)
         if tracker is None:
             self._raise_undeliverable(peer, frame)
         return tracker
+
+    def say(self, sign: Phase) -> None:
+        """Tell all peers, beside the frames that are due, that this rank will be slow (BUSY), or waits (WAITING).
+
+        To be repeated as long as it is so, however often: they hear it once in half a deadline. Never blocks or raises.
+        """
+        now, (said, again) = perf_counter(), self._said
+        if self.failure is None and self._wires is not None and (sign is not said or now >= again):
+            self._said = sign, now + self.deadline / 2
+            for peer in self.peers:
+                self._wires.send(peer, pack_tag(self.epoch, self.step, NO_LAYER, sign, self.rank))
 
     def recv_all(self, phase: Phase, *, layer: int | None, since: float) -> list[Frame]:
         """One frame of every peer, by rank (b"" at other places), each with exactly the tag of the current step.
@@ -169,6 +174,7 @@ class Mesh:
             if frame[:TAG_BYTES] != pack_tag(self.epoch, self.step, number, phase, peer):
                 self._raise_unexpected(peer, frame, self._tag(phase, layer, peer))
             frames[peer] = frame
+        self._met = True
         return frames
 
     def arrived(self) -> dict[int, Frame]:
@@ -227,19 +233,14 @@ class Mesh:
         if not here:
             wires.read_in_place(peer.rank)
 
-    def _check_handshake(self, peer: int, frame: Frame) -> None:
-        if is_poison(frame):
-            self._raise_unexpected(peer, frame, self._tag(Phase.HANDSHAKE, None, peer))
-        complaint = check_handshake(frame, peer, self._endpoint)
-        if complaint is not None:
-            self._raise(OWN_FAULT, [peer], complaint)
-
     def _wait(self, peer: int, *, phase: Phase, layer: int | None, since: float) -> Frame:
         """Wait on everything until `peer`, whose frame is due, has one."""
         wires = self._open_wires()
-        limit, look = since + self._stall, MEETING_SLICE_S if phase is Phase.MEETING else self._stall
+        # All have met when each has sent something: also where its plan is the first that a peer hears of it.
+        patience = self._patience if self._met and phase is not Phase.MEETING else self._stall
+        look = MEETING_SLICE_S if phase is Phase.MEETING else self._stall
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
-        late = happened = False
+        late, happened = set[int](), False
         while True:
             # Before the first wait too: an end may have been seen while another peer was waited for.
             if wires.inbox[peer]:
@@ -250,11 +251,13 @@ class Mesh:
                 if other in wires.lost:
                     self._raise(place, [other], f"rank {other} {wires.lost[other]} at {where}")
             if late and not happened:
-                self._raise(place, due, f"{name_ranks(due)} silent at {where} ({self._stall:.1f} s)")
+                seconds = self.signs.allowed(late, patience)
+                self._raise(place, late, f"{name_ranks(late)} silent at {where} ({seconds:.1f} s)")
             if self.leaving and phase is Phase.MEETING:
                 self._raise(OWN_FAULT, [self.rank], f"rank {self.rank} was stopped at {where}")
-            late = perf_counter() >= limit
-            happened = wires.poll(LAST_LOOK_S if late else min(look, limit - perf_counter()))
+            limits, now = {other: max(since + patience, self.signs.until(other)) for other in due}, perf_counter()
+            late = {other for other in due if now >= limits[other]}
+            happened = wires.poll(LAST_LOOK_S if late else min(look, min(limits.values()) - now))
 
     def _open_wires(self) -> Wires:
         if self.failure is not None:

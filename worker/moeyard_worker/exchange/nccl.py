@@ -6,45 +6,30 @@ nothing waits for the host. With prompts, or many rows, it looks once per layer 
 travel. All ranks choose alike, by what was agreed on.
 
 Collectives wait on the device, and end only if the host ends them. So it waits where it can watch (`drain`): it listens
-to the mesh meanwhile, and knows by events how far its own device has come.
+to the mesh meanwhile, and knows by events how far its own device has come (watch.py).
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from moeyard_kernels.types.peer_window import ROWS_PER_TURN
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
-from moeyard_worker.exchange.frames import NO_LAYER, Phase, pack_tag
+from moeyard_worker.exchange.base import Dispatched, ExchangeStats, PeerRows
+from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.naming import name_ranks, where_in_step
 from moeyard_worker.exchange.packets import RowPackets
 from moeyard_worker.exchange.routing import tables_of
-from moeyard_worker.exchange.row_group import Moved, RowGroup
+from moeyard_worker.exchange.row_group import RowGroup
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.watch import Watch
 
-# Between two looks at what is waited for, and between two at the mesh meanwhile.
-_PAUSE_S, _LOOK_S = 50e-6, 0.01
 # All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
 _MOST_WHOLE = 32 << 20
 # How many collectives the host launches ahead of its device, two a layer. Where some thousand launches wait for a
 # device that waits for a peer, the next one blocks, and nobody would watch.
 _AHEAD = 16
-# What is left of a step once it waits for nobody.
-_DRAIN_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Rows on their way, and for which part of a step."""
-
-    at: tuple[int, int, Phase]
-    moved: Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +57,7 @@ class NcclExchange:
     """`Exchange` through a `RowGroup`, among the members of the mesh. Before the first `attach` nothing moves.
 
     A rank whose device does not come to its next exchange within `seconds` is silent, and says so; one that waits for
-    others waits a deadline of the mesh longer, and then asks who else waits.
+    others names after a deadline of the mesh who does not wait, too, and after two that all do.
     """
 
     captures = False
@@ -84,7 +69,8 @@ class NcclExchange:
         seconds: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
-        self._group, self._shape, self._seconds, self._device = group, shape, seconds, device
+        self._group, self._shape, self._device = group, shape, device
+        self._watch = Watch(group, rank=rank, seconds=seconds)
         self._dtype, self._step = getattr(torch, shape.dtype), 0
         self._packets = RowPackets(top_k=shape.top_k, hidden=shape.hidden, dtype=self._dtype)
         # Of every layer, owners by their places among the members (`LayerTables`).
@@ -94,8 +80,6 @@ class NcclExchange:
         self._whole = True
         self._prompt: torch.Tensor | None = None
         self._turns: torch.Tensor | None = None  # [R, 1], where experts have copies: added to a row's ids
-        # What this rank's device has not passed yet, oldest first.
-        self._marks: deque[_Mark] = deque()
         self._mesh: Mesh | None = None
         self._put(placement, tuple(range(world_size)))
 
@@ -110,7 +94,7 @@ class NcclExchange:
                 f"{self._shape.num_experts} and ranks {mesh.members}"
             )
         self._mesh, self.world_size = mesh, mesh.world_size
-        self._marks.clear()
+        self._watch.begin(mesh)
         self._put(placement, mesh.members)
         self._group.meet(mesh)
 
@@ -213,19 +197,19 @@ class NcclExchange:
         try:
             moved = self._group.move(given.view(torch.uint8), sent, into.view(torch.uint8), received)
         except RuntimeError as error:
-            self._fail(error, at)
-        self._marks.append(_Mark(at, moved))
+            self._watch.fail(error, at)
+        self._watch.add(at, moved)
         ahead = 0 if self._group.host_waits else _AHEAD
-        if len(self._marks) > ahead:
-            self._watch(lambda: len(self._marks) <= ahead)
+        if len(self._watch) > ahead:
+            self._watch.until(lambda: len(self._watch) <= ahead, step=self._step)
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """See `Exchange.finish_step`: what has exchanges was waited for where it was launched."""
-        self._watch(has_run)
+        self._watch.until(has_run, step=self._step)
 
     def drain(self) -> None:
         """See `Exchange.drain`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
-        self._watch(lambda: not self._marks)
+        self._watch.until(lambda: not len(self._watch), step=self._step)
 
     def abort(self, lost: Sequence[int] = ()) -> None:
         """See `Exchange.abort`."""
@@ -234,87 +218,3 @@ class NcclExchange:
     def close(self) -> None:
         """See `Exchange.close`."""
         self._group.abort()
-
-    def _watch(self, has_run: Callable[[], bool]) -> None:
-        """Wait; raises ExchangeError as soon as it is known to be in vain, and the device waits no more."""
-        since = looked = time.monotonic()
-        state: tuple[int, bool] | None = None
-        while True:
-            now = self._progress()
-            if has_run():
-                return
-            clock = time.monotonic()
-            if now != state:
-                state, since = now, clock
-            if clock - looked > _LOOK_S:
-                looked = clock
-                self._look(clock - since)
-            time.sleep(_PAUSE_S)
-
-    def _progress(self) -> tuple[int, bool]:
-        """How many exchanges are ahead of the device, and whether it waits in the first of them."""
-        while self._marks and self._marks[0].moved.has_ended():
-            mark = self._marks.popleft()
-            try:
-                mark.moved.check()
-            except RuntimeError as error:
-                self._fail(error, mark.at)
-        return len(self._marks), bool(self._marks) and self._marks[0].moved.has_begun()
-
-    def _look(self, seconds: float) -> None:
-        """Listen to the mesh; the device has been where it is for so long."""
-        assert self._mesh is not None, "a step begins after the ranks have met"
-        at = self._marks[0].at if self._marks else None
-        try:
-            self._mesh.check_peers(at)
-            where = f"step {self._step}" if at is None else where_in_step(*at)
-            if at is None or not self._marks[0].moved.has_begun():
-                if seconds > self._seconds:
-                    raise ExchangeError(self._mesh.fail(f"rank {self.rank} silent ({seconds:.1f} s) at {where}"))
-            elif seconds > self._seconds + self._mesh.deadline:
-                # A device that is late has less time: what is late is a host, or what is between them.
-                self._call_roll(self._mesh, at)
-        except ExchangeError:
-            self._end_waits()
-            raise
-
-    def _call_roll(self, mesh: Mesh, at: tuple[int, int, Phase]) -> NoReturn:
-        """Ask the hosts of peers whether they wait, too: who says nothing has not come so far."""
-        here = {rank: pack_tag(mesh.epoch, mesh.step, NO_LAYER, Phase.MEETING, rank) for rank in mesh.members}
-        said = mesh.arrived()
-        for peer in mesh.peers:
-            # Whoever has asked wants an answer; who has said anything else has come to the next step.
-            if peer not in said or bytes(said[peer]) == here[peer]:
-                mesh.send(peer, here[self.rank])
-        limit = time.monotonic() + mesh.deadline
-        while (silent := set(mesh.peers).difference(mesh.arrived())) and time.monotonic() < limit:
-            time.sleep(_LOOK_S)
-        where, all_of = f"({self._seconds:.1f} s) at {where_in_step(*at)}", name_ranks(self._members)
-        if silent:
-            mesh.miss(silent, f"{name_ranks(silent)} silent {where}", step=at[0], layer=at[1], phase=at[2])
-        reason = f"{all_of} wait for each other's rows {where}: the network may be down"
-        raise ExchangeError(mesh.fail(reason, ranks=self._members))
-
-    def _fail(self, error: RuntimeError, at: tuple[int, int, Phase]) -> NoReturn:
-        """The group has failed: a peer's end is the reason, if the mesh learns of one."""
-        assert self._mesh is not None
-        limit = time.monotonic() + self._mesh.deadline
-        try:
-            while time.monotonic() < limit:
-                self._mesh.check_peers(at)
-                time.sleep(_LOOK_S)
-            said = str(error).strip().split("\n", 1)[0]
-            raise ExchangeError(self._mesh.fail(f"rank {self.rank} cannot move rows at {where_in_step(*at)}: {said}"))
-        finally:
-            self._end_waits()
-
-    def _end_waits(self) -> None:
-        """End what the device waits for, and let it run to its end."""
-        self.abort()
-        limit = time.monotonic() + (0 if self._group.host_waits else _DRAIN_S)
-        while self._marks and time.monotonic() < limit:
-            if self._marks[0].moved.has_ended():
-                self._marks.popleft()
-            else:
-                time.sleep(_PAUSE_S)
-        self._marks.clear()

@@ -2,13 +2,18 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import FrameError, Handshake, decode_handshake, encode_handshake
+from moeyard_worker.exchange.frames import Frame, FrameError, Handshake, decode_handshake, encode_handshake
 from moeyard_worker.exchange.leftovers import SHARED_DIRECTORY
+from moeyard_worker.exchange.naming import is_poison, name_ranks
+from moeyard_worker.exchange.wires import Wires
+
+_CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,37 @@ def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> 
     theirs = f"rank {handshake.rank} of {handshake.world_size}, epoch {handshake.epoch}"
     theirs += "" if handshake.token == own.token else ", without the token"
     return f"what connected as rank {peer} of {own.world_size}, epoch {own.epoch}, is {theirs}"
+
+
+def greet(
+    wires: Wires, endpoints: Sequence[MeshEndpoint], own: MeshEndpoint, *, timeout: float,
+    poisoned: Callable[[int, Frame], object],
+) -> tuple[Iterable[int], str] | None:  # fmt: skip
+    """Exchange handshakes with all peers, whose connections are on their way; None when all have answered.
+
+    Else who is at fault, and how. `poisoned` is given a first frame that tells of a failure, and raises.
+    """
+    limit = perf_counter() + timeout
+    unsent, unheard = set(wires.peers), set(wires.peers)
+    handshakes = {endpoint.rank: handshake_for(endpoint, own) for endpoint in endpoints}
+    while True:
+        unsent -= {peer for peer in unsent if wires.send(peer, handshakes[peer])}
+        if not unsent and not unheard:
+            return None
+        remaining = limit - perf_counter()
+        wires.poll(min(remaining, _CONNECT_SLICE_S) if unsent else remaining)
+        for peer in sorted(unheard):
+            if wires.inbox[peer]:
+                frame = wires.inbox[peer].popleft()
+                if is_poison(frame):
+                    poisoned(peer, frame)
+                if (complaint := check_handshake(frame, peer, own)) is not None:
+                    return [peer], complaint
+                unheard.discard(peer)
+            elif peer in wires.lost:
+                return [peer], f"rank {peer} {wires.lost[peer]} while connecting"
+        if remaining <= 0 and (who := unsent | unheard):
+            return who, f"{name_ranks(who)} did not answer within {timeout:.1f} s of connecting"
 
 
 def check_place(

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from moeyard_worker.sockets import (
 )
 
 # At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
-# plus a handshake, a plan and a poison frame. A PAIR blocks at its mark, it never drops.
+# plus a handshake, a plan, a poison frame and signs (signs.py): two for each deadline that their receiver is away, of
+# which it has twelve; more only of who is slow and waits by turns. A PAIR blocks at its mark, it never drops.
 HIGH_WATER_MARK = 64
 # A wait first blocks in `recv` this long, which is one system call and the usual case; only then it polls everything.
 RECV_SLICE_MS = 2
@@ -98,6 +99,7 @@ class Wires:
     tcp, ipc: the bound address for each rank, "" where there is none.
     inbox: frames read but not yet used, oldest first.
     lost: the peers whose connection ended, and how.
+    hear: given every frame that is read, with its peer; true for one that it takes, which no inbox sees.
     refusals: strangers that knocked.
     """
 
@@ -110,9 +112,10 @@ class Wires:
         ipc_directory: str | None,
         heartbeat_timeout: float,
         max_frame_bytes: int,
+        hear: Callable[[int, Frame], bool] = lambda peer, frame: False,
         lock: MeshLock | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._hear, self._num_taken = rank, hear, 0
         self.pulse: Pulse | None = None
         self._lock = lock
         self.refusals = Refusals(log)
@@ -247,7 +250,7 @@ class Wires:
         return self._num_filed() > before
 
     def _num_filed(self) -> int:
-        return len(self.lost) + sum(map(len, self.inbox.values()))
+        return self._num_taken + len(self.lost) + sum(map(len, self.inbox.values()))
 
     def _drain_monitor(self, peer: int) -> None:
         while (message := next_event(self._monitors[peer])) is not None:
@@ -285,6 +288,11 @@ class Wires:
             Path(path.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _read(self, peer: int, flags: int) -> Frame | None:
+        while (frame := self._receive(peer, flags)) is not None and self._hear(peer, frame):
+            self._num_taken += 1
+        return frame
+
+    def _receive(self, peer: int, flags: int) -> Frame | None:
         try:
             if peer > self._rank and peer not in self._descriptor:
                 frame = self._sockets[peer].recv(flags, copy=False)

@@ -1,0 +1,265 @@
+"""What ranks tell each other beside their frames: who is slow and says so is waited for, who says nothing is not."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import pytest
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.frames import NO_LAYER, Frame, Phase, pack_tag
+from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.meeting import gather
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.signs import Signs
+
+STEP, LAYER, EPOCH = 812, 17, 4
+# A busy machine may hold a thread up for some tenths of a second.
+PATIENCE, STALL = 0.5, 2.0
+Opener = Callable[[int], list[Mesh]]
+
+
+@pytest.fixture
+def meshes() -> Iterator[Opener]:
+    """Opens the meshes of one fleet, which have met: their frames are waited for as those of GPUs are."""
+    opened: list[Mesh] = []
+
+    def open_all(world: int) -> list[Mesh]:
+        options = {"epoch": EPOCH, "deadline": PATIENCE, "stall": STALL, "patience": PATIENCE}
+        ranks = [Mesh(rank=rank, world_size=world, **options) for rank in range(world)]  # type: ignore[arg-type]
+        opened.extend(ranks)
+        endpoints = [mesh.endpoint() for mesh in ranks]
+        together(*(lambda mesh=mesh: mesh.connect(endpoints) for mesh in ranks))
+        together(*(lambda mesh=mesh: gather(mesh, b"") for mesh in ranks))
+        for mesh in ranks:
+            mesh.step = STEP
+        return ranks
+
+    yield open_all
+    for mesh in opened:
+        mesh.close()
+
+
+def together(*calls: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def tag(source: int, phase: Phase = Phase.COMBINE, *, epoch: int = EPOCH) -> bytes:
+    layer = LAYER if phase in (Phase.DISPATCH, Phase.COMBINE) else NO_LAYER
+    return pack_tag(epoch, STEP, layer, phase, source)
+
+
+def wait(mesh: Mesh, phase: Phase = Phase.COMBINE) -> list[Frame]:
+    return mesh.recv_all(phase, layer=LAYER if phase in (Phase.DISPATCH, Phase.COMBINE) else None, since=perf_counter())
+
+
+def named(mesh: Mesh, phase: Phase = Phase.COMBINE) -> tuple[str, float]:
+    """What a wait in vain is called, and the seconds until it was."""
+    begun = perf_counter()
+    with pytest.raises(ExchangeError) as caught:
+        wait(mesh, phase)
+    return str(caught.value), perf_counter() - begun
+
+
+def later(seconds: float, call: Callable[[], object]) -> threading.Thread:
+    """A peer's thread, which owns its mesh."""
+
+    def run() -> None:
+        time.sleep(seconds)
+        call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_who_says_nothing_is_named_after_a_deadline(meshes: Opener) -> None:
+    first, _ = meshes(2)
+    reason, seconds = named(first)
+    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
+    assert PATIENCE <= seconds < STALL - 0.3
+
+
+def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
+    first, second = meshes(2)
+    second.say(Phase.BUSY)
+    thread = later(2.5 * PATIENCE, lambda: second.send(0, tag(1)))
+    assert wait(first)[1] == tag(1)
+    thread.join()
+
+
+def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) -> None:
+    first, second = meshes(2)
+    threads = [
+        later(0.6 * PATIENCE, lambda: second.say(Phase.BUSY)),
+        later(2.5 * PATIENCE, lambda: second.send(0, tag(1))),
+    ]
+    assert wait(first)[1] == tag(1)
+    for thread in threads:
+        thread.join()
+
+
+def test_being_slow_has_a_bound(meshes: Opener) -> None:
+    first, second = meshes(2)
+    second.say(Phase.BUSY)
+    reason, seconds = named(first)
+    assert reason == "rank 1 silent at step 812, layer 17, combine (2.0 s)"
+    assert STALL - 0.1 <= seconds < STALL + 1.0
+
+
+def test_any_other_frame_ends_it(meshes: Opener) -> None:
+    first, second = meshes(2)
+    second.say(Phase.BUSY)
+    second.send(0, tag(1, Phase.DISPATCH))
+    wait(first, Phase.DISPATCH)
+    reason, seconds = named(first)
+    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
+    assert seconds < STALL - 0.3
+
+
+def test_one_that_is_slow_hides_no_other_that_is_silent(meshes: Opener) -> None:
+    first, second, _ = meshes(3)
+    second.say(Phase.BUSY)
+    reason, seconds = named(first)
+    assert reason == "rank 2 silent at step 812, layer 17, combine (0.5 s)"
+    assert seconds < STALL - 0.3
+
+
+def test_all_that_are_silent_are_named(meshes: Opener) -> None:
+    first, *_ = meshes(3)
+    assert named(first)[0] == "ranks 1, 2 silent at step 812, layer 17, combine (0.5 s)"
+
+
+def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
+    first, second = meshes(2)
+    thread = later(0.8 * PATIENCE, lambda: second.say(Phase.WAITING))
+    reason, seconds = named(first)
+    thread.join()
+    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
+    assert 1.7 * PATIENCE <= seconds < STALL
+
+
+def test_ranks_that_meet_are_waited_for_longer(meshes: Opener) -> None:
+    """Each has loaded as long as it takes; where there is no meeting the first plan of an epoch is one."""
+    first, second = meshes(2)
+    thread = later(2 * PATIENCE, lambda: gather(second, b"there"))
+    assert gather(first, b"here") == [b"here", b"there"]
+    thread.join()
+    for mesh in (first, second):
+        mesh._met = False
+    thread = later(2 * PATIENCE, lambda: second.send(0, tag(1, Phase.PLAN)))
+    assert wait(first, Phase.PLAN)[1] == tag(1, Phase.PLAN)
+    thread.join()
+
+
+@pytest.mark.parametrize("sign", [Phase.BUSY, Phase.WAITING])
+def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
+    """Whatever is due is found behind it, and nothing else believes that a frame has come."""
+    first, second = meshes(2)
+    first.step = second.step = STEP - 1
+    lockstep = Lockstep(first)
+    second.say(sign)
+    limit = perf_counter() + 5.0
+    while first.signs.of(1) is not sign and perf_counter() < limit:
+        assert not lockstep.peer_started(STEP)
+        assert first.arrived() == {}
+    assert first.signs.of(1) is sign
+    found: list[object] = []
+    thread = later(0.0, lambda: found.append(Lockstep(second).agree(STEP, 3).num_tokens))
+    while not lockstep.peer_started(STEP):
+        first.check_peers()
+    assert first.signs.of(1) is None
+    assert lockstep.agree(STEP, 2).num_tokens == (2, 3)
+    thread.join()
+    assert found == [(2, 3)]
+    # A meeting, and the end of all.
+    second.say(sign)
+    thread = later(0.0, lambda: gather(second, b"there"))
+    assert gather(first, b"here") == [b"here", b"there"]
+    thread.join()
+    second.say(sign)
+    thread = later(0.0, lambda: second.fail("rank 1 out of memory"))
+    assert named(first)[0] == "rank 1 out of memory"
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("frame", "found"),
+    [
+        (tag(1, Phase.BUSY, epoch=3), "busy of rank 1, epoch 3, step 812"),
+        (tag(0, Phase.BUSY), "busy of rank 0, epoch 4, step 812"),
+        (tag(1, Phase.WAITING) + b"x", "waiting of rank 1, epoch 4, step 812"),
+    ],
+    ids=["epoch", "source", "longer"],
+)
+def test_what_is_no_sign_of_this_peer_is_a_wrong_frame(meshes: Opener, frame: bytes, found: str) -> None:
+    first, second = meshes(2)
+    second.send(0, frame)
+    reason, seconds = named(first)
+    assert reason.startswith("rank 1 sent the wrong frame: expected combine of rank 1")
+    assert reason.endswith(f"got {found}")
+    assert seconds < STALL
+    assert first.signs.until(1) == 0.0
+
+
+def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(meshes: Opener) -> None:
+    _, second = meshes(2)
+    said: list[int] = []
+    wires = second._open_wires()
+    send = wires.send
+
+    def spy(peer: int, frame: Frame) -> bool:
+        said.append(frame[3])
+        return send(peer, frame)
+
+    wires.send = spy  # type: ignore[method-assign]
+    for sign in (Phase.BUSY, Phase.BUSY, Phase.WAITING, Phase.WAITING, Phase.BUSY):
+        second.say(sign)
+    second.send(0, tag(1))
+    for _ in range(2):
+        second.say(Phase.BUSY)
+    time.sleep(0.6 * PATIENCE)
+    second.say(Phase.BUSY)
+    busy, waiting = Phase.BUSY, Phase.WAITING
+    assert said == [busy, waiting, busy, Phase.COMBINE, busy, busy]
+
+
+def test_a_sign_that_comes_at_the_last_moment_is_something_that_happened(meshes: Opener) -> None:
+    """Nobody is named before it is looked at."""
+    first, second = meshes(2)
+    second.say(Phase.BUSY)
+    assert first._open_wires().poll(5.0)
+    assert first.signs.of(1) is Phase.BUSY
+
+
+def test_to_say_something_never_fails(meshes: Opener) -> None:
+    """It is said in the midst of other things; whoever is gone is named where it is due."""
+    first, second = meshes(2)
+    first.close()
+    first.say(Phase.BUSY)
+    for _ in range(1000):
+        second.say(Phase.BUSY)
+        second.say(Phase.WAITING)
+    second.fail("rank 1 has a bug")
+    second.say(Phase.BUSY)
+    Mesh(rank=0, world_size=1).say(Phase.BUSY)
+
+
+def test_a_sign_counts_until_its_time_is_over() -> None:
+    signs = Signs(EPOCH, deadline=0.1, stall=0.3)
+    begun = perf_counter()
+    assert signs.hear(1, memoryview(tag(1, Phase.WAITING)))
+    assert not signs.hear(2, b"mY")
+    assert (signs.of(1), signs.of(2), signs.until(2)) == (Phase.WAITING, None, 0.0)
+    assert begun + 0.1 <= signs.until(1) < begun + 0.3
+    assert signs.hear(1, tag(1, Phase.BUSY))
+    assert signs.allowed([1, 2], 0.1) == 0.3
+    assert signs.allowed([2], 0.1) == 0.1
+    time.sleep(0.35)
+    assert signs.of(1) is None
+    assert signs.allowed([1], 0.1) == 0.3, "what it was waited for, once that is over"
