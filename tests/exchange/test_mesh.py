@@ -16,6 +16,7 @@ from time import perf_counter
 import msgpack
 import pytest
 import zmq
+from tests.exchange.meshes import Opener, connect_all, failures_of, opener
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.finding import Finding
@@ -37,53 +38,20 @@ from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.slab import SharedFile
 
 STEP, LAYER, EPOCH = 812, 17, 4
-Opener = Callable[..., list[Mesh]]
 
 
 @pytest.fixture
 def meshes() -> Iterator[Opener]:
     """Opens the meshes of one fleet (connected unless told otherwise) and closes them all at the end."""
-    opened: list[Mesh] = []
+    with opener(deadline=30.0, epoch=EPOCH, slab_bytes=4096) as open_all:
 
-    def open_all(world_size: int, *, connected: bool = True, **options: object) -> list[Mesh]:
-        options = {"deadline": 30.0, "epoch": EPOCH, "slab_bytes": 4096, **options}
-        ranks = [Mesh(rank=rank, world_size=world_size, **options) for rank in range(world_size)]  # type: ignore[arg-type]
-        opened.extend(ranks)
-        if connected:
-            assert connect_all(ranks) == [None] * world_size
-            for mesh in ranks:
+        def open_in_step(world_size: int, *, connected: bool = True, **options: object) -> list[Mesh]:
+            ranks = open_all(world_size, connected=connected, **options)
+            for mesh in ranks if connected else ():
                 mesh.step = STEP
-        return ranks
+            return ranks
 
-    yield open_all
-    for mesh in opened:
-        mesh.close()
-
-
-def connect_all(
-    ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = 20.0
-) -> list[str | None]:
-    """Connect all ranks at once; what each raised, if anything."""
-    endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
-    return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
-
-
-def failures_of(*calls: Callable[[], object]) -> list[str | None]:
-    """Make all calls at once, a thread each; the ExchangeError that each raised, if any."""
-    errors: list[str | None] = [None] * len(calls)
-
-    def run(number: int) -> None:
-        try:
-            calls[number]()
-        except ExchangeError as error:
-            errors[number] = str(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+        yield open_in_step
 
 
 def receive(mesh: Mesh, phase: Phase = Phase.COMBINE) -> list[bytes]:

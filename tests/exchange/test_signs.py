@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 
 import pytest
+from tests.exchange.meshes import Opener, failures_of, opener
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import NO_LAYER, Frame, Phase, pack_tag
@@ -17,36 +19,21 @@ from moeyard_worker.exchange.signs import Signs
 STEP, LAYER, EPOCH = 812, 17, 4
 # A busy machine may hold a thread up for some tenths of a second.
 PATIENCE, STALL = 0.5, 2.0
-Opener = Callable[[int], list[Mesh]]
 
 
 @pytest.fixture
 def meshes() -> Iterator[Opener]:
     """Opens the meshes of one fleet, which have met: their frames are waited for as those of GPUs are."""
-    opened: list[Mesh] = []
+    with opener(epoch=EPOCH, deadline=PATIENCE, stall=STALL, patience=PATIENCE) as open_all:
 
-    def open_all(world: int) -> list[Mesh]:
-        options = {"epoch": EPOCH, "deadline": PATIENCE, "stall": STALL, "patience": PATIENCE}
-        ranks = [Mesh(rank=rank, world_size=world, **options) for rank in range(world)]  # type: ignore[arg-type]
-        opened.extend(ranks)
-        endpoints = [mesh.endpoint() for mesh in ranks]
-        together(*(lambda mesh=mesh: mesh.connect(endpoints) for mesh in ranks))
-        together(*(lambda mesh=mesh: gather(mesh, b"") for mesh in ranks))
-        for mesh in ranks:
-            mesh.step = STEP
-        return ranks
+        def open_met(world: int) -> list[Mesh]:
+            ranks = open_all(world)
+            assert failures_of(*(partial(gather, mesh, b"") for mesh in ranks)) == [None] * world
+            for mesh in ranks:
+                mesh.step = STEP
+            return ranks
 
-    yield open_all
-    for mesh in opened:
-        mesh.close()
-
-
-def together(*calls: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        yield open_met
 
 
 def tag(source: int, phase: Phase = Phase.COMBINE, *, epoch: int = EPOCH) -> bytes:

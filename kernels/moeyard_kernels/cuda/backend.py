@@ -52,12 +52,13 @@ class CudaGate:
         rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
-        self._shared = shared
-        # The router's product and the shared experts' first one are one launch then, of operands that are alike.
+        self._defers = rule.top_k <= ops.FEW_PAIRS
+        # The first product of shared experts is one launch with the router's then, of operands that are alike.
         self.takes_shared = (
             shared is not None and self._weight.dtype == shared[0].dtype == torch.bfloat16
-            and rule.top_k <= ops.FEW_PAIRS and ops.can_share(shared[1].shape[1])
+            and self._defers and ops.can_share(shared[1].shape[1])
         )  # fmt: skip
+        self._shared = shared if self.takes_shared else None
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Gate.norm`."""
@@ -67,10 +68,10 @@ class CudaGate:
         """See `Gate.choose`."""
         if not plan.num_rows:
             return no_choice(x, self._rule.top_k)
-        defer = defer and plan.num_rows == 1 and self._rule.top_k <= ops.FEW_PAIRS
+        defer = defer and plan.num_rows == 1 and self._defers
         rows, out_dtype = x.to(self._weight.dtype), torch.float32 if self._fp32_logits else None
         shared = None
-        if defer and self._shared is not None and self.takes_shared:
+        if defer and self._shared is not None:
             gate_up, down = self._shared
             logits, y = ops.linear_pair(rows, self._weight, gate_up, static_weight=True, out_dtype=out_dtype)
             shared = SharedRow(gate_up=y, down=down, out=torch.empty_like(x))

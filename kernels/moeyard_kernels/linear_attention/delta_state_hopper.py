@@ -43,8 +43,6 @@ from moeyard_kernels.linear_attention.delta_state_parts import (
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
 
-_WIDTH, _SNAPSHOTS = gl.constexpr(TABLE_WIDTH.value), gl.constexpr(SNAPSHOTS.value)
-
 
 @gluon.jit
 def _zero_rows(s_x, i_end):
@@ -85,7 +83,7 @@ def _go_on(
     b_state = gl.load(p_own + o_k * DV + o_v, mask=has_state, other=0.0)
     # Behind which chunks snapshots are, and where they go; one that there is not is behind none.
     n_stops, i_stops = (), ()
-    for i in gl.static_range(_SNAPSHOTS):
+    for i in gl.static_range(SNAPSHOTS):
         n_stop = ((gl.load(p_prompt + (2 + 2 * i)) - i_begin) // C - 1).to(gl.int32)
         n_stops = n_stops + (n_stop,)  # type: ignore[assignment]  # noqa: RUF005
         i_stops = i_stops + (gl.load(p_prompt + (3 + 2 * i)).to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -144,7 +142,7 @@ def _go_on(
         mbarrier.arrive(bars.index(USED + i_buffer), count=1)
         i_buffer, phase = i_next, next_phase
         i_taken = gl.to_tensor(-1)
-        for i in gl.static_range(_SNAPSHOTS):
+        for i in gl.static_range(SNAPSHOTS):
             i_taken = gl.where(n == n_stops[i], i_stops[i], i_taken)
         if i_taken >= 0:
             gl.store(p_state + (i_taken.to(gl.int64) * HV + i_h) * (DK * DV) + o_k * DV + o_v, b_state)
@@ -192,9 +190,9 @@ def delta_state_kernel(
     i_program = gl.program_id(0)
     i_v, i_h, i_n = i_program % PARTS, i_program // PARTS % HV, i_program // (PARTS * HV)
     i_chunk = gl.load(p_heads + i_n).to(gl.int32)
-    p_prompt = p_table + i_chunk * _WIDTH
-    i_begin, i_end = gl.load(p_prompt + 1).to(gl.int32), gl.load(p_prompt + (_WIDTH - 2)).to(gl.int32)
-    i_slot, has_state = gl.load(p_prompt + (_WIDTH - 1)).to(gl.int64), gl.load(p_fresh + i_chunk) == 0
+    p_prompt = p_table + i_chunk * TABLE_WIDTH
+    i_begin, i_end = gl.load(p_prompt + 1).to(gl.int32), gl.load(p_prompt + (TABLE_WIDTH - 2)).to(gl.int32)
+    i_slot, has_state = gl.load(p_prompt + (TABLE_WIDTH - 1)).to(gl.int64), gl.load(p_fresh + i_chunk) == 0
     num_chunks = gl.cdiv(gl.maximum(i_end - i_begin, 0), C)
     i_unit, i_query = i_chunk * HV + i_h, i_h // (HV // HK) * DK
     i_value = 2 * HK * DK + i_h * DV + i_v * BV

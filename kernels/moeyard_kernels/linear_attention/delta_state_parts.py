@@ -9,8 +9,8 @@ from moeyard_kernels.types.prompt_chunks import CHUNK
 
 # Keys' columns, of values those that a program has, and positions of a chunk.
 DK, BV, C = gl.constexpr(128), gl.constexpr(64), gl.constexpr(CHUNK)
-# Rows of a unit's factors: how many, of what keys see with a gate of the head, of outputs, of what is added.
-_FACTORS, _SEEING, _GIVING, _ADDING = gl.constexpr(FACTORS.value), gl.constexpr(3), gl.constexpr(2), gl.constexpr(4)
+# Of the FACTORS rows of a unit: of what keys see with a gate of the head, of outputs, of what is added.
+_SEEING, _GIVING, _ADDING = gl.constexpr(3), gl.constexpr(2), gl.constexpr(4)
 # Chunks on their way, of what the chain takes and of what outputs take.
 CHAIN, OUT = gl.constexpr(3), gl.constexpr(2)
 # Barriers: tiles of the chain are there, and used; the same of outputs; S and what is new are there, and used.
@@ -41,7 +41,7 @@ def copy_tiles(
     for n in range(num_chunks + 1):
         if n < num_chunks:
             bar, i_tile, i_now = bars.index(THERE + i_buffer), (i_unit + n * HV) * C, i_row + n * C
-            i_line = (i_unit + n * HV) * _FACTORS
+            i_line = (i_unit + n * HV) * FACTORS
             mbarrier.wait(bars.index(USED + i_buffer), phase)
             mbarrier.expect(bar, TILES + LINES)
             if BY_ROW:
@@ -65,7 +65,7 @@ def copy_tiles(
             else:
                 tma.async_copy_global_to_shared(d_q, [i_row + (n - 1) * C, i_query], bar, s_q.index(i_out))
             tma.async_copy_global_to_shared(d_scores, [i_before * C, 0], bar, s_scores.index(i_out))
-            tma.async_copy_global_to_shared(d_factors, [i_before * _FACTORS + _GIVING, 0], bar, s_giving.index(i_out))
+            tma.async_copy_global_to_shared(d_factors, [i_before * FACTORS + _GIVING, 0], bar, s_giving.index(i_out))
             i_out, out_phase = advance(i_out, out_phase, OUT)
 
 

@@ -1,0 +1,61 @@
+"""Meshes of one fleet in one process, whose ranks are threads where they must be at work at once."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.rendezvous import MeshEndpoint
+
+Opener = Callable[..., list[Mesh]]
+
+
+@contextmanager
+def opener(**defaults: object) -> Iterator[Opener]:
+    """What opens the meshes of so many ranks with these options and others, connected unless told otherwise.
+
+    All that it has opened are closed at the end.
+    """
+    opened: list[Mesh] = []
+
+    def open_all(world_size: int, *, connected: bool = True, **options: object) -> list[Mesh]:
+        options = {**defaults, **options}
+        ranks = [Mesh(rank=rank, world_size=world_size, **options) for rank in range(world_size)]  # type: ignore[arg-type]
+        opened.extend(ranks)
+        if connected:
+            assert connect_all(ranks) == [None] * world_size
+        return ranks
+
+    try:
+        yield open_all
+    finally:
+        for mesh in opened:
+            mesh.close()
+
+
+def connect_all(
+    ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = 20.0
+) -> list[str | None]:
+    """Connect all ranks at once; what each raised, if anything."""
+    endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
+    return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
+
+
+def failures_of(*calls: Callable[[], object]) -> list[str | None]:
+    """Make all calls at once, a thread each; the ExchangeError that each raised, if any."""
+    errors: list[str | None] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            calls[number]()
+        except ExchangeError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
