@@ -92,17 +92,18 @@ def test_a_device_is_found_by_its_name() -> None:
     assert tuning.stored("no such device") == {}
 
 
-def test_the_same_chip_runs_what_was_tuned_for_it_until_it_has_a_file(
+def test_the_same_chip_runs_by_what_was_tuned_for_it_where_its_file_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, read = "NVIDIA H100 80GB HBM3", tuning.stored.__wrapped__
-    assert read(name) == read("NVIDIA H200") != {}
+    assert read(name).keys() == read("NVIDIA H200").keys() != set()
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     assert read(name) == {}
-    (tmp_path / "NVIDIA_H200.json").write_text('{"rope": {}}')
-    assert read(name) == {"rope": {}}
-    (tmp_path / "NVIDIA_H100_80GB_HBM3.json").write_text('{"linear": {}}')
-    assert read(name) == {"linear": {}}
+    (tmp_path / "NVIDIA_H200.json").write_text('{"rope": {"a": {}, "b": {"num_warps": 2}}}')
+    assert read(name) == {"rope": {"a": {}, "b": {"num_warps": 2}}} == read("NVIDIA H200")
+    (tmp_path / "NVIDIA_H100_80GB_HBM3.json").write_text('{"linear": {}, "rope": {"b": {"num_warps": 8}}}')
+    assert read(name) == {"linear": {}, "rope": {"a": {}, "b": {"num_warps": 8}}}
+    assert read("NVIDIA H200") == {"rope": {"a": {}, "b": {"num_warps": 2}}}
 
 
 def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def tune(asked: Asked) -> int:
     timer = Timer()
     name = torch.cuda.get_device_name()
     path = tuning.device_file(name)
-    table = {op: dict(classes) for op, classes in tuning.stored(name).items()}
+    table = tuning.stored_for(name)
     red = 0
     for case in all_cases(asked):
         if not case.variants or case.tune_key is None:

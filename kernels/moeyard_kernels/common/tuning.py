@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-# The same chip beside slower memory: it runs what was tuned for the other until it has a file of its own.
+# The same chip beside slower memory: where its own file says nothing it runs by the other's.
 _TUNED_AS = MappingProxyType({"NVIDIA H100 80GB HBM3": "NVIDIA H200"})
 
 
@@ -52,24 +52,32 @@ class RowConfig(Config):
 
 
 C = TypeVar("C", bound=Config)
+Table = dict[str, dict[str, dict[str, Any]]]
 
 
-def device_file(name: str, *, own: bool = True) -> Path:
-    """Where the configs of a device live, by its name in CUDA. Not `own`: those that it runs with if it has none."""
-    path = FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
-    return path if own or path.exists() else device_file(_TUNED_AS.get(name, name))
+def device_file(name: str) -> Path:
+    """Where the configs of a device live, by its name in CUDA."""
+    return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
+
+
+def stored_for(name: str) -> Table:
+    """{op: {shape class: fields}} of one device's own file; empty where there is none. ValueError for a broken one."""
+    path = device_file(name)
+    if not path.exists():
+        return {}
+    try:
+        table: Table = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return table
 
 
 @functools.cache
 def stored(name: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """{op: {shape class: fields}} of one device; empty where there is no file. Raises ValueError for a broken file."""
-    path = device_file(name, own=False)
-    if not path.exists():
-        return MappingProxyType({})
-    try:
-        table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    """What a device runs by, as `stored_for`: by another's file where its own says nothing."""
+    table = stored_for(_TUNED_AS[name]) if name in _TUNED_AS else {}
+    for op, classes in stored_for(name).items():
+        table[op] = table.get(op, {}) | classes
     return MappingProxyType(table)
 
 
@@ -103,7 +111,9 @@ def _found(device: str, op: str, shape_class: str, kinds: tuple[type[C], ...]) -
     try:
         return parse(kinds, fields)
     except ValueError as error:
-        raise ValueError(f"{device_file(device, own=False)}: {op} {shape_class}: {error}") from error
+        own = shape_class in stored_for(device).get(op, {})
+        path = device_file(device if own else _TUNED_AS[device])
+        raise ValueError(f"{path}: {op} {shape_class}: {error}") from error
 
 
 def choose(op: str, shape_class: str, x: torch.Tensor, kinds: tuple[type[C], ...], default: Callable[[], C]) -> C:
