@@ -2,7 +2,7 @@
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
-        [--residency 0.25 [--fetch alone shared]]
+        [--residency 0.25 [--fetch alone shared]] [--profile]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
@@ -13,7 +13,7 @@ beside output. `--check`: prompts answered on one rank, then spread among strang
 must be the same. `--drafts`: how many are made and verified behind every token, where the shape has a layer for that;
 with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics: the
 device's time per step, the wait for plans, what crossed between ranks and how long a layer's dispatch and combine
-took; and how many steps were replayed.
+took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's kernels by time.
 
 `--residency`: slots for such a share of each rank's experts. `--fetch`: a fleet for each, one behind the other, whose
 ranks read what they miss each alone or for each other; then also tokens/s of the last against the first, of each rank
@@ -30,7 +30,9 @@ import statistics
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,14 @@ class Bench:
     def before(self) -> tuple[Any, Any]:
         return scraped(self.fleet), self.fleet.call("graphs")
 
+    def profile(self, go: Callable[[], None]) -> None:
+        """Run it once more, with the first rank's launches recorded."""
+        if self.args.profile:
+            self.fleet.ranks[0].call("profile", self.args.device)
+            go()
+            print("\n".join(self.fleet.ranks[0].call("profile")), flush=True)
+            self.rows.pop()
+
     def decode(self, rows: list[int]) -> None:
         before, begun = self.before(), time.perf_counter()
         names = [
@@ -254,10 +264,12 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
             bench.check()
         for count in args.streams:
             bench.decode([count] * args.ranks)
+            bench.profile(partial(bench.decode, [count] * args.ranks))
         for rows in args.uneven:
             bench.decode(rows)
         for count, length in args.prefill:
             bench.prefill(count, length)
+            bench.profile(partial(bench.prefill, count, length))
         for budget in args.budgets if args.mixed else ():
             bench.mixed(args.mixed, budget)
         assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
@@ -284,6 +296,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--wait-for", type=Path, help="begin when this file is there: for runs that load together")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = engine_config(args)

@@ -44,10 +44,12 @@ CALL_SECONDS = 60.0
 
 def serve(connection: Connection) -> None:
     """A rank's process: builds a Worker for each case and calls its methods as told."""
+    from moeyard.bench.profile import Recording
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.worker import Worker
 
     worker: Any = None
+    recording: Any = None
     while True:
         try:
             name, args = connection.recv()
@@ -64,6 +66,10 @@ def serve(connection: Connection) -> None:
                 runner = worker.runner
                 counts = ("num_replayed", "num_eager", "num_rows", "num_padded_rows")
                 result = {n: getattr(runner, n, 0) for n in counts}
+            elif name == "profile":
+                # The first call begins, the next one tells.
+                result = None if recording is None else recording.lines()
+                recording = Recording(*args) if recording is None else None
             elif name == "budget":
                 worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
                 result = None

@@ -15,6 +15,34 @@ _CHAIN = 72
 _NAME = 76
 
 
+class Recording:
+    """What all threads of this process launch from here until `lines`."""
+
+    def __init__(self, device: str) -> None:
+        self._on_device = device != "cpu"
+        activities = [ProfilerActivity.CPU]
+        if self._on_device:
+            activities.append(ProfilerActivity.CUDA)
+        self._found = profile(activities=activities)
+        self._found.start()
+        self._begun = time.perf_counter()
+
+    def lines(self, most: int = 24) -> list[str]:
+        """End it; see `profiled`."""
+        wall = time.perf_counter() - self._begun
+        self._found.stop()
+        averages: list[Any] = list(self._found.key_averages())
+        lines = []
+        if self._on_device:
+            kernels = [(a.self_device_time_total, a.count, a.key) for a in averages if a.self_device_time_total]
+            busy = sum(us for us, _, _ in kernels) * 1e-3
+            lines.append(f"device: {busy:.1f} ms of kernels and copies in {wall * 1e3:.1f} ms")
+            lines += _lines(kernels, most)
+            lines += chain(_launched(self._found))
+        lines.append(f"host: {wall * 1e3:.1f} ms with what recording costs")
+        return lines + _lines([(a.self_cpu_time_total, a.count, a.key) for a in averages], most // 2)
+
+
 def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[str]:
     """Run `go` under the profiler; lines of text, the `most` that took longest of each side first.
 
@@ -23,23 +51,9 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
     compared with each other only. Of the graph whose replays took longest together, `chain` has the launches one by
     one.
     """
-    activities = [ProfilerActivity.CPU]
-    if device != "cpu":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as found:
-        begun = time.perf_counter()
-        go()
-        wall = time.perf_counter() - begun
-    averages: list[Any] = list(found.key_averages())
-    lines = []
-    if device != "cpu":
-        kernels = [(a.self_device_time_total, a.count, a.key) for a in averages if a.self_device_time_total]
-        busy = sum(us for us, _, _ in kernels) * 1e-3
-        lines.append(f"device: {busy:.1f} ms of kernels and copies in {wall * 1e3:.1f} ms")
-        lines += _lines(kernels, most)
-        lines += chain(_launched(found))
-    lines.append(f"host: {wall * 1e3:.1f} ms with what recording costs")
-    return lines + _lines([(a.self_cpu_time_total, a.count, a.key) for a in averages], most // 2)
+    recording = Recording(device)
+    go()
+    return recording.lines(most)
 
 
 def _lines(entries: list[tuple[float, int, str]], most: int) -> list[str]:
