@@ -7,12 +7,13 @@ import pytest
 from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
 
-ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048)
+ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048, 8192)
 OWN = [Bucket(decode=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
 OWN += [
-    Bucket(prompt=prompt, decode=rows, width=160, chunks=16) for prompt, rows in product(PROMPTS, (0, 64))
+    Bucket(prompt=prompt, decode=rows, width=160, chunks=16)
+    for prompt, rows in product(PROMPTS, (0, 64)) if prompt <= 2048 or not rows
 ]  # fmt: skip
-MOST = 2048 + 64
+MOST = 8192
 
 
 def captured(own: list[Bucket]) -> dict[Bucket, Bucket]:
@@ -30,6 +31,7 @@ def graphs() -> dict[Bucket, Bucket]:
 SIZES = [Bucket(width=0)]
 SIZES += [Bucket(decode=rows, width=width) for rows in (1, 3, 8, 9, 50, 64) for width in (1, 9, 140)]
 SIZES += [Bucket(prompt=prompt, decode=rows, width=9, chunks=2) for prompt in (5, 64, 300, 2048) for rows in (0, 7, 64)]
+SIZES += [Bucket(prompt=5000, width=9, chunks=2)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -37,7 +39,7 @@ def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: di
     # What a rank says before it knows of the others.
     own = smallest(graphs.items(), size, 0)
     assert own is not None
-    for others in (0, 1, 2, 8, 12, 16, 17, 64, 65, 128, 512, 513, 2048, MOST):
+    for others in (0, 1, 2, 8, 12, 16, 17, 64, 65, 128, 512, 513, 2048, 2112, 2113, MOST):
         most = max(own.rows, others)
         found = smallest(graphs.items(), size, max(1, most))
         assert found is not None, f"{size} beside {others}"
@@ -61,6 +63,14 @@ def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, B
     found = smallest(graphs.items(), eight, 12)
     assert found is not None
     assert (found.rows, found.peers) == (8, 16)
+
+
+def test_output_beside_a_peer_with_prompts_and_output_has_room_for_no_longer_prompts(
+    graphs: dict[Bucket, Bucket],
+) -> None:
+    found = smallest(graphs.items(), Bucket(decode=8, width=8), 2048 + 64)
+    assert found is not None
+    assert (found.rows, found.peers) == (8, 2048 + 64)
 
 
 def test_more_than_any_captured_step_is_launched(graphs: dict[Bucket, Bucket]) -> None:

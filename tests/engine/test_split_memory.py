@@ -65,7 +65,7 @@ def test_every_captured_step_fits_into_what_is_planned_beside_one_that_is_launch
     model, plan = served_model(config), planned(config, card * GIB)
     pages = -(-plan.max_model_len // 64)
     sizes = {"max_rows": config.max_num_seqs, "max_pages": pages}
-    buckets = [*decode_buckets(**sizes), *prompt_buckets(**sizes, max_prompt=2048, flat=True)]
+    buckets = [*decode_buckets(**sizes), *prompt_buckets(**sizes, max_prompt=8192, flat=True)]
     found = [sums for kind in model.attention_kinds() if (sums := kind.footprint(footprint).sums) is not None]
     assert found, "every model attends in some layer"
     captured = max(

@@ -8,16 +8,18 @@ from moeyard_kernels.cuda.verify_inputs import VerifySize
 
 # Rows of a captured step; a step runs in the next larger one. Where few rows cost little more than one, steps are wide.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Prompt rows of a captured step, alone and beside decode rows. More keep a GPU longer than their launches take.
-_PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Prompt rows of a captured step, alone and beside decode rows. Launched one by one a layer takes 1.3 to 3 ms of a host,
+# as much as a GPU takes for 4000 to 8000 rows; more keep it busy.
+_PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MIXED_PROMPTS = (128, 512, 1024, 2048)
 _MIXED_ROWS = (16, 64)
 MAX_PROMPT = _PROMPTS[-1]
 # Prompts of a captured step.
 CHUNKS = 16
-# Where prompts decompress their keys: so many of them in the largest captured prompts, in multiples of
-# their rows.
+# Where prompts decompress their keys: so many of them in the largest prompts, alone and beside output, in multiples
+# of their rows; of more than their own at most so many, which layer by layer take memory.
 _KEYS = (1, 2, 4, 8)
+_MOST_KEYS = 16384
 # Pages of a captured step's table: one split of the keys without a merge, then up to the longest sequence by fours.
 _FIRST_WIDTH = 8
 
@@ -35,11 +37,12 @@ def decode_buckets(*, max_rows: int, max_pages: int) -> Iterator[Bucket]:
 def prompt_buckets(*, max_rows: int, max_pages: int, max_prompt: int, flat: bool) -> Iterator[Bucket]:
     """Steps of up to `max_prompt` prompt rows, alone and beside decode rows. `flat`: they decompress their keys."""
     alone = ((prompt, 0) for prompt in below(_PROMPTS, max_prompt))
-    mixed = product(below(_MIXED_PROMPTS, max_prompt), below(_MIXED_ROWS, max_rows))
+    mixed = product(below(_MIXED_PROMPTS, min(max_prompt, _MIXED_PROMPTS[-1])), below(_MIXED_ROWS, max_rows))
     for prompt, rows in (*alone, *mixed):
-        several = _KEYS if prompt == max_prompt else _KEYS[:1]
+        several = _KEYS if prompt in (_MIXED_PROMPTS[-1], max_prompt) else _KEYS[:1]
         for keys in several if flat else (0,):
-            yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=max_pages, chunks=CHUNKS)
+            if keys <= 1 or keys * prompt <= _MOST_KEYS:
+                yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=max_pages, chunks=CHUNKS)
 
 
 def below(sizes: Sequence[int], most: int) -> list[int]:
