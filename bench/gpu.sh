@@ -298,7 +298,7 @@ drills() {
 }
 whole() { step whole 500 python3 -m tests.e2e.gpu_matrix --ranks 1 2 4; }
 ranks() {
-  tests nvlink 150 tests/exchange/test_nvlink_exchange.py
+  tests puts 90 -n 14 --maxschedchunk 1 tests/kernels/test_peer_exchange.py tests/kernels/test_result_rows.py
   tests ranks 300 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
   tests failures 180 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2

@@ -4,9 +4,8 @@ A backend is chosen once, where a worker is assembled. Once a step it makes a pl
 kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
 business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
 
-Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) keep that
-layer's weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts per
-token.
+Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) keep its
+weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from moeyard_kernels.types.expert_residency import ResidencyCounts
     from moeyard_kernels.types.fetch_window import FetchWindow
     from moeyard_kernels.types.lent_memory import LentMemory
+    from moeyard_kernels.types.peer_window import PeerWindow
 
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
@@ -127,8 +127,8 @@ class ExpertRun(Protocol):
         """Run the pairs of every local expert whose slot in a `slot_table` is not -1."""
         ...
 
-    def result(self) -> torch.Tensor:
-        """[R, K, H], unweighted, with holes where `experts` was -1 (or the expert was in no table)."""
+    def result(self) -> torch.Tensor | None:
+        """[R, K, H], unweighted, with holes where `experts` was -1 (or the expert was in no table); None: put home."""
         ...
 
 
@@ -147,12 +147,12 @@ class ExpertSlots(Protocol):
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int,
-        choice: TokenChoice | None = None,
+        choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> ExpertRun:  # fmt: skip
         """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none).
 
         `one_in`: of so many pairs at best one is here, for whom it helps to know. `choice`: of one row, whose experts
-        are still to be chosen; the run's `compute` does it.
+        are still to be chosen; the run's `compute` does it. `home`: where `compute` may put the results by itself.
         """
         ...
 

@@ -29,6 +29,12 @@ def round_to(b_x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def stored_as(b_x, DTYPE: tl.constexpr):
+    """fp32 values as DTYPE (fp32 or bf16), ties to even; for memory that the interpreter, too, stores bf16 into."""
+    return (round_to(b_x, DTYPE) if INTERPRETED else b_x).to(DTYPE)
+
+
+@triton.jit
 def opaque(b_x, DTYPE: tl.constexpr):
     """b_x of DTYPE (fp32 or bf16), through an instruction that Triton does not look into, as it is."""
     if not INTERPRETED:

@@ -14,6 +14,7 @@ from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, join
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.peer_window import PeerWindow
 
 
 class CpuExpertSlots:
@@ -64,7 +65,7 @@ class CpuExpertSlots:
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1, choice: TokenChoice | None = None,
+        one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> "CpuExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
         assert choice is None, "a CPU's gate has chosen"

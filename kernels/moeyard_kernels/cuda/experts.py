@@ -6,6 +6,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.peer_window import PeerWindow
 
 
 class CudaExpertSlots:
@@ -38,10 +39,12 @@ class CudaExpertSlots:
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1, choice: TokenChoice | None = None,
+        one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> "CudaExpertRun":  # fmt: skip
         """See `ExpertSlots.begin`."""
-        return CudaExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice)
+        return CudaExpertRun(
+            self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice, home=home
+        )  # fmt: skip
 
 
 def _put(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -58,12 +61,13 @@ class CudaExpertRun:
 
     def __init__(
         self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
-        prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None,
+        prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None, home: PeerWindow | None,
     ) -> None:  # fmt: skip
         self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
+        self._home = home
         self._num_experts = num_experts
         self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
-        self._out = rows.new_empty(experts.numel(), rows.shape[1])
+        self._out = None if home is not None else rows.new_empty(experts.numel(), rows.shape[1])
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -81,7 +85,7 @@ class CudaExpertRun:
 
     def compute(self, slot_of_expert: torch.Tensor) -> None:
         """See `ExpertRun.compute`."""
-        if not self._out.shape[0]:
+        if not self.experts.numel():
             return
         layout: ops.ExpertLayout | ops.ExpertPairs
         if self.experts.numel() <= ops.FEW_PAIRS:
@@ -95,9 +99,10 @@ class CudaExpertRun:
                 self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
             )
         ops.grouped_gemm(
-            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self.experts.shape[1], out=self._out
-        )
+            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self.experts.shape[1], out=self._out,
+            home=self._home,
+        )  # fmt: skip
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor | None:
         """See `ExpertRun.result`."""
-        return self._out.view(*self.experts.shape, self._out.shape[1])
+        return None if self._out is None else self._out.view(*self.experts.shape, self._out.shape[1])

@@ -7,6 +7,7 @@ from moeyard_kernels.door.load import kernel
 from moeyard_kernels.door.routing import check_gate
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
 from moeyard_kernels.types.gate import SharedRow, TokenChoice
+from moeyard_kernels.types.peer_window import PeerWindow
 
 _BLOCK_ROWS = (16, 32, 64, 128)
 
@@ -46,6 +47,7 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
 ) -> torch.Tensor:
     """One unweighted row per pair: out[t * K + k] = down[slot] @ silu_mul(gate_up[slot] @ x[t]) -> [T * K, H].
 
@@ -55,6 +57,10 @@ def grouped_gemm(
     token's may still be to choose (`ExpertPairs.choice`), and are chosen then, with `topk_gate`'s bits; a shared expert
     in it is computed with them (`SharedRow`). A row's bits depend on that row and its expert alone, not on the layout.
     Rounding points: both halves of the first product, silu, its product with the up half, and the result.
+
+    `home`, in place of `out`: x are the rows that a `dispatch_rows` gave, and results go to the memory of the ranks
+    that these came from, where `combine_rows` would bring them; -> [max_tokens * K, H], what comes home to this rank.
+    Call `combine_rows` without results then, by which all ranks learn that theirs are complete.
     """
     if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"grouped_gemm: x must be fp32 or bf16 [T, H], got {show(x)}")
@@ -72,6 +78,8 @@ def grouped_gemm(
         raise ValueError(f"grouped_gemm: layout of {layout.num_pairs} pairs for {x.shape[0]} tokens, top_k {top_k}")
     if out is not None and (out.shape != (num_pairs, hidden) or out.dtype != x.dtype):
         raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
+    if home is not None and (home.hidden, home.dtype, home.shape.top_k, out) != (hidden, x.dtype, top_k, None):
+        raise ValueError(f"grouped_gemm: rows {show(x)}, top_k {top_k} for peers' {home.dtype} [{home.hidden}], no out")
     index = layout.pairs if isinstance(layout, ExpertLayout) else layout.topk_ids
     if isinstance(layout, ExpertPairs):
         _check_routing("grouped_gemm", layout.topk_ids, layout.slot_of_expert)
@@ -80,7 +88,7 @@ def grouped_gemm(
         if layout.choice is not None:
             _check_choice(layout.choice, layout, top_k, x)
     check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
-    return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out)
+    return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out, home=home)
 
 
 def _check_choice(choice: TokenChoice, pairs: ExpertPairs, top_k: int, x: torch.Tensor) -> None:

@@ -46,20 +46,32 @@ def dispatch_rows(
 
 
 def combine_rows(
-    out: torch.Tensor, window: PeerWindow, *, layer: int, num_tokens: int, send: bool = True, wait: bool = True
+    out: torch.Tensor | None,
+    window: PeerWindow,
+    *,
+    layer: int,
+    num_tokens: int,
+    max_rows: int | None = None,
+    send: bool = True,
+    wait: bool = True,
 ) -> torch.Tensor:
     """Bring results home: out [max_rows * W * K, H], by the rows and ids of the `dispatch_rows` before -> [T, K, H].
 
-    Result (t, k) is the row of the expert that token t of this rank chose as its k-th; what lies where the id was -1 is
-    old. In memory that peers write to: valid until this rank's next `dispatch_rows`.
+    Without `out` a `grouped_gemm` has put them there (`home`), and ranks learn of each other that they have; of how
+    many rows of each rank at most, which need not be known, `max_rows` says as it did to `dispatch_rows`. Result
+    (t, k) is the row of the expert that token t of this rank chose as its k-th; what lies where the id was -1 is old.
+    In memory that peers write to: valid until this rank's next `dispatch_rows`.
     """
-    _check("combine_rows", window, out)
     group = window.shape.world_size * window.shape.top_k
-    if out.shape[0] % group or not 0 <= num_tokens <= window.shape.max_tokens:
-        raise ValueError(f"combine_rows: out {show(out)} for {num_tokens} tokens, expected a multiple of {group} rows")
+    if out is not None:
+        _check("combine_rows", window, out)
+        if out.shape[0] % group:
+            raise ValueError(f"combine_rows: out {show(out)}, expected a multiple of {group} rows")
+    if not 0 <= num_tokens <= window.shape.max_tokens:
+        raise ValueError(f"combine_rows: {num_tokens} tokens, the memory holds {window.shape.max_tokens}")
     check_devices("combine_rows", out=out, table=window.table)
-    return kernel("experts.peer_exchange", out).combine_rows(
-        out, window, layer=layer, num_tokens=num_tokens, send=send, wait=wait
+    return kernel("experts.peer_exchange", window.table).combine_rows(
+        out, window, layer=layer, num_tokens=num_tokens, max_rows=max_rows, send=send, wait=wait
     )
 
 

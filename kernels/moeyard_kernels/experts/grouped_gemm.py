@@ -13,7 +13,6 @@ The second launch finds its weights while the first one drains (see `dependent`)
 (`grouped_slice`), and where its experts are still to be chosen the programs of both do it (`grouped_choice`).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.rounding import product, round_to
-from moeyard_kernels.elementwise.silu_mul import silu_mul, silu_mul_values
-from moeyard_kernels.experts.grouped_choice import can_choose, choose_and_gate_up
+from moeyard_kernels.common.rounding import product, round_to, stored_as
+from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.experts.grouped_choice import choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     KINDS,
@@ -42,11 +41,11 @@ from moeyard_kernels.experts.grouped_configs import (
     slice_fits,
 )
 from moeyard_kernels.experts.grouped_configs import candidates as candidates
-from moeyard_kernels.experts.grouped_slice import shares, slice_pairs
+from moeyard_kernels.experts.grouped_slice import settle_choice, slice_pairs
 from moeyard_kernels.experts.grouped_stream import stream_pairs
-from moeyard_kernels.experts.topk_gate import make_choice
-from moeyard_kernels.linear.linear import linear
+from moeyard_kernels.experts.result_rows import result_arguments, result_rows
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
+from moeyard_kernels.types.peer_window import PeerWindow
 
 OP = "grouped_gemm"
 
@@ -75,9 +74,9 @@ def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.con
 
 @triton.jit
 def _expert_tile(
-    p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    FEW: tl.constexpr,
+    p_a, p_w, d_w, b_pair, p_out, p_table, p_state, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot.
 
@@ -126,20 +125,21 @@ def _expert_tile(
         p_row = p_out + o_r * N
     else:
         b_y = b_acc
-        p_row = p_out + b_pair.to(tl.int64) * N
+        p_row, m_r = result_rows(p_out, p_table, p_state, b_pair, N, TOP_K, WORLD, HOME)
     if SWAP:
         b_y = tl.trans(b_y)
     p_by = p_row[:, None] + o_n[None, :]
-    tl.store(p_by, b_y.to(p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
+    tl.store(p_by, stored_as(b_y, p_out.dtype.element_ty), mask=m_r[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["P"])
 def _expert_kernel(
-    p_a, p_w, d_w, p_pairs, p_slots, p_num_blocks, p_out, P, N: tl.constexpr, K: tl.constexpr,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, BP: tl.constexpr,
+    p_a, p_w, d_w, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, scatter to pairs.
+    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, and store the
+    pairs' `result_rows`.
 
     p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. p_pairs and p_slots are the layout's pairs and
     slots of blocks; without a layout (BP > 0) the ids of P pairs and the slots of experts. HALVES: a block whose second
@@ -166,12 +166,16 @@ def _expert_kernel(
     if HALVES and tl.load(p_pairs + i_row + BM // 2) < 0:
         b_half = tl.load(p_pairs + i_row + tl.arange(0, BM // 2))
         _expert_tile(
-            p_a, p_w, d_w, b_half, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM // 2, BN, BK, SWAP, TMA, BP > 0
+            p_a, p_w, d_w, b_half, p_out, p_table, p_state, i_slot, i_row, i_n, N, K, TOP_K, WORLD, HOME, GATED,
+            BM // 2, BN, BK, SWAP, TMA, BP > 0,
         )  # fmt: skip
         return
     if not BP:
         b_pair = tl.load(p_pairs + i_row + tl.arange(0, BM))
-    _expert_tile(p_a, p_w, d_w, b_pair, p_out, i_slot, i_row, i_n, N, K, TOP_K, GATED, BM, BN, BK, SWAP, TMA, BP > 0)
+    _expert_tile(
+        p_a, p_w, d_w, b_pair, p_out, p_table, p_state, i_slot, i_row, i_n, N, K, TOP_K, WORLD, HOME, GATED, BM, BN,
+        BK, SWAP, TMA, BP > 0,
+    )  # fmt: skip
 
 
 def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
@@ -186,19 +190,19 @@ def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
 
 def _launch(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
-    config: AnyConfig,
+    config: AnyConfig, home: PeerWindow | None = None,
 ) -> None:  # fmt: skip
-    """Run one of the two products; top_k is 0 for the second."""
+    """Run one of the two products; top_k is 0 for the second, whose results may go home in place of out."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
     w = launch.packed(w)
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
     if isinstance(config, ExpertStream):
         if not top_k and aligned and isinstance(layout, ExpertLayout):
-            stream_pairs(a, w, out, layout, config)
+            stream_pairs(a, w, out, layout, config, home)
             return
         config = WIDE[-1]
     if isinstance(config, ExpertSlice):
-        one_token = isinstance(layout, ExpertPairs) and layout.one_token
+        one_token = isinstance(layout, ExpertPairs) and layout.one_token and home is None
         if one_token and not top_k and aligned and slice_fits(dim, config.BN) and launch.on_hopper(w):
             assert isinstance(layout, ExpertPairs)
             slice_pairs(a, w, out, layout, config.BN)
@@ -213,12 +217,14 @@ def _launch(
         padded = 1 if layout.one_token else triton.next_power_of_2(layout.num_pairs)
     else:
         index, padded = (layout.pairs, layout.slot_of_block, layout.num_blocks), 0
-    options: dict[str, Any] = config.options | dict(dependent(w))
+    options: dict[str, Any] = result_arguments(out, home) | config.options | dict(dependent(w))
+    if top_k:
+        options["TOP_K"] = top_k
     grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
-        a, w, d_w, *index, out, layout.num_pairs, N=num_out, K=dim, TOP_K=max(top_k, 1), GATED=top_k > 0,
-        BM=layout.block_rows, BN=config.BN, BK=config.BK, SWAP=config.SWAP, TMA=copied,
-        HALVES=config.HALVES and layout.block_rows >= 64, BP=padded, **options,
+        a, w, d_w, *index, layout.num_pairs, N=num_out, K=dim, GATED=top_k > 0, BM=layout.block_rows, BN=config.BN,
+        BK=config.BK, SWAP=config.SWAP, TMA=copied, HALVES=config.HALVES and layout.block_rows >= 64, BP=padded,
+        **options,
     )  # fmt: skip
 
 
@@ -258,27 +264,12 @@ def down_pairs(
     layout: ExpertLayout | ExpertPairs,
     *,
     out: torch.Tensor,
+    home: PeerWindow | None = None,
     config: AnyConfig | None = None,
 ) -> torch.Tensor:
-    """The second launch: out [P, H], of which the rows of the layout's pairs are written."""
-    _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]))
+    """The second launch: out [P, H], of which the rows of the layout's pairs are written, unless they go home."""
+    _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]), home)
     return out
-
-
-def _settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
-    """The pairs with their choice, and what is to be computed beside, if the products can; what they cannot is done."""
-    choice = pairs.choice
-    if choice is None:
-        return pairs
-    chooses = not configured and can_choose(choice, gate_up, down)
-    if choice.shared is not None and not (chooses and shares(choice.shared, down)):
-        rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype))
-        choice.shared.out.copy_(linear(rows, choice.shared.down, static_weight=True))
-        choice = replace(choice, shared=None)
-    if chooses:
-        return replace(pairs, choice=choice)
-    make_choice(choice)
-    return replace(pairs, choice=None)
 
 
 def grouped_gemm(
@@ -289,12 +280,13 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
     configs: tuple[ExpertConfig | None, AnyConfig | None] = (None, None),
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
     if isinstance(layout, ExpertPairs):
-        layout = _settle_choice(layout, gate_up, down, configured=configs != (None, None))
+        layout = settle_choice(layout, gate_up, down, configured=configs != (None, None))
         ids, slots = layout.topk_ids, layout.slot_of_expert
         launch.check_layout(OP, topk_ids=ids, slot_of_expert=slots)
         if layout.choice is None:
@@ -303,7 +295,10 @@ def grouped_gemm(
     hidden, inner = x.shape[1], down.shape[2]
     if _num_blocks(layout) * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: {_num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
-    stored = launch.new_output(layout.num_pairs, hidden, like=x)
+    if home is not None:
+        stored = out = home.views(home.rank).home.flatten(0, 1)
+    else:
+        stored = launch.new_output(layout.num_pairs, hidden, like=x)
     if out is not None:
         # The interpreter does not store bf16: it gets a copy.
         stored = out if stored.dtype == out.dtype else stored.copy_(out)
@@ -313,5 +308,5 @@ def grouped_gemm(
             choose_and_gate_up(x, gate_up, layout, h)
         else:
             gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
-        down_pairs(h, down, layout, out=stored, config=configs[1])
+        down_pairs(h, down, layout, out=stored, home=home, config=configs[1])
     return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

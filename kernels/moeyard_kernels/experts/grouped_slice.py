@@ -13,6 +13,7 @@ the first ones, take it through the activation while those of the first product 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,8 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.elementwise.silu_mul import silu_mul
 from moeyard_kernels.experts.grouped_choice import (
     by_steps,
+    can_choose,
     choice_arguments,
     expert_lanes,
     nth_slot,
@@ -38,6 +41,8 @@ from moeyard_kernels.experts.grouped_choice import (
     write_choice,
 )
 from moeyard_kernels.experts.grouped_configs import STEP
+from moeyard_kernels.experts.topk_gate import make_choice
+from moeyard_kernels.linear.linear import linear
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import SharedRow
 
@@ -188,6 +193,22 @@ def shares(shared: SharedRow, down: torch.Tensor) -> bool:
     """Whether the launch of chosen experts' second product, by down [S, H, I], can have a shared expert's beside it."""
     alike = shared.down.shape == down.shape[1:] and shared.down.dtype == down.dtype
     return alike and shared.down.is_contiguous() and shared.gate_up.is_contiguous() and shared.down.data_ptr() % 16 == 0
+
+
+def settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
+    """The pairs with their choice, and what is to be computed beside, if the products can; what they cannot is done."""
+    choice = pairs.choice
+    if choice is None:
+        return pairs
+    chooses = not configured and can_choose(choice, gate_up, down)
+    if choice.shared is not None and not (chooses and shares(choice.shared, down)):
+        rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype))
+        choice.shared.out.copy_(linear(rows, choice.shared.down, static_weight=True))
+        choice = replace(choice, shared=None)
+    if chooses:
+        return replace(pairs, choice=choice)
+    make_choice(choice)
+    return replace(pairs, choice=None)
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:

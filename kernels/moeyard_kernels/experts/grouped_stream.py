@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moeyard_kernels.common.rounding import product
+from moeyard_kernels.common.rounding import product, stored_as
 from moeyard_kernels.experts.grouped_configs import ExpertStream
+from moeyard_kernels.experts.result_rows import result_arguments, result_rows
 from moeyard_kernels.types.expert_layout import ExpertLayout
+from moeyard_kernels.types.peer_window import PeerWindow
 
 # In the interpreter, where programs cost time.
 _FEW_PROGRAMS = 3
@@ -20,10 +22,10 @@ _FEW_PROGRAMS = 3
 
 @triton.jit
 def _expert_stream_kernel(
-    d_h, d_w, p_pairs, p_slots, p_num_blocks, p_out, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    d_h, d_w, p_pairs, p_slots, p_num_blocks, p_out, p_table, p_state, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BM rows by BN outputs in turn, to the pairs' rows of out [P, N]. Grid: programs that fill the device.
+    """Tiles of BM rows by BN outputs in turn, to the pairs' `result_rows`. Grid: programs that fill the device.
 
     d_h: rows of the layout [rows, K] in blocks [BM, BK]; d_w: [S, N, K] in blocks [1, BN, BK].
     """
@@ -38,14 +40,17 @@ def _expert_stream_kernel(
             b_acc = product(d_h.load([i_b * BM, i_k]), b_w, b_acc, False)
         b_pair = tl.load(p_pairs + i_b * BM + tl.arange(0, BM))
         o_n = i_n * BN + tl.arange(0, BN)
-        p_by = p_out + b_pair.to(tl.int64)[:, None] * N + o_n[None, :]
-        tl.store(p_by, b_acc.to(p_out.dtype.element_ty), mask=(b_pair >= 0)[:, None] & (o_n < N)[None, :])
+        p_row, m_row = result_rows(p_out, p_table, p_state, b_pair, N, TOP_K, WORLD, HOME)
+        b_y = stored_as(b_acc, p_out.dtype.element_ty)
+        tl.store(p_row[:, None] + o_n[None, :], b_y, mask=m_row[:, None] & (o_n < N)[None, :])
 
 
 def stream_pairs(
-    h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, config: ExpertStream
-) -> None:
-    """out [P, H] of the layout's pairs from h [rows of the layout, I] and down [S, H, I], I in steps of 16 bytes."""
+    h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, config: ExpertStream,
+    home: PeerWindow | None = None,
+) -> None:  # fmt: skip
+    """out [P, H], or what is `home`, of the layout's pairs from h [rows of the layout, I] and down [S, H, I], I in
+    steps of 16 bytes."""
     num_out, dim = down.shape[1:]
     programs = _FEW_PROGRAMS
     if h.is_cuda:
@@ -53,6 +58,6 @@ def stream_pairs(
     d_h = TensorDescriptor.from_tensor(h, [layout.block_rows, config.BK])
     d_w = TensorDescriptor.from_tensor(down, [1, config.BN, config.BK])
     _expert_stream_kernel[programs,](
-        d_h, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, out, N=num_out, K=dim, BM=layout.block_rows,
-        BN=config.BN, BK=config.BK, **config.options,
+        d_h, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, N=num_out, K=dim, BM=layout.block_rows,
+        BN=config.BN, BK=config.BK, **result_arguments(out, home), **config.options,
     )  # fmt: skip

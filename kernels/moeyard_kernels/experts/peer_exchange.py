@@ -1,7 +1,7 @@
 """Triton: puts into the memory of peers, and the wait for theirs. No host, no barrier, no collective of a library.
 
     dispatch   rows of x and ids to each peer that owns one of their experts, at [row, source]
-    combine    results of received rows to their source, at [row, k]
+    combine    results of received rows to their source, at [row, k], unless what computed them has put them there
 
 Programs of a packet copy their share and then add theirs to the receiver's count of arrivals, with release at system
 scope: whoever has seen the whole count with acquire sees all that was put before. One program waits, and the launch
@@ -38,8 +38,10 @@ _POISONED, _SEEN = tl.constexpr(window_types.POISONED), tl.constexpr(window_type
 _TURN = tl.constexpr(window_types.ROWS_PER_TURN)
 _SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
 
-# Ids that the waiting program clears at once.
+# Ids that the waiting program clears at once, and that a program counts at once.
 _CLEARED = tl.constexpr(1024)
+# Ids that a program of a packet may have to count, which takes it a microsecond.
+_COUNTED = 4096
 # Most programs of a launch whose packets have few rows, and of one where they have many.
 _FEW_PROGRAMS, _MANY_PROGRAMS = 128, 512
 _FEW_ROWS = 512
@@ -152,9 +154,9 @@ def _dispatch_kernel(
 def _combine_kernel(
     p_out, p_table, p_state, p_fault, rank, layer, limit, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr,
     HEADS: tl.constexpr, COUNTS: tl.constexpr, IDS: tl.constexpr, HOME: tl.constexpr, BW: tl.constexpr,
-    BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
+    BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr, PUT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, W, K, N] words. Grid: as above."""
+    """out [rows, W, K, N] words, to be PUT or, if the products have put them, to be counted. Grid: as above."""
     i_p = tl.program_id(0)
     let_next_begin()
     wait_for_previous()
@@ -167,16 +169,24 @@ def _combine_kernel(
         i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
         to = tl.load(p_table + i_w)
         num_pairs = tl.load(int64_at(own, HEADS) + i_w * _LINE + 1).to(tl.int32) * K
-        for i_pair in range(i_g, num_pairs, num_g):
-            i_row = wide(i_pair // K) * WORLD + i_w
-            i_from = i_row * K + i_pair % K
-            if tl.load(int32_at(own, IDS) + i_from) >= 0:
-                put_row(p_out + i_from * N, int32_at(to, HOME) + wide(i_pair) * N, N, BLOCK)
-                put += 4 * N
+        if PUT:
+            for i_pair in range(i_g, num_pairs, num_g):
+                i_row = wide(i_pair // K) * WORLD + i_w
+                i_from = i_row * K + i_pair % K
+                if tl.load(int32_at(own, IDS) + i_from) >= 0:
+                    put_row(p_out + i_from * N, int32_at(to, HOME) + wide(i_pair) * N, N, BLOCK)
+                    put += 4 * N
         if i_g == 0:
             tl.store(int64_at(to, HEADS) + (WORLD + rank) * _LINE, epoch)
+        # What launches before this one have put is behind it, too: they have ended.
         _arrive(to, _COMBINE, _ARRIVED // num_g)
         if i_w != rank:
+            if not PUT:
+                for i in range(i_g * _CLEARED, num_pairs, num_g * _CLEARED):
+                    o_pair = i + tl.arange(0, _CLEARED)
+                    o_from = (o_pair // K * WORLD + i_w) * K + o_pair % K
+                    b_id = tl.load(int32_at(own, IDS) + o_from, mask=o_pair < num_pairs, other=-1)
+                    put += 4 * N * tl.sum((b_id >= 0).to(tl.int32), 0)
             count_put(own, to, put, COUNTS)
     if i_p == 0:
         tl.store(p_state + _COMBINED, epoch)
@@ -211,22 +221,26 @@ def dispatch_rows(
 
 
 def combine_rows(
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     window: PeerWindow,
     *,
     layer: int,
     num_tokens: int,
     send: bool,
     wait: bool,
+    max_rows: int | None = None,
     config: PacketConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.combine_rows`."""
     launch.check_layout("combine_rows", out=out, table=window.table)
     shape = window.shape
-    grid, options = _launch(window, out.shape[0] // shape.world_size, config, send)
+    num_pairs = (max_rows or shape.max_tokens) * shape.top_k if out is None else out.shape[0] // shape.world_size
+    # Without results to put there are ids to be counted.
+    grid, options = _launch(window, num_pairs // _COUNTED if out is None else num_pairs, config, send)
     _combine_kernel[grid](
-        out.view(torch.int32), window.table, window.state, window.fault, window.rank, layer, window.limit,
-        K=shape.top_k, IDS=shape.ids_offset, HOME=shape.home_offset, SEND=send, WAIT=wait, **options,
+        window.table if out is None else out.view(torch.int32), window.table, window.state, window.fault, window.rank,
+        layer, window.limit, K=shape.top_k, IDS=shape.ids_offset, HOME=shape.home_offset, SEND=send, WAIT=wait,
+        PUT=out is not None, **options,
     )  # fmt: skip
     return window.views(window.rank).home[:num_tokens]
 

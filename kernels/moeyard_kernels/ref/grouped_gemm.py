@@ -7,6 +7,7 @@ from moeyard_kernels.ref.linear import linear
 from moeyard_kernels.ref.silu_mul import silu_mul
 from moeyard_kernels.ref.topk_gate import make_choice
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
+from moeyard_kernels.types.peer_window import POISONED, PeerWindow
 
 
 def grouped_gemm(
@@ -17,6 +18,7 @@ def grouped_gemm(
     *,
     top_k: int,
     out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.grouped_gemm`."""
     if isinstance(layout, ExpertPairs):
@@ -35,4 +37,19 @@ def grouped_gemm(
         pairs = rows[:num_blocks][layout.slot_of_block[:num_blocks] == slot].flatten()
         pairs = pairs[pairs >= 0].long()
         out[pairs] = linear(silu_mul(linear(x[pairs // top_k], gate_up[slot])), down[slot])
-    return out
+    if home is None:
+        return out
+    pairs = rows[:num_blocks].flatten()
+    _put_home(out, pairs[pairs >= 0].long(), home)
+    return home.views(home.rank).home.flatten(0, 1)
+
+
+def _put_home(out: torch.Tensor, pairs: torch.Tensor, window: PeerWindow) -> None:
+    """Rows of `out` [R K, H] to their places in the memory of the rows' sources."""
+    world, top_k = window.shape.world_size, window.shape.top_k
+    if window.state[POISONED]:
+        return
+    row, k = pairs // top_k, pairs % top_k
+    for peer in range(world):
+        of_peer = row % world == peer
+        window.views(peer).home[row[of_peer] // world, k[of_peer]] = out[pairs[of_peer]]

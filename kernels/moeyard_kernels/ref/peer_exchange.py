@@ -47,19 +47,20 @@ def dispatch_rows(
 
 
 def combine_rows(
-    out: torch.Tensor, window: PeerWindow, *, layer: int, num_tokens: int, send: bool, wait: bool
-) -> torch.Tensor:
+    out: torch.Tensor | None, window: PeerWindow, *, layer: int, num_tokens: int, send: bool, wait: bool,
+    max_rows: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.combine_rows`."""
     shape, rank = window.shape, window.rank
     epoch = int(window.state[DISPATCHED])
     mine = window.views(rank)
     if not window.state[POISONED]:
-        results = out.view(-1, shape.world_size, shape.top_k, window.hidden)
         for peer in range(shape.world_size) if send else ():
             theirs = window.views(peer)
             count = int(mine.heads[DISPATCH, peer, 1])
             t, k = (mine.ids[:count, peer] >= 0).nonzero(as_tuple=True)
-            theirs.home[t, k] = results[t, peer, k]
+            if out is not None:
+                theirs.home[t, k] = out.view(-1, shape.world_size, shape.top_k, window.hidden)[t, peer, k]
             theirs.heads[COMBINE, rank, 0] = epoch
             theirs.arrivals[COMBINE, 0] += ARRIVED
             if peer != rank:

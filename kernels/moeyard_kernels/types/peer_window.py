@@ -7,7 +7,7 @@ ends where all have arrived, nobody is ever two phases ahead: rows and results n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -65,6 +65,8 @@ class PeerWindow:
     state: torch.Tensor
     fault: torch.Tensor
     limit: int
+    # What was asked for before: a launch asks several times, and it is a dozen calls of torch.
+    _views: dict[int, PeerViews] = field(init=False, default_factory=dict)
 
     @property
     def hidden(self) -> int:
@@ -72,6 +74,11 @@ class PeerWindow:
 
     def views(self, rank: int) -> PeerViews:
         """The memory of one rank."""
+        if rank not in self._views:
+            self._views[rank] = self._view(rank)
+        return self._views[rank]
+
+    def _view(self, rank: int) -> PeerViews:
         shape, memory = self.shape, self.memory[rank]
 
         def part(begin: int, dtype: torch.dtype, *sizes: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from moeyard_kernels.types.fetch_window import FetchWindow
 from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_worker.config.placement import Placement
 
 
@@ -27,6 +28,7 @@ class Dispatched:
     one_in: of so many (row, k) at best one has its expert here.
     fetch: where ranks read for each other what they miss of their experts, for whoever computes here; else None.
     choice: of one row, where whoever computes is to choose its experts; they are written into `experts` then.
+    home: where whoever computes may put the results itself; else None.
     """
 
     rows: torch.Tensor
@@ -36,6 +38,7 @@ class Dispatched:
     one_in: int = 1
     fetch: FetchWindow | None = None
     choice: TokenChoice | None = None
+    home: PeerWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: Any) -> torch.Tensor:
         """Return expert_out [R, K, H] (rows of `Dispatched`, holes where the expert is elsewhere) home: [T, K, H].
 
-        Unweighted, one row per (token, k); a hole only where the id was -1. The result may lie in memory that peers
-        write to: it is valid until this rank's next `dispatch`.
+        Unweighted, one row per (token, k); a hole only where the id was -1. None where they have been put there
+        (`Dispatched.home`). What is returned may lie in memory that peers write to: it is valid until this rank's next
+        `dispatch`.
         """
         ...
 

@@ -54,8 +54,9 @@ class LocalExchange:
             self._prompt = torch.arange(num_tokens, device=x.device) < num_prompt if num_prompt else None
         return Dispatched(rows=x[:num_tokens], experts=topk_ids, prompt=self._prompt, handle=num_tokens)
 
-    def combine(self, expert_out: torch.Tensor, handle: int) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: int) -> torch.Tensor:
         """See `Exchange.combine`."""
+        assert expert_out is not None, "nobody was told where home is"
         assert expert_out.shape[0] == handle, (expert_out.shape, handle)
         return expert_out
 

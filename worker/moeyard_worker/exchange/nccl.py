@@ -165,8 +165,9 @@ class NcclExchange:
             received=received,
         )
 
-    def combine(self, expert_out: torch.Tensor, handle: NcclHandle) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: NcclHandle) -> torch.Tensor:
         """See `Exchange.combine`."""
+        assert expert_out is not None, "nobody was told where home is"
         (num_tokens, top_k), world, hidden = handle.owners.shape, len(self._members), self._shape.hidden
         assert expert_out.shape == (sum(self._counts), top_k, hidden), (expert_out.shape, self._counts)
         assert expert_out.dtype == self._dtype, (expert_out.dtype, self._shape)

@@ -156,13 +156,16 @@ class NvlinkExchange:
         rows, experts = ops.dispatch_rows(x, topk_ids, self._windows[layer], layer=layer, max_rows=self._rows.most)
         return Dispatched(
             rows=rows, experts=experts, prompt=self._prompt, handle=(layer, topk_ids.shape[0]), one_in=self.world_size,
-            fetch=self._fetches.get(layer),
+            fetch=self._fetches.get(layer), home=self._windows[layer],
         )  # fmt: skip
 
-    def combine(self, expert_out: torch.Tensor, handle: tuple[int, int]) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: tuple[int, int]) -> torch.Tensor:
         """See `Exchange.combine`."""
         layer, num_tokens = handle
-        return ops.combine_rows(expert_out.flatten(0, 1), self._windows[layer], layer=layer, num_tokens=num_tokens)
+        rows = None if expert_out is None else expert_out.flatten(0, 1)
+        return ops.combine_rows(
+            rows, self._windows[layer], layer=layer, num_tokens=num_tokens, max_rows=self._rows.most
+        )  # fmt: skip
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """See `Exchange.finish_step`: the mesh is listened to, as a peer that is gone ends no wait of the device."""

@@ -56,8 +56,9 @@ class StagedExchange:
             handle=got.handle,
         )
 
-    def combine(self, expert_out: torch.Tensor, handle: object) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: object) -> torch.Tensor:
         """See `Exchange.combine`."""
+        assert expert_out is not None, "nobody was told where home is"
         return self._host.combine(expert_out.cpu(), handle).to(self._device)
 
     def close(self) -> None:

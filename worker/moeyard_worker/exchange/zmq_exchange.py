@@ -153,8 +153,9 @@ class ZmqExchange:
         self.stats.seconds["dispatch"].append(perf_counter() - start)
         return dispatched
 
-    def combine(self, expert_out: torch.Tensor, handle: ZmqHandle) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor | None, handle: ZmqHandle) -> torch.Tensor:
         """See `Exchange.combine`."""
+        assert expert_out is not None, "nobody was told where home is"
         start = perf_counter()
         assert handle is self._open, "combine takes the handle of the last dispatch, once"
         shape, routing, bounds = self._shape, handle.routing, handle.routing.pair_bounds

@@ -184,8 +184,9 @@ class ExpertCache:
         """Name the step that the next accesses belong to; only the recorder uses it."""
         self._step = step
 
-    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
-        """The experts' outputs of one layer, [R, K, H], one row per (row, k) whose expert is here, holes elsewhere.
+    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
+        """The experts' outputs of one layer, [R, K, H], one row per (row, k) whose expert is here, holes elsewhere;
+        None where the backend has put them home (`Dispatched.home`).
 
         With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
         """
@@ -195,7 +196,7 @@ class ExpertCache:
         owned = self._owned[self._index[layer]]
         run = self._slots.begin(
             dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt,
-            one_in=dispatched.one_in, choice=dispatched.choice,
+            one_in=dispatched.one_in, choice=dispatched.choice, home=dispatched.home,
         )  # fmt: skip
         if self._recorder is not None:
             decode, prefill = needed(run)

@@ -24,8 +24,11 @@ class Experts(Protocol):
         """Whether the experts of one row may be chosen by what computes them, so that nobody knows them before."""
         ...
 
-    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
-        """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere."""
+    def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
+        """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere.
+
+        None: they have been put home.
+        """
         ...
 
 

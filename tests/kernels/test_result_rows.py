@@ -1,0 +1,129 @@
+"""Results that the experts' second product puts home itself: the memory of all ranks as if they had been brought there.
+
+Sums are exact (small integers, one value of h for each output), so that the interpreter gives what a GPU gives.
+"""
+
+from types import ModuleType
+
+import pytest
+import torch
+from tests.kernels.peer_ranks import DEVICE, in_turn, open_ranks, random_ids
+
+from moeyard_kernels import ops
+from moeyard_kernels.bench.case import assert_bits
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts import grouped_gemm as triton_kernel
+from moeyard_kernels.experts import peer_exchange as peer_kernel
+from moeyard_kernels.ops import ExpertLayout, ExpertPairs
+from moeyard_kernels.ref import grouped_gemm as oracle
+from moeyard_kernels.types.peer_window import POISONED, PeerWindow
+
+H, I, K, E = 40, 24, 3, 10  # noqa: E741
+COUNTS = (5, 0, 7)
+
+
+class Ranks:
+    """Two sets of windows of three ranks, in which rows have been dispatched alike, and each rank's experts."""
+
+    def __init__(self, dtype: torch.dtype, counts: tuple[int, ...] = COUNTS) -> None:
+        self.counts, most = counts, max(counts)
+        self.brought, self.put = (open_ranks(len(counts), dtype=dtype, max_tokens=most) for _ in range(2))
+        given = [(torch.randint(-4, 5, (n, H)).to(dtype).to(DEVICE), random_ids(n, K, E)) for n in counts]
+        self.received = [
+            in_turn(ops.dispatch_rows, windows, given, layer=0, max_rows=most) for windows in (self.brought, self.put)
+        ]
+        num_slots = E // len(counts) + 2
+        self.gate_up = (torch.randint(-4, 5, (num_slots, 2 * I, H)) / 64).to(dtype).to(DEVICE)
+        down = torch.zeros(num_slots, H, I)
+        self.down = down.scatter_(2, torch.randint(0, I, (num_slots, H, 1)), 0.5).to(dtype).to(DEVICE)
+        self.slots = torch.randperm(num_slots).int().to(DEVICE)
+
+    def layout(self, ids: torch.Tensor, block_rows: int, slots: torch.Tensor) -> ExpertLayout | ExpertPairs:
+        if not block_rows:
+            return ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(self.down))
+        return ops.expert_layout(ids, slots, num_slots=len(self.down), block_rows=block_rows)
+
+    def compute(
+        self, kernels: ModuleType, *, block_rows: int, home: bool, config: Config | None = None, waves: int = 1
+    ) -> None:
+        """Every rank's results, brought home by `combine_rows` or put there."""
+        most = max(self.counts)
+        windows, received = (self.put, self.received[1]) if home else (self.brought, self.received[0])
+        outs: list[torch.Tensor | None] = []
+        for window, (rows, ids) in zip(windows, received, strict=True):
+            options = {"home": window} if home else {"out": rows.new_full((ids.numel(), H), float("nan"))}
+            if config is not None:
+                options["configs"] = (None, config)
+            out = None if home else options["out"]
+            for wave in range(waves):
+                slots = torch.where(torch.arange(len(self.slots), device=DEVICE) % waves == wave, self.slots, -1).int()
+                layout = self.layout(ids, block_rows, slots)
+                kernels.grouped_gemm(rows, self.gate_up, self.down, layout, top_k=K, **options)
+            outs.append(out)
+        for send in (True, False):
+            for window, out, count in zip(windows, outs, self.counts, strict=True):
+                # Counted by the kernel, and by the oracle.
+                combine = (peer_kernel if kernels is triton_kernel else ops).combine_rows
+                combine(out, window, layer=0, num_tokens=count, max_rows=most, send=send, wait=not send)
+
+    def assert_same(self) -> None:
+        """All memory, what was counted of what crossed included."""
+        for rank, (a, b) in enumerate(zip(self.put, self.brought, strict=True)):
+            assert_bits(f"memory of rank {rank}", a.memory[rank], b.memory[rank])
+        assert any(bool(window.views(window.rank).home.any()) for window in self.put)
+
+
+KERNELS = [pytest.param(triton_kernel, id="kernel")]
+if DEVICE.type == "cpu":
+    # What the oracle makes of ids lies on a CPU.
+    KERNELS.append(pytest.param(oracle, id="oracle"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("block_rows", [0, 16, 64, 128])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dtype) -> None:
+    ranks = Ranks(dtype)
+    for home in (False, True):
+        ranks.compute(kernels, block_rows=block_rows, home=home)
+    ranks.assert_same()
+
+
+@pytest.mark.parametrize("block_rows", [16, 64, 128])
+def test_by_any_tile(block_rows: int) -> None:
+    for config in triton_kernel.candidates("down", block_rows, torch.bfloat16):
+        ranks = Ranks(torch.bfloat16)
+        ranks.compute(triton_kernel, block_rows=block_rows, home=False)
+        ranks.compute(triton_kernel, block_rows=block_rows, home=True, config=config)
+        ranks.assert_same()
+
+
+def test_in_waves() -> None:
+    """Where not all experts have slots: each result is put once, by the wave that has its expert."""
+    ranks = Ranks(torch.bfloat16)
+    ranks.compute(triton_kernel, block_rows=16, home=False)
+    ranks.compute(triton_kernel, block_rows=16, home=True, waves=3)
+    ranks.assert_same()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_who_is_poisoned_puts_nothing(kernels: ModuleType) -> None:
+    ranks = Ranks(torch.bfloat16)
+    before = [window.memory[rank].clone() for rank, window in enumerate(ranks.put)]
+    for window in ranks.put:
+        window.state[POISONED] = 1
+    for block_rows in (0, 16, 128):
+        ranks.compute(kernels, block_rows=block_rows, home=True)
+    for rank, window in enumerate(ranks.put):
+        assert_bits(f"memory of rank {rank}", window.memory[rank], before[rank])
+
+
+def test_other_rows_than_the_memory_has_are_refused() -> None:
+    ranks = Ranks(torch.bfloat16, (2, 2))
+    window: PeerWindow = ranks.put[0]
+    rows, ids = ranks.received[1][0]
+    layout = ranks.layout(ids, 16, ranks.slots)
+    for options in ({"home": window, "out": rows.new_empty(ids.numel(), H)}, {"home": open_ranks(2, hidden=48)[0]}):
+        with pytest.raises(ValueError, match=r"grouped_gemm: rows bfloat16 \[4, 40\], top_k 3 for peers'"):
+            ops.grouped_gemm(rows, ranks.gate_up, ranks.down, layout, top_k=K, **options)
