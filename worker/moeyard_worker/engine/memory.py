@@ -115,11 +115,12 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
     (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H), or with room for all (row, k) of all ranks, W K (H + I) in the served dtype, and once more as many results,
-    all rows twice and what comes home twice where these travel as tensors of the step (nccl); with drafts a step's
-    states stay beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of
-    SCORED_ROWS, twice, and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once
-    more, and what penalties know of every token for each of these rows (engine/row_edits.py).
+    (4 W H), or with room for all (row, k) of all ranks, W K I in the served dtype, and with nccl results twice, all
+    rows twice and what comes home twice, as these travel as tensors of the step; with drafts a step's states stay
+    beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS, twice,
+    and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
+    penalties know of every token for each of these rows (engine/row_edits.py). In bf16 a step takes half of it at most
+    (docs/gpu.md), so that captured ones, whose memory stays theirs, have as much room as one that is launched.
     tests/engine/test_memory.py measures the peak against it.
     """
     hidden, peers = model.hidden_size, config.num_workers
@@ -127,9 +128,9 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
     moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
     if config.exchange in ("nvlink", "nccl"):
-        room = peers * model.top_k * (hidden + model.moe_intermediate_size)
+        room = peers * model.top_k * model.moe_intermediate_size
         if config.exchange == "nccl":
-            room += hidden * (peers * (model.top_k + 2) + 2 * model.top_k)
+            room += hidden * (peers * 2 * (model.top_k + 1) + 2 * model.top_k)
         moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
     row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
