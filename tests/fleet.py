@@ -76,6 +76,10 @@ def serve(connection: Connection) -> None:
             elif name == "fall_silent":
                 fall_silent(worker._engine._exchange)
                 result = None
+            elif name == "hang":
+                # Its host, in the next step: what it has launched, it has.
+                worker._engine._exchange.begin_step = lambda *_step: threading.Event().wait()
+                result = None
             elif name == "validate":
                 worker.experts.validate()
                 worker.scheduler.validate()

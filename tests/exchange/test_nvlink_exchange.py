@@ -20,12 +20,24 @@ from moeyard_kernels.ref import fetch_experts as fetch_oracle
 from moeyard_kernels.ref import peer_exchange as oracle
 from moeyard_kernels.types.fetch_window import SHARED, FetchWindow
 from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
-from moeyard_kernels.types.peer_window import ABORT, COMBINE, DISPATCH, FETCH, NUM_FAULT, POISONED, SILENT, PeerWindow
+from moeyard_kernels.types.peer_window import (
+    ABORT,
+    COMBINE,
+    DISPATCH,
+    FETCH,
+    NUM_FAULT,
+    POISONED,
+    SILENT,
+    SPENT,
+    PeerWindow,
+)
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
+from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.meeting import MeshStore, gather
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nvlink import NvlinkExchange
@@ -335,6 +347,72 @@ def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExcha
     write_fault(exchanges[0], DISPATCH, 2, 0b10, 5, SILENT)
     with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 813, layer 2, dispatch"):
         exchanges[0].finish_step(813, lambda: True)
+
+
+class Waiting:
+    """A device that waits for rank 1 in the third exchange, until the host ends that, for `most` seconds at most."""
+
+    def __init__(self, exchange: NvlinkExchange, most: float = DEADLINE) -> None:
+        self._fault, self._begun, self._most = exchange._window.fault, time.monotonic(), most
+
+    def has_run(self) -> bool:
+        waited, ended = time.monotonic() - self._begun, bool(self._fault[ABORT])
+        time.sleep(0.001)
+        if ended:
+            record = torch.tensor([1, DISPATCH, 2, 0b10, 3, SILENT])
+            self._fault[: len(record)] = record
+        self._fault[SPENT] = 0 if waited > self._most else int(waited * 1e9)
+        return ended or waited > self._most
+
+
+def test_a_wait_ends_after_a_deadline_where_the_device_would_go_on(
+    pair: tuple[list[NvlinkExchange], list[Mesh]],
+) -> None:
+    """As what is launched may have to be compiled on a peer, its own limit is longer."""
+    exchanges, meshes = pair
+    meshes[0].deadline = 0.4
+    exchanges[0].begin_step(7)
+    device = Waiting(exchanges[0])
+    with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
+        exchanges[0].finish_step(7, device.has_run)
+    assert 0.4 < time.monotonic() - device._begun < 2.0
+
+
+def test_whoever_compiles_is_waited_for(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, meshes = pair
+    meshes[0].deadline = 0.4
+    exchanges[0].begin_step(7)
+    meshes[1].say(Phase.BUSY)
+    exchanges[0].finish_step(7, Waiting(exchanges[0], most=1.0).has_run)
+    assert exchanges[0]._window.fault[ABORT] == 0
+
+
+def test_what_the_device_has_found_is_heard_while_a_plan_is_waited_for(
+    pair: tuple[list[NvlinkExchange], list[Mesh]],
+) -> None:
+    """That of a host that hangs, for which others would wait for longer."""
+    exchanges, meshes = pair
+    meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
+    exchanges[0].begin_step(7)
+    write_fault(exchanges[0], DISPATCH, 2, 0b10, 3, SILENT)
+    begun = time.monotonic()
+    with pytest.raises(ExchangeError, match=rf"rank 1 silent \({DEADLINE:.1f} s\) at step 7, layer 2, dispatch"):
+        Lockstep(meshes[0]).agree(8, 1)
+    assert time.monotonic() - begun < 2.0
+
+
+def test_and_its_wait_ends_after_a_deadline(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    exchanges, meshes = pair
+    meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
+    meshes[0].deadline = 0.4
+    exchanges[0].begin_step(7)
+    device = Waiting(exchanges[0])
+    with ThreadPoolExecutor(1) as pool:
+        runs = pool.submit(lambda: [None for _ in iter(device.has_run, True)])
+        with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
+            Lockstep(meshes[0]).agree(8, 1)
+        runs.result(timeout=DEADLINE)
+    assert 0.4 < time.monotonic() - device._begun < 2.0
 
 
 def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:

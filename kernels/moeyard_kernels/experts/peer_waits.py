@@ -8,6 +8,7 @@ from moeyard_kernels.experts.peer_words import wide
 from moeyard_kernels.types import peer_window
 
 _POISONED, _ABORT = tl.constexpr(peer_window.POISONED), tl.constexpr(peer_window.ABORT)
+_SPENT = tl.constexpr(peer_window.SPENT)
 # Looks between two at the clock, about half a microsecond each.
 _LOOKS = tl.constexpr(512)
 
@@ -33,8 +34,9 @@ def _told(p_word, value):
 
 @triton.jit
 def wait_for(p_word, goal, p_seen, p_fault, limit):
-    """Wait until a word that only grows has reached `goal`, for `limit` ns at most or until the host ends it; what it
-    was seen at last, with acquire. p_seen: two words of this program, of no meaning to others."""
+    """Wait until a word that only grows has reached `goal`, for `limit` ns at most or until the host ends it, who is
+    told how long it lasts; what it was seen at last, with acquire. p_seen: two words of this program, of no meaning to
+    others."""
     nothing = tl.full((), 0, tl.int64)
     # Whatever takes part in a decision is read by one thread, which tells the others.
     seen = tl.atomic_add(p_word, nothing, sem="acquire", scope="sys")
@@ -51,4 +53,7 @@ def wait_for(p_word, goal, p_seen, p_fault, limit):
                 # Only read: an atomic on memory of the host is none over PCIe, and would write over the host's word.
                 aborted = _told(p_seen + 1, tl.load(p_fault + _ABORT, volatile=True))
                 spent = tl.where(aborted != 0, wide(limit), now - begun)
+                tl.store(p_fault + _SPENT, spent)
+        if spent > 0:
+            tl.store(p_fault + _SPENT, nothing)
     return seen

@@ -5,7 +5,7 @@ all ranks fail at once and with the same reason; after that every call raises th
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Literal, NoReturn
 
@@ -25,7 +25,7 @@ from moeyard_worker.exchange.wires import LAST_LOOK_S, MeshLock, Wires
 Transport = Literal["shm", "tcp"]
 
 FRAME_SLACK_BYTES = 1 << 16  # for a frame's tag and counts beside the largest payload, which is smaller than a slab
-MEETING_SLICE_S = 0.05  # a meeting looks so often whether this rank is leaving
+SLICE_S = 0.05  # a wait looks so often whether this rank is leaving, or at what is `beside`
 # A round of agreeing waits so much of the deadline for ranks that do not speak; who looks later hears what was settled.
 PATIENCE_SHARE = 1 / 8
 
@@ -33,19 +33,18 @@ PATIENCE_SHARE = 1 / 8
 class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
-    Ranks are numbers below `world_size`; `members` are those of this epoch (None: all).
-    A peer without a sign of life for `deadline` seconds is lost. One that lives is waited for up to `stall` seconds
-    (None: `deadline`) where it may be slow: when it meets the others, where rows go over TCP, and once it has said that
-    it will be (`say`). Else up to `patience` seconds (None: `stall`). `transport` "shm" uses unix sockets and shared
-    memory with peers of the same host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory
-    each rank shares, 0 if no rows go this way, `fingerprint` whatever else must be equal on all ranks. `host_id`
-    overrides what tells hosts apart. `lock` is on TCP, None lets anyone in; `refused` counts by reason who was not.
-    Unix sockets have names until `connect` returns.
+    Ranks are numbers below `world_size`; `members` are those of this epoch (None: all). A peer without a sign of life
+    for `deadline` seconds is lost. One that lives is waited for up to `stall` seconds (None: `deadline`) where it may
+    be slow: when it meets the others, where rows go over TCP, and once it has said that it will be (`say`). Else up to
+    `patience` seconds (None: `stall`). `transport` "shm" uses unix sockets and shared memory with peers of the same
+    host and TCP with others; "tcp" TCP with all. `slab_bytes` is the size of the memory each rank shares, 0 if no rows
+    go this way, `fingerprint` whatever else must be equal on all ranks. `host_id` overrides what tells hosts apart.
+    `lock` is on TCP, None lets anyone in; `refused` counts by reason who was not.
 
-    step: the lockstep step in progress, set by the owner, part of every tag.
+    step: the lockstep step in progress, set by the owner, part of every tag. signs: what peers say beside their frames.
     failure: the reason this mesh is poisoned, or None; finding: with it the ranks and the place, as all agreed.
     leaving: for any thread to set when this rank ends: a meeting that waits for peers ends too.
-    signs: what peers have said beside their frames.
+    beside: what is called while plans are waited for, and may raise ExchangeError.
     peer_slabs: the mapped memory of each peer of this host; own_slab: this rank's, or None.
     """
 
@@ -70,6 +69,7 @@ class Mesh:
         self._folder: Folder | None = None
         self._wires: Wires | None = None
         self._connected = self._met = self.leaving = False
+        self.beside: Callable[[], None] | None = None
         shared = self._shared = transport == "shm" and len(self.members) > 1
         if shared:
             sweep()
@@ -149,10 +149,8 @@ class Mesh:
         return tracker
 
     def say(self, sign: Phase) -> None:
-        """Tell all peers, beside the frames that are due, that this rank will be slow (BUSY), or waits (WAITING).
-
-        To be repeated as long as it is so, however often: they hear it once in half a deadline. Never blocks or raises.
-        """
+        """Tell all peers, beside the frames that are due, that this rank will be slow (BUSY), or waits (WAITING). To be
+        repeated as long as it is so, however often: they hear it once in half a deadline. Never blocks or raises."""
         now, (said, again) = perf_counter(), self._said
         if self.failure is None and self._wires is not None and (sign is not said or now >= again):
             self._said = sign, now + self.deadline / 2
@@ -201,11 +199,9 @@ class Mesh:
             self._raise(AFTER_STEP, [peer], f"{how} after step {self.step}")
 
     def fail(self, reason: str, *, planned: bool = False, ranks: Sequence[int] | None = None) -> str:
-        """Poison: end this epoch for `reason`; returns the reason that all ranks give, which may be another.
-
-        Waits for the peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost. `ranks`: who
-        is at fault (None: this one).
-        """
+        """Poison: end this epoch for `reason`; returns the reason that all ranks give, which may be another. Waits for
+        peers as `agree_on_finding` says. The first reason stays. `planned`: nobody is lost. `ranks`: who is at fault
+        (None: this one)."""
         return self._settle(AFTER_STEP if planned else OWN_FAULT, () if planned else ranks or [self.rank], reason)
 
     def miss(self, ranks: Iterable[int], reason: str, *, step: int, layer: int, phase: Phase) -> NoReturn:
@@ -238,7 +234,8 @@ class Mesh:
         wires = self._open_wires()
         # All have met when each has sent something: also where its plan is the first that a peer hears of it.
         patience = self._patience if self._met and phase is not Phase.MEETING else self._stall
-        look = MEETING_SLICE_S if phase is Phase.MEETING else self._stall
+        beside = self.beside if phase is Phase.PLAN else None
+        look = self._stall if phase is not Phase.MEETING and beside is None else SLICE_S
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late, happened = set[int](), False
         while True:
@@ -253,6 +250,8 @@ class Mesh:
             if late and not happened:
                 seconds = self.signs.allowed(late, patience)
                 self._raise(place, late, f"{name_ranks(late)} silent at {where} ({seconds:.1f} s)")
+            if beside is not None:
+                beside()
             if self.leaving and phase is Phase.MEETING:
                 self._raise(OWN_FAULT, [self.rank], f"rank {self.rank} was stopped at {where}")
             limits, now = {other: max(since + patience, self.signs.until(other)) for other in due}, perf_counter()

@@ -23,6 +23,7 @@ from moeyard_kernels.types.peer_window import (
     RANKS,
     REASON,
     SILENT,
+    SPENT,
     PeerWindow,
     open_window,
 )
@@ -46,9 +47,10 @@ _ALIGNED = 4
 
 
 class NvlinkExchange:
-    """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`. `drafts`: whether steps may
-    have exchanges for drafts too. `lending`: what this rank lends to others that read for it what it misses, and the
-    memory that they put it into; None where every rank reads alone.
+    """`Exchange` over memory that all ranks map. A wait of the device ends after `seconds`, or after a deadline of the
+    mesh unless a peer says that it is slow. `drafts`: whether steps may have exchanges for drafts too. `lending`: what
+    this rank lends to others that read for it what it misses, and the memory that they put it into; None where every
+    rank reads alone.
 
     What is launched before the first `attach` takes no part: it is there to be captured.
     """
@@ -82,8 +84,10 @@ class NvlinkExchange:
         self._windows = self._of_layers()
         self._place(placement)
         self._mesh: Mesh | None = None
-        # The step that the device's first exchange of this epoch belongs to; 0: none has begun.
-        self._first_step = 0
+        # The steps that the device's first exchange of this epoch and its last belong to; 0: none has begun.
+        self._first_step = self._last_step = 0
+        # Whether the host has ended a wait of the device after a deadline; whether it has seen a record of a failure.
+        self._ended = self._noticed = False
         self._rows = PeerRows(1)
         self._prompt: torch.Tensor | None = None
 
@@ -94,7 +98,8 @@ class NvlinkExchange:
         """
         if mesh.members != tuple(range(self.world_size)) or placement.num_experts != self._experts:
             raise ValueError(f"the nvlink exchange is one of {self.world_size} ranks, these are {mesh.members}")
-        self._mesh = mesh
+        self._mesh, mesh.beside = mesh, self._look_beside
+        self._ended = self._noticed = False
         # What ran in the epoch before has ended everywhere before anybody's memory is as new.
         self._memory.drain()
         mapped = self._memory.meet(mesh)
@@ -137,7 +142,7 @@ class NvlinkExchange:
 
     def begin_step(self, step: int) -> None:
         """See `Exchange.begin_step`."""
-        self._first_step = self._first_step or step
+        self._first_step, self._last_step = self._first_step or step, step
 
     def expect(self, rows: PeerRows) -> None:
         """See `Exchange.expect`. A captured step keeps what was said when it was captured, and is told of no prompts.
@@ -176,6 +181,7 @@ class NvlinkExchange:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() - looked > _LOOK_S:
                     self._mesh.check_peers()
+                    self._end_wait_in_vain()
                     looked = time.monotonic()
         except ExchangeError:
             self.abort()
@@ -185,6 +191,25 @@ class NvlinkExchange:
             raise
         self._check(step)
         self._counts.look()
+
+    def _end_wait_in_vain(self) -> None:
+        """End a wait of the device that has lasted for a deadline, unless a peer is slow and has said so."""
+        mesh = self._mesh
+        assert mesh is not None
+        if int(self._window.fault[SPENT]) > mesh.deadline * 1e9:
+            slow = any(mesh.signs.of(peer) is Phase.BUSY for peer in mesh.peers)
+            if not slow and not self._ended:
+                self._ended = True
+                self._window.abort()
+
+    def _look_beside(self) -> None:
+        """What the device has found is heard, too, while the host waits for a peer's plan, which may never come."""
+        self._end_wait_in_vain()
+        if self._window.fault[FAILED]:
+            # What is half written down is whole at the next look.
+            if self._noticed:
+                self._check(self._last_step)
+            self._noticed = True
 
     def _check(self, step: int) -> None:
         """Raise what the device has written down of this step or one before."""
@@ -203,7 +228,8 @@ class NvlinkExchange:
         self._mesh.check_peers()
         ranks = [rank for rank in range(self.world_size) if bits >> rank & 1]
         named = {COMBINE: Phase.COMBINE, FETCH: Phase.FETCH}.get(phase, Phase.DISPATCH)
-        what = f"silent ({self._seconds:.1f} s)" if reason == SILENT else "sent more rows than were agreed on"
+        seconds = self._mesh.deadline if self._ended else self._seconds
+        what = f"silent ({seconds:.1f} s)" if reason == SILENT else "sent more rows than were agreed on"
         where = where_in_step(failed_at, layer, named)
         self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
 
