@@ -75,8 +75,8 @@ def hurt(fleet: Fleet, victim: int, how: str) -> None:
 def test_a_lost_rank_is_named_in_time_and_replaced(
     exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool
 ) -> None:
-    """Half: of the experts in slots, so that ranks read for each other, out of memory that its successor replaces. Eager:
-    where a peer may be compiling. Silent is a device, hung a host: over zmq and nccl both."""
+    """Half: of the experts in slots, so that ranks read for each other, out of memory that its successor replaces.
+    Eager: where a peer may be compiling. Silent is a device, hung a host: over zmq and nccl both."""
     how, _, more = how.partition(", ")
     lose_one(Case(2, exchange, 2, "half" if more == "half" else "all", eager=more == "eager"), how, model, pool)
 
