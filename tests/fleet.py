@@ -68,8 +68,11 @@ def serve(connection: Connection) -> None:
                 result = {n: getattr(runner, n, 0) for n in counts}
             elif name == "profile":
                 # The first call begins, the next one tells.
-                result = None if recording is None else recording.lines()
-                recording = Recording(*args) if recording is None else None
+                if recording is None:
+                    recording, result = Recording(*args), None
+                else:
+                    recording.stop()
+                    recording, result = None, recording.lines()
             elif name == "budget":
                 worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
                 result = None

@@ -25,6 +25,18 @@ def test_sizes_of_a_rank_by_itself() -> None:
     assert [b.keys for b in flat if b.prompt == 130 and not b.decode] == [130, 260, 520, 1040]
 
 
+def test_long_prompts_and_their_keys() -> None:
+    sizes = [*prompt_buckets(max_rows=64, max_pages=40, max_prompt=8192, flat=True)]
+    assert max(b.prompt for b in sizes if b.decode) == 2048
+    keys = {n: [b.keys for b in sizes if b.prompt == n and not b.decode] for n in (1024, 2048, 2560, 8192)}
+    assert keys == {
+        1024: [1024], 2048: [2048, 4096, 8192, 16384], 2560: [2560, 16384], 8192: [8192, 16384],
+    }  # fmt: skip
+    assert {b.keys for b in sizes if b.prompt == 2048 and b.decode} == {2048, 4096, 8192, 16384}
+    long = [*prompt_buckets(max_rows=64, max_pages=40, max_prompt=32768, flat=True)]
+    assert {b.keys for b in long if b.prompt == 32768} == {32768}
+
+
 def test_the_line_that_lists_them() -> None:
     plain = [
         *decode_buckets(max_rows=2, max_pages=9),

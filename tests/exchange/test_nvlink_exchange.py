@@ -387,6 +387,61 @@ def test_whoever_compiles_is_waited_for(pair: tuple[list[NvlinkExchange], list[M
     assert exchanges[0]._window.fault[ABORT] == 0
 
 
+def test_whoever_compiled_a_moment_ago_is_too(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """Its next plan ends what it said, and its device may not be where others wait for it."""
+    exchanges, meshes = pair
+    meshes[0].deadline = 0.4
+    exchanges[0].begin_step(7)
+    meshes[1].say(Phase.BUSY)
+    device = Waiting(exchanges[0], most=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(exchanges[0].finish_step, 7, device.has_run)
+        time.sleep(0.7)
+        # Any other frame ends it.
+        meshes[1].send(0, b"a plan")
+        waits.result(timeout=DEADLINE)
+    assert exchanges[0]._window.fault[ABORT] == 0
+
+
+def test_a_wait_that_ends_as_the_host_would_end_it_leaves_the_next_one_its_time(
+    pair: tuple[list[NvlinkExchange], list[Mesh]],
+) -> None:
+    exchanges, meshes = pair
+    fault, exchanges[0]._ended = exchanges[0]._window.fault, True
+    exchanges[0]._window.abort()
+    exchanges[0].begin_step(7)
+    begun = time.monotonic()
+    exchanges[0].finish_step(7, lambda: time.monotonic() > begun + 0.1)
+    assert fault[ABORT] == 0
+    meshes[0].deadline = 0.4
+    with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7"):
+        exchanges[0].finish_step(7, Waiting(exchanges[0]).has_run)
+
+
+def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's is waited for first, and rank 2 compiles; this rank was elsewhere for long."""
+    placement, deadline = Placement.of_shards(range(4), partition(6, 3)), 0.4
+    monkeypatch.setattr(nvlink, "ops", Turns(3))
+    exchanges, meshes = open_exchanges(3, SMALL, placement), open_meshes(3, SMALL, deadline=2.0)
+    attach(exchanges, meshes, placement)
+    meshes[0].deadline, exchanges[0]._looking = deadline, 0.001
+    exchanges[0]._looked = time.monotonic()
+    exchanges[0]._window.fault[SPENT] = int(2e9)
+    meshes[2].say(Phase.BUSY)
+    time.sleep(0.1)
+
+    agreed = together([lambda: Lockstep(meshes[0]).agree(1, 1), *(lambda m=m: agree_late(m) for m in meshes[1:])])
+    assert agreed[0].num_tokens == (1, 0, 0)
+    assert exchanges[0]._window.fault[ABORT] == 0
+    for mesh in meshes:
+        mesh.close()
+
+
+def agree_late(mesh: Mesh) -> None:
+    time.sleep(0.3)
+    Lockstep(mesh).agree(1, 0)
+
+
 def test_what_the_device_has_found_is_heard_while_a_plan_is_waited_for(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:

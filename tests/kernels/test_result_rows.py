@@ -16,6 +16,7 @@ from moeyard_kernels.experts import grouped_gemm as triton_kernel
 from moeyard_kernels.experts import peer_exchange as peer_kernel
 from moeyard_kernels.ops import ExpertLayout, ExpertPairs
 from moeyard_kernels.ref import grouped_gemm as oracle
+from moeyard_kernels.types.peer_shape import SENT
 from moeyard_kernels.types.peer_window import POISONED, PeerWindow
 
 H, I, K, E = 40, 24, 3, 10  # noqa: E741
@@ -119,11 +120,30 @@ def test_who_is_poisoned_puts_nothing(kernels: ModuleType) -> None:
         assert_bits(f"memory of rank {rank}", window.memory[rank], before[rank])
 
 
+def test_what_crosses_is_counted_by_several_programs() -> None:
+    ranks = Ranks(torch.bfloat16, (800, 1, 700))
+    windows, received = ranks.put, ranks.received[1]
+    for window, count in zip(windows, ranks.counts, strict=True):
+        config = peer_kernel.PacketConfig(PROGRAMS=2)
+        peer_kernel.combine_rows(None, window, layer=0, num_tokens=count, send=True, wait=False, config=config)
+    for rank, window in enumerate(windows):
+        # Of what was put home of each other rank's rows; and what the dispatch before has sent.
+        ids = received[rank][1].view(-1, len(windows), K)
+        back = sum(int((ids[:n, peer] >= 0).sum()) for peer, n in enumerate(ranks.counts) if peer != rank) * H * 2
+        there = int(ranks.brought[rank].views(rank).counts[SENT])
+        assert int(window.views(rank).counts[SENT]) == there + back > there
+
+
 def test_other_rows_than_the_memory_has_are_refused() -> None:
     ranks = Ranks(torch.bfloat16, (2, 2))
     window: PeerWindow = ranks.put[0]
     rows, ids = ranks.received[1][0]
     layout = ranks.layout(ids, 16, ranks.slots)
+    with pytest.raises(ValueError, match=r"rows bfloat16 \[5, 40\] of 2 ranks, at most 4"):
+        ops.grouped_gemm(
+            rows.new_zeros(5, H), ranks.gate_up, ranks.down, ranks.layout(ids.new_zeros(5, K), 16, ranks.slots),
+            top_k=K, home=window,
+        )  # fmt: skip
     for options in ({"home": window, "out": rows.new_empty(ids.numel(), H)}, {"home": open_ranks(2, hidden=48)[0]}):
         with pytest.raises(ValueError, match=r"grouped_gemm: rows bfloat16 \[4, 40\], top_k 3 for peers'"):
             ops.grouped_gemm(rows, ranks.gate_up, ranks.down, layout, top_k=K, **options)

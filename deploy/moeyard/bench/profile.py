@@ -16,7 +16,7 @@ _NAME = 76
 
 
 class Recording:
-    """What all threads of this process launch from here until `lines`."""
+    """What this process' device does from here until `stop`, by whichever thread, and this thread's operators."""
 
     def __init__(self, device: str) -> None:
         self._on_device = device != "cpu"
@@ -27,10 +27,14 @@ class Recording:
         self._found.start()
         self._begun = time.perf_counter()
 
-    def lines(self, most: int = 24) -> list[str]:
-        """End it; see `profiled`."""
-        wall = time.perf_counter() - self._begun
+    def stop(self) -> None:
+        """End it, once."""
+        self._wall = time.perf_counter() - self._begun
         self._found.stop()
+
+    def lines(self, most: int = 24) -> list[str]:
+        """What was found; see `profiled`."""
+        wall = self._wall
         averages: list[Any] = list(self._found.key_averages())
         lines = []
         if self._on_device:
@@ -52,7 +56,10 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
     one.
     """
     recording = Recording(device)
-    go()
+    try:
+        go()
+    finally:
+        recording.stop()
     return recording.lines(most)
 
 

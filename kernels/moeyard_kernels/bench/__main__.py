@@ -20,6 +20,7 @@ import argparse
 import datetime
 import importlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -183,8 +184,12 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
     return 0 if good and not red else 1
 
 
+# A config is stored in place of what runs if it takes so much of its time, or less.
+_WORTH = 0.98
+
+
 def tune(asked: Asked) -> int:
-    """Time every variant that gives the default's bits, and store the fastest of each shape class."""
+    """Time every variant that gives the default's bits; store the fastest of each shape class if it is worth it."""
     compile_all(asked, "--tune")
     timer = Timer()
     name = torch.cuda.get_device_name()
@@ -209,7 +214,9 @@ def tune(asked: Asked) -> int:
             continue
         best = min(timed, key=lambda pair: pair[0])
         op, shape_class = case.tune_key
-        table.setdefault(op, {})[shape_class] = best[1].as_dict()
+        current = tuning.stored(name).get(op, {}).get(shape_class)
+        if best[0] < _WORTH * min((s for s, config in timed if config.as_dict() == current), default=math.inf):
+            table.setdefault(op, {})[shape_class] = best[1].as_dict()
         ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
         print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(s for s, _ in timed) * 1e6:.1f}", flush=True)
         path.parent.mkdir(exist_ok=True)

@@ -80,6 +80,10 @@ def grouped_gemm(
         raise ValueError(f"grouped_gemm: out {show(out)}, expected {x.dtype} [{num_pairs}, {hidden}]")
     if home is not None and (home.hidden, home.dtype, home.shape.top_k, out) != (hidden, x.dtype, top_k, None):
         raise ValueError(f"grouped_gemm: rows {show(x)}, top_k {top_k} for peers' {home.dtype} [{home.hidden}], no out")
+    if home is not None and (x.shape[0] % home.shape.world_size or x.shape[0] > home.shape.num_rows):
+        raise ValueError(
+            f"grouped_gemm: rows {show(x)} of {home.shape.world_size} ranks, at most {home.shape.num_rows}"
+        )
     index = layout.pairs if isinstance(layout, ExpertLayout) else layout.topk_ids
     if isinstance(layout, ExpertPairs):
         _check_routing("grouped_gemm", layout.topk_ids, layout.slot_of_expert)
@@ -87,7 +91,8 @@ def grouped_gemm(
             raise ValueError(f"grouped_gemm: {num_pairs} pairs without a layout, at most {FEW_PAIRS}")
         if layout.choice is not None:
             _check_choice(layout.choice, layout, top_k, x)
-    check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out)
+    table = None if home is None else home.table
+    check_devices("grouped_gemm", x=x, gate_up=gate_up, down=down, layout=index, out=out, home=table)
     return kernel("experts.grouped_gemm", x).grouped_gemm(x, gate_up, down, layout, top_k=top_k, out=out, home=home)
 
 

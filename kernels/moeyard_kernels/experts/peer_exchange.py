@@ -182,6 +182,7 @@ def _combine_kernel(
         _arrive(to, _COMBINE, _ARRIVED // num_g)
         if i_w != rank:
             if not PUT:
+                # Read behind the arrival, long before a peer can have the next rows to send here.
                 for i in range(i_g * _CLEARED, num_pairs, num_g * _CLEARED):
                     o_pair = i + tl.arange(0, _CLEARED)
                     o_from = (o_pair // K * WORLD + i_w) * K + o_pair % K

@@ -38,6 +38,11 @@ class PeerShape:
             raise ValueError(f"at most 32 ranks share memory, got {self.world_size}")
 
     @property
+    def num_rows(self) -> int:
+        """Rows that one rank has room for, of all ranks together."""
+        return self.max_tokens * self.world_size
+
+    @property
     def heads_offset(self) -> int:
         return 2 * LINE * 8
 

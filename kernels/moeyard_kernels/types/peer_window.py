@@ -67,7 +67,7 @@ class PeerWindow:
     fault: torch.Tensor
     limit: int
     # What was asked for before: a launch asks several times, and it is a dozen calls of torch.
-    _views: dict[int, PeerViews] = field(init=False, default_factory=dict)
+    _views: dict[int, PeerViews] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def hidden(self) -> int:
@@ -76,7 +76,9 @@ class PeerWindow:
     def views(self, rank: int) -> PeerViews:
         """The memory of one rank."""
         if rank not in self._views:
-            self._views[rank] = self._view(rank)
+            # Whoever asks first may do so in inference mode, and others write.
+            with torch.inference_mode(False):
+                self._views[rank] = self._view(rank)
         return self._views[rank]
 
     def _view(self, rank: int) -> PeerViews:

@@ -16,8 +16,8 @@ _MIXED_ROWS = (16, 64)
 MAX_PROMPT = _PROMPTS[-1]
 # Prompts of a captured step.
 CHUNKS = 16
-# Where prompts decompress their keys: so many of them in the largest prompts, alone and beside output, in multiples
-# of their rows; of more than their own at most so many, which layer by layer take memory.
+# Where prompts decompress their keys: so many of them in the largest prompts beside output, in multiples of their rows;
+# and the most that longer ones have, as what is decompressed takes memory.
 _KEYS = (1, 2, 4, 8)
 _MOST_KEYS = 16384
 # Pages of a captured step's table: one split of the keys without a merge, then up to the longest sequence by fours.
@@ -39,10 +39,15 @@ def prompt_buckets(*, max_rows: int, max_pages: int, max_prompt: int, flat: bool
     alone = ((prompt, 0) for prompt in below(_PROMPTS, max_prompt))
     mixed = product(below(_MIXED_PROMPTS, min(max_prompt, _MIXED_PROMPTS[-1])), below(_MIXED_ROWS, max_rows))
     for prompt, rows in (*alone, *mixed):
-        several = _KEYS if prompt in (_MIXED_PROMPTS[-1], max_prompt) else _KEYS[:1]
-        for keys in several if flat else (0,):
-            if keys <= 1 or keys * prompt <= _MOST_KEYS:
-                yield Bucket(prompt=prompt, decode=rows, keys=keys * prompt, width=max_pages, chunks=CHUNKS)
+        for keys in _keys(prompt, max_prompt) if flat else (0,):
+            yield Bucket(prompt=prompt, decode=rows, keys=keys, width=max_pages, chunks=CHUNKS)
+
+
+def _keys(prompt: int, max_prompt: int) -> list[int]:
+    """How many keys steps of so many prompt rows may have."""
+    if prompt > _MIXED_PROMPTS[-1]:
+        return sorted({prompt, max(prompt, _MOST_KEYS)})
+    return [prompt * times for times in (_KEYS if prompt in (_MIXED_PROMPTS[-1], max_prompt) else _KEYS[:1])]
 
 
 def below(sizes: Sequence[int], most: int) -> list[int]:

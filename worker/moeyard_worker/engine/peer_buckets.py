@@ -16,7 +16,7 @@ from moeyard_kernels.cuda.verify_inputs import VerifySize
 # Rows of a peer that a step without prompts has room for, beside as many as its own.
 _DECODING = (16, 64)
 # The same where a peer has prompts, beside the most that any captured step with and without output brings.
-_PROMPTS = (512,)
+_PROMPTS_OF_PEERS = (512,)
 
 _T = TypeVar("_T")
 _Size = TypeVar("_Size", Bucket, VerifySize)
@@ -32,7 +32,9 @@ def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
     most_decoding, most = (max(bucket.rows for bucket in some) for some in (decoding, buckets))
     above = rooms(most_decoding)
     mixed = (bucket.rows for bucket in buckets if bucket.prompt and bucket.decode)
-    prompts = sorted({rows for rows in (*_PROMPTS, max(mixed, default=0), most) if most_decoding < rows <= most})
+    prompts = sorted(
+        {rows for rows in (*_PROMPTS_OF_PEERS, max(mixed, default=0), most) if most_decoding < rows <= most}
+    )
     for bucket in buckets:
         yield replace(bucket, peers=bucket.rows)
         if bucket.prompt:

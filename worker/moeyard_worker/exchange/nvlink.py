@@ -14,6 +14,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.types.fetch_window import FetchWindow
 from moeyard_kernels.types.peer_window import (
+    ABORT,
     COMBINE,
     EPOCH,
     FAILED,
@@ -42,6 +43,8 @@ from moeyard_worker.exchange.shape import ExchangeShape
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
 # What is left of a step once it waits for nobody.
 _DRAIN_S = 10.0
+# By then a record of a failure is whole.
+_WRITTEN_S = 0.001
 # Owners of a layer begin at multiples of so many: what compiled kernels count on.
 _ALIGNED = 4
 
@@ -86,8 +89,10 @@ class NvlinkExchange:
         self._mesh: Mesh | None = None
         # The steps that the device's first exchange of this epoch and its last belong to; 0: none has begun.
         self._first_step = self._last_step = 0
-        # Whether the host has ended a wait of the device after a deadline; whether it has seen a record of a failure.
-        self._ended = self._noticed = False
+        # Whether the host has ended a wait of the device after a deadline.
+        self._ended = False
+        # When it looked last, since when it has, when a peer was last known to be slow, and a record of a failure seen.
+        self._looked = self._looking = self._slow = self._noticed = 0.0
         self._rows = PeerRows(1)
         self._prompt: torch.Tensor | None = None
 
@@ -99,7 +104,7 @@ class NvlinkExchange:
         if mesh.members != tuple(range(self.world_size)) or placement.num_experts != self._experts:
             raise ValueError(f"the nvlink exchange is one of {self.world_size} ranks, these are {mesh.members}")
         self._mesh, mesh.beside = mesh, self._look_beside
-        self._ended = self._noticed = False
+        self._ended, self._noticed = False, 0.0
         # What ran in the epoch before has ended everywhere before anybody's memory is as new.
         self._memory.drain()
         mapped = self._memory.meet(mesh)
@@ -180,7 +185,6 @@ class NvlinkExchange:
             while not has_run():
                 time.sleep(_PAUSE_S)
                 if time.monotonic() - looked > _LOOK_S:
-                    self._mesh.check_peers()
                     self._end_wait_in_vain()
                     looked = time.monotonic()
         except ExchangeError:
@@ -193,23 +197,36 @@ class NvlinkExchange:
         self._counts.look()
 
     def _end_wait_in_vain(self) -> None:
-        """End a wait of the device that has lasted for a deadline, unless a peer is slow and has said so."""
-        mesh = self._mesh
+        """Listen to the mesh; end a wait of the device that has lasted for a deadline, unless a peer was slow in it.
+
+        What was said while the host was elsewhere it may not have heard: that time counts for nothing.
+        """
+        mesh, now = self._mesh, time.monotonic()
         assert mesh is not None
-        if int(self._window.fault[SPENT]) > mesh.deadline * 1e9:
-            slow = any(mesh.signs.of(peer) is Phase.BUSY for peer in mesh.peers)
-            if not slow and not self._ended:
-                self._ended = True
-                self._window.abort()
+        mesh.check_peers()
+        if now - self._looked > mesh.deadline / 2:
+            self._looking = now
+        if any(mesh.signs.of(peer) is Phase.BUSY for peer in mesh.peers):
+            self._slow = now
+        self._looked, fault = now, self._window.fault
+        waits = int(fault[SPENT]) > mesh.deadline * 1e9
+        if self._ended and not fault[SPENT] and not fault[FAILED]:
+            # What was waited for came as the host said so: the next wait is another one.
+            fault[ABORT], self._ended = 0, False
+        elif waits and not self._ended and now - max(self._looking, self._slow) > mesh.deadline:
+            self._ended = True
+            self._window.abort()
 
     def _look_beside(self) -> None:
         """What the device has found is heard, too, while the host waits for a peer's plan, which may never come."""
         self._end_wait_in_vain()
-        if self._window.fault[FAILED]:
-            # What is half written down is whole at the next look.
-            if self._noticed:
-                self._check(self._last_step)
-            self._noticed = True
+        if not self._window.fault[FAILED]:
+            return
+        now = time.monotonic()
+        self._noticed = self._noticed or now
+        # What is half written down is whole a little later.
+        if now - self._noticed > _WRITTEN_S:
+            self._check(self._last_step)
 
     def _check(self, step: int) -> None:
         """Raise what the device has written down of this step or one before."""
