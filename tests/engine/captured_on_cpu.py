@@ -19,7 +19,14 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine import device_sampler, draft_graphs, graph_runner, speculative_runner, worker
+from moeyard_worker.engine import (
+    device_sampler,
+    draft_graphs,
+    draft_prompts,
+    graph_runner,
+    speculative_runner,
+    worker,
+)
 from moeyard_worker.engine.device import CpuDevice, CudaDevice
 
 GPU = torch.cuda.is_available()
@@ -88,7 +95,7 @@ def gpu_steps() -> Iterator[None]:
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
-    for module in (device_sampler, draft_graphs, graph_runner):
+    for module in (device_sampler, draft_graphs, draft_prompts, graph_runner):
         monkeypatch.setattr(module, "captured", captured)
     for module in (speculative_runner, graph_runner):
         monkeypatch.setattr(module, "to_host", lambda x: x.clone())

@@ -69,8 +69,9 @@ def combine_rows(
             raise ValueError(f"combine_rows: out {show(out)}, expected a multiple of {group} rows")
     if not 0 <= num_tokens <= window.shape.max_tokens:
         raise ValueError(f"combine_rows: {num_tokens} tokens, the memory holds {window.shape.max_tokens}")
-    check_devices("combine_rows", out=out, table=window.table)
-    return kernel("experts.peer_exchange", window.table).combine_rows(
+    table = window.table
+    check_devices("combine_rows", out=out, table=table)
+    return kernel("experts.peer_exchange", table).combine_rows(
         out, window, layer=layer, num_tokens=num_tokens, max_rows=max_rows, send=send, wait=wait
     )
 

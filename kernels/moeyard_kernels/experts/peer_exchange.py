@@ -227,9 +227,9 @@ def combine_rows(
     *,
     layer: int,
     num_tokens: int,
+    max_rows: int | None = None,
     send: bool,
     wait: bool,
-    max_rows: int | None = None,
     config: PacketConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.combine_rows`."""

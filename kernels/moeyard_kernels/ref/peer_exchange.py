@@ -47,8 +47,8 @@ def dispatch_rows(
 
 
 def combine_rows(
-    out: torch.Tensor | None, window: PeerWindow, *, layer: int, num_tokens: int, send: bool, wait: bool,
-    max_rows: int | None = None,
+    out: torch.Tensor | None, window: PeerWindow, *, layer: int, num_tokens: int, max_rows: int | None = None,
+    send: bool, wait: bool,
 ) -> torch.Tensor:  # fmt: skip
     """See `moeyard_kernels.ops.combine_rows`."""
     shape, rank = window.shape, window.rank

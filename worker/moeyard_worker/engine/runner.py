@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moeyard_kernels.backend import Backend
+from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_worker.engine.drafting import Speculation
 from moeyard_worker.engine.sampling import (
     SampledRow,
@@ -138,6 +138,20 @@ class Runner:
         plan = self.backend.plan(fed)
         hidden = self.model.hidden(plan)
         logits = self.model.sampled(hidden, plan)
+        return self.settle(
+            step, fed, requests, plan=plan, hidden=hidden, logits=logits, before=before, num_drafts=num_drafts,
+            most_rows=peers.most,
+        )  # fmt: skip
+
+    def settle(
+        self, step: Step, fed: Step, requests: Sequence[Request], *, plan: StepPlan, hidden: torch.Tensor,
+        logits: torch.Tensor, before: Yielded | None, num_drafts: int, most_rows: int,
+    ) -> Launched:  # fmt: skip
+        """The rest of `launch`: choose tokens by a step's `logits`, and draft behind them by its `hidden` states.
+
+        `fed` is the step with all its tokens, `plan` what it was computed by. Drafts are made with `most_rows` of any
+        rank in an exchange.
+        """
         rows = sampled_rows(fed, requests, before)
         chosen = choose(logits, rows, self.config.eos_token_ids)
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
@@ -146,7 +160,7 @@ class Runner:
         if num_drafts:
             assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
             results = self.speculation.draft(
-                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=peers.most
+                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
             )
         _look_ahead(fed, requests, rows, results)
         # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.

@@ -1,8 +1,9 @@
-"""Runs steps on a GPU that verify drafts and make others: those of output rows as graphs, others launch by launch.
+"""Runs steps on a GPU that verify drafts and make others: those of output rows as graphs, prompts alone as graphs up to
+their logits where no peers take part, others launch by launch.
 
 Beside a `GraphRunner` it differs in what a step leaves behind: not one token per sequence but some, of which the device
-counts the right ones, and drafts behind them. With two steps in flight the next step finds both there. Steps with
-prompts, or with positions that are computed anew, go through `Runner.launch`: the host waits for them. Where peers
+counts the right ones, and drafts behind them. With two steps in flight the next step finds both there. For steps with
+prompts, or with positions that are computed anew, the host waits (`Runner.launch`, `draft_prompts.py`). Where peers
 take part each rank runs what its own rows ask for: their exchanges are the same (`draft_graphs.py`).
 """
 
@@ -17,10 +18,11 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
-from moeyard_worker.engine.captured_sizes import listed
+from moeyard_worker.engine.captured_sizes import CHUNKS, listed
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
+from moeyard_worker.engine.draft_prompts import PromptGraphs
 from moeyard_worker.engine.graph_runner import to_host
 from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
@@ -44,8 +46,6 @@ log = logging.getLogger(__name__)
 
 # Prompt rows by which kernels are chosen.
 _WARM = (64, 256, 1024, 2048)
-# Prompts of a step.
-_CHUNKS = 16
 
 
 class SpeculatedLaunch:
@@ -135,6 +135,8 @@ class SpeculativeRunner:
             runner, backend, self._sampler, max_sequences=max_sequences, max_pages=max_pages, num_drafts=num_drafts,
             queries=queries,
         )  # fmt: skip
+        sizes = {"max_pages": max_pages, "max_prompt": max_prompt if captures_prompts and runner.exchange.stays else 0}
+        self._prompts = PromptGraphs(runner, backend, **sizes, last_ids=self._sampler.last_ids)
         self._edits = RowEdits(
             max_requests=max_sequences, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
             device=backend.device,
@@ -145,22 +147,25 @@ class SpeculativeRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all steps of output rows, and run prompts, so that their kernels are compiled; logs which."""
+        """Capture steps of output rows and of prompts alone, and have what else prompts launch compiled; logs which."""
         begun = time.perf_counter()
         self._warm()
         pool = torch.cuda.graph_pool_handle()
         with nothing_collected():
+            self._prompts.capture(pool)
             self._graphs.capture(pool)
             self._sampler.capture(sorted({size.rows for size in self._graphs.sizes()}), pool)
-        num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
-        log.info("%s", listed(self._graphs.sizes(), num_graphs=num_graphs, seconds=seconds))
+        prompts = [*self._prompts.sizes()]
+        num_graphs = len(prompts) + self._graphs.num_graphs + self._sampler.num_graphs
+        seconds = time.perf_counter() - begun
+        log.info("%s", listed([*self._graphs.sizes(), *prompts], num_graphs=num_graphs, seconds=seconds))
 
     def _warm(self) -> None:
         model, backend, speculation = self._runner.model, self._backend, self._runner.speculation
         assert speculation is not None, "drafts are made by a layer for that"
         for size in sorted({min(size, self._max_prompt) for size in (*_WARM, self._max_prompt)}, reverse=True):
             bucket = Bucket(
-                prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=_CHUNKS
+                prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=CHUNKS
             )  # fmt: skip
             inputs = GraphInputs(
                 bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids,
@@ -191,6 +196,14 @@ class SpeculativeRunner:
             return self._take_part(step, idle, num_drafts)
         graphs = self._find(step, peers)
         if graphs is None:
+            if not self.eager and (prompts := self._prompts.replay(step)) is not None:
+                self.num_replayed += 1
+                self.num_rows += step.num_tokens
+                self.num_padded_rows += prompts.inputs.num_rows
+                return self._runner.settle(
+                    step, step, requests, plan=prompts.inputs, hidden=prompts.hidden, logits=prompts.logits,
+                    before=before, num_drafts=num_drafts, most_rows=peers.most,
+                )  # fmt: skip
             self.num_eager += bool(step.chunks)
             return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
         begun = torch.cuda.Event(enable_timing=True)
