@@ -54,6 +54,7 @@ def wait_for(p_word, goal, p_seen, p_fault, limit):
                 aborted = _told(p_seen + 1, tl.load(p_fault + _ABORT, volatile=True))
                 spent = tl.where(aborted != 0, wide(limit), now - begun)
                 tl.store(p_fault + _SPENT, spent)
-        if spent > 0:
+        # One that was in vain stays written down beside the record of it.
+        if (spent > 0) & (seen >= goal):
             tl.store(p_fault + _SPENT, nothing)
     return seen

@@ -22,8 +22,8 @@ ARRIVED = 1024
 # the wait a clock and the host's word, as the one thread that looked at them has told the others.
 COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
 # In the record of a failure: whether there is one, phase, layer, bits of the ranks that are missing, the exchange's
-# number, and what is wrong. Beside it for how many ns a launch has been waiting, 0 if none is or it has just begun.
-# Apart from them what only the host writes: that the wait is to end.
+# number, and what is wrong. Beside it for how many ns a launch has been waiting, 0 if none is or it has just begun, and
+# what it was where that was in vain. Apart from them what only the host writes: that the wait is to end.
 FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, SPENT, ABORT, NUM_FAULT = 0, 1, 2, 3, 4, 5, 6, LINE, 2 * LINE
 SILENT, TOO_MANY = 0, 1
 # An expert with two ranks is computed by them in turn, so many rows of a source each. Few rows stay together: what they

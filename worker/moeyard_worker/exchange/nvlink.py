@@ -209,8 +209,10 @@ class NvlinkExchange:
         if any(mesh.signs.of(peer) is Phase.BUSY for peer in mesh.peers):
             self._slow = now
         self._looked, fault = now, self._window.fault
+        if fault[FAILED]:
+            return
         waits = int(fault[SPENT]) > mesh.deadline * 1e9
-        if self._ended and not fault[SPENT] and not fault[FAILED]:
+        if self._ended and not fault[SPENT]:
             # What was waited for came as the host said so: the next wait is another one.
             fault[ABORT], self._ended = 0, False
         elif waits and not self._ended and now - max(self._looking, self._slow) > mesh.deadline:
