@@ -22,7 +22,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.common import tuning
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.captured_sizes import decode_buckets
@@ -87,10 +87,7 @@ class Variant:
         self._runner, self._sampler, self._rows, self._slots = runner, sampler, rows, backend.slots
         self._context, self._pages = context, [tuple(range(pages * row, pages * (row + 1))) for row in range(rows)]
         width = min(bucket.width for bucket in decode_buckets(max_rows=1, max_pages=1 << 20) if bucket.width >= pages)
-        self._inputs = GraphInputs(
-            Bucket(decode=rows, width=width), page_size=PAGE, windows=backend.windows, last_ids=sampler.last_ids,
-            slots=backend.slots,
-        )  # fmt: skip
+        self._inputs = backend.graph_inputs(Bucket(decode=rows, width=width), sampler.last_ids)
         self.replay = captured(self._forward, pool)[0].replay
 
     def _forward(self) -> None:

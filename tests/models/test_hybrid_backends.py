@@ -135,9 +135,7 @@ def make_inputs(runner: Runner, bucket: Bucket) -> GraphInputs:
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     last = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    return GraphInputs(
-        bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last, slots=backend.slots
-    )  # fmt: skip
+    return backend.graph_inputs(bucket, last)
 
 
 def replayed(runner: Runner, inputs: GraphInputs, step: Step) -> torch.Tensor:

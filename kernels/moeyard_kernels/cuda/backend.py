@@ -15,6 +15,7 @@ from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.choices import CudaChoices
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import STREAM_SLOTS
+from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
@@ -122,6 +123,10 @@ class CudaBackend:
         return CudaPlan(
             step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device, slots=self.slots
         )
+
+    def graph_inputs(self, bucket: Bucket, last_ids: torch.Tensor) -> GraphInputs:
+        """What a captured step of that size reads, of the layers built so far; see `GraphInputs`."""
+        return GraphInputs(bucket, page_size=self.page_size, windows=self.windows, last_ids=last_ids, slots=self.slots)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""

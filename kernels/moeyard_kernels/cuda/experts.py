@@ -64,8 +64,7 @@ class CudaExpertRun:
         prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None, home: PeerWindow | None,
     ) -> None:  # fmt: skip
         self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
-        self._home = home
-        self._num_experts = num_experts
+        self._num_experts, self._home = num_experts, home
         self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
         self._out = None if home is not None else rows.new_empty(experts.numel(), rows.shape[1])
 

@@ -58,10 +58,7 @@ class PromptGraphs:
         hidden = torch.zeros(self._max_prompt, config.hidden_size, dtype=self._runner.dtype, device=device)
         logits = torch.zeros(CHUNKS, config.vocab_size, dtype=torch.float32, device=device)
         for size in sorted(self.sizes(), key=lambda size: (size.rows, size.keys), reverse=True):
-            inputs = GraphInputs(
-                size, page_size=self._backend.page_size, windows=self._backend.windows, last_ids=self._last_ids,
-                slots=self._backend.slots,
-            )  # fmt: skip
+            inputs = self._backend.graph_inputs(size, self._last_ids)
             own = hidden[: inputs.num_rows], logits[: inputs.num_sampled]
             graph, _ = captured(partial(self._forward, inputs, *own), pool, ahead=not graphs)
             graphs[size] = PromptGraph(inputs, graph, *own)

@@ -194,10 +194,7 @@ class GraphRunner:
         warm_scoring(self._runner.model.head, row)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
-        backend, last_ids = self._backend, self._sampler.last_ids
-        return GraphInputs(
-            bucket, page_size=backend.page_size, windows=backend.windows, last_ids=last_ids, slots=backend.slots
-        )
+        return self._backend.graph_inputs(bucket, self._sampler.last_ids)
 
     def _forward(self, inputs: GraphInputs) -> None:
         if not inputs.num_rows:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.captured_sizes import CHUNKS, listed
@@ -167,10 +167,7 @@ class SpeculativeRunner:
             bucket = Bucket(
                 prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=CHUNKS
             )  # fmt: skip
-            inputs = GraphInputs(
-                bucket, page_size=backend.page_size, windows=backend.windows, last_ids=self._sampler.last_ids,
-                slots=backend.slots,
-            )  # fmt: skip
+            inputs = backend.graph_inputs(bucket, self._sampler.last_ids)
             inputs.begin()
             self._runner.exchange.expect(PeerRows(size))
             speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)
