@@ -68,9 +68,10 @@ SHAPES = [
     (130, 8, 10, 9, 16),
     (4, 8, 64, 6144, 16),
     (161, 8, 64, 64, 128),
+    (4100, 8, 40, 30, 64),
 ]
 if DEVICE == "cuda":
-    SHAPES += [(4096, 8, 128, 128, 64), (4096, 8, 384, 48, 128), (16384, 6, 160, 160, 16), (1, 8, 1024, 1024, 16)]
+    SHAPES += [(4096, 8, 128, 128, 64), (4096, 8, 384, 48, 128), (16384, 6, 160, 160, 16), (32768, 8, 384, 96, 128), (1, 8, 1024, 1024, 16)]
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts", "num_slots", "block_rows"), SHAPES, ids=str)
@@ -85,7 +86,7 @@ def test_kernel_and_reference_follow_the_rules(
     assert layout.pairs.shape == reference.pairs.shape
 
 
-@pytest.mark.parametrize("num_tokens", [9, 300], ids=["one-launch", "two-launches"])
+@pytest.mark.parametrize("num_tokens", [9, 300, 8300], ids=["one-launch", "two-launches", "three-launches"])
 @pytest.mark.parametrize("which", ["all-to-one", "none-here", "one-here", "some-masked", "all-masked", "padding"])
 def test_unbalanced_and_masked(which: str, num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 4, 12), torch.arange(12, dtype=torch.int32)
@@ -119,7 +120,7 @@ def test_no_tokens_and_int32_ids(make: Callable[..., ExpertLayout] | None) -> No
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
-@pytest.mark.parametrize("num_tokens", [9, 300], ids=["one-launch", "two-launches"])
+@pytest.mark.parametrize("num_tokens", [9, 300, 4100], ids=["one-launch", "two-launches", "three-launches"])
 def test_a_graph_replays_it(num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 8, 64).to(DEVICE), some_slots(64, 40).to(DEVICE)
 

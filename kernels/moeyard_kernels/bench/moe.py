@@ -33,7 +33,7 @@ _RULES = MappingProxyType(
 
 def cases() -> Iterator[Case]:
     """Layouts, then each model's experts at 1 to 64 decode rows and at prompts."""
-    for num_tokens, num_experts in ((64, 128), (64, 256), (64, 384), (4096, 128)):
+    for num_tokens, num_experts in ((64, 128), (64, 256), (64, 384), (4096, 128), (32768, 128)):
         yield _layout_case(num_tokens, num_experts)
     for name, num_experts, hidden, inner in MODELS:
         weights = _normal(num_experts, 2 * inner, hidden), _normal(num_experts, hidden, inner)
