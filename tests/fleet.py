@@ -4,8 +4,11 @@ A process is kept and rebuilt for the next case, so that torch is imported once 
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
+import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +51,7 @@ def serve(connection: Connection) -> None:
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.worker import Worker
 
+    faulthandler.register(signal.SIGUSR1)
     worker: Any = None
     recording: Any = None
     while True:
@@ -126,7 +130,13 @@ class RankProcess:
         self._connection.send((name, args))
 
     def result(self) -> Any:
-        if not self._connection.poll(CALL_SECONDS):
+        answered = False
+        try:
+            answered = self._connection.poll(CALL_SECONDS)
+        finally:
+            if not answered:
+                self.tell_stacks()
+        if not answered:
             raise TimeoutError(f"rank process {self.process.pid} did not answer")
         try:
             ok, value = self._connection.recv()
@@ -140,6 +150,12 @@ class RankProcess:
     def call(self, name: str, *args: Any) -> Any:
         self.send(name, *args)
         return self.result()
+
+    def tell_stacks(self) -> None:
+        """Have the process print where its threads are, to its standard error."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
 
     def hang_up(self) -> None:
         """Tell the process to end, without waiting for it."""

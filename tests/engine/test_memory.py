@@ -560,7 +560,7 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """A runner that only loads asks for nothing."""
 
-    takes_choices = False
+    takes_choices = all_resident = False
 
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError

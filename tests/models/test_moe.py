@@ -45,6 +45,8 @@ class Experts:
 
     given: Dispatched | None = None
 
+    all_resident = True
+
     def __init__(self, *, takes_choices: bool) -> None:
         self.takes_choices = takes_choices
 
@@ -114,6 +116,8 @@ def test_rows_stay_in_a_fleet_of_one_rank_only() -> None:
 
 class Slots:
     """Experts that all have slots, in the order of their numbers, computed as on a GPU."""
+
+    all_resident = True
 
     def __init__(self, slots: CudaExpertSlots, *, takes_choices: bool) -> None:
         self._slots, self.takes_choices = slots, takes_choices

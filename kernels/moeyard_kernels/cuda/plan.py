@@ -11,6 +11,7 @@ from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
+from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.split_sums import LAUNCHED
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
@@ -66,7 +67,7 @@ class CudaPlan:
             np.asarray(step.sample_rows, dtype=np.int64),
             np.concatenate(prefixes) if prefixes else np.zeros(0, np.int64),
         )
-        moved = torch.from_numpy(np.concatenate(parts)).to(device).split([part.size for part in parts])
+        moved = to_device(torch.from_numpy(np.concatenate(parts)), device).split([part.size for part in parts])
         self.token_ids, self.positions, self.entries, self.sample_rows, self.prefix_entries = moved
         self.decode: dict[int | None, DecodeTables] = {}
         self.paged: dict[int | None, PrefillPlan] = {}
@@ -74,8 +75,8 @@ class CudaPlan:
         self.kept = kept_of(prefill, page_size=page_size, device=device)
         if decode:
             table, lens = decode_table(decode, page_size)
-            rows_of_pages = torch.from_numpy(table.astype(np.int32)).to(device)
-            kv_lens = torch.tensor(lens, dtype=torch.int32).to(device)
+            rows_of_pages = to_device(torch.from_numpy(table.astype(np.int32)), device)
+            kv_lens = to_device(torch.tensor(lens, dtype=torch.int32), device)
             for window in windows:
                 self.decode[window] = DecodeTables(
                     page_table=rows_of_pages, kv_lens=kv_lens, page_size=page_size, window=window, most=LAUNCHED
@@ -109,8 +110,8 @@ def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.devic
                 count=compaction.kept,
                 choosing=slice(row - compaction.window, row),
                 keys=slice(key - length, key),
-                places=torch.from_numpy(places).to(device),
-                entries=torch.from_numpy(entries).to(device),
+                places=to_device(torch.from_numpy(places), device),
+                entries=to_device(torch.from_numpy(entries), device),
             )
         )
     return tuple(found)

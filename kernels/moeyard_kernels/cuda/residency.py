@@ -34,6 +34,7 @@ from moeyard_kernels.types.expert_residency import (
     start_residency,
 )
 from moeyard_kernels.types.fetch_window import FetchWindow
+from moeyard_kernels.types.sending import to_device
 
 # Share of a layer's experts that a step needs, from which on it is taken to need those of the next layer, too. Where
 # it was wrong (routing that had collapsed to 36 of 128 experts, H200, 2026-11-22) prompts took 1.6 times as long.
@@ -224,7 +225,7 @@ class CudaResidency:
     def _tables(self, slots: Sequence[dict[int, int]]) -> torch.Tensor:
         device = self._slots.down.device
         rows = [[of.get(expert, -1) for expert in range(self._num_experts)] for of in slots]
-        return torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return to_device(torch.tensor(rows, dtype=torch.int32), device)
 
 
 class _NoEvent:

@@ -8,6 +8,7 @@ import torch
 
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
 from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
+from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 from moeyard_kernels.types.step import ChunkRows, slot_behind, slot_left, slot_restored
 
@@ -56,7 +57,7 @@ def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device
     if all(len(c.token_ids) == 1 for c in decode):
         if decode:
             places = [[slot_behind(c, c.start - 1) for c in decode], [slot_left(c) for c in decode]]
-            read, write = torch.tensor(places).to(device)
+            read, write = to_device(torch.tensor(places), device)
             slots = StateSlots(read=read, write=write.unsqueeze(1))
         return StateRows(chunks=chunks, slots=slots, restored=restored)
     return StateRows(chunks=chunks, slots=None, restored=restored, waves=tuple(_waves(decode, device)))
@@ -92,7 +93,7 @@ def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
                 write[row, query] = slot_behind(chunk, position + query)
         taken = np.flatnonzero(counted)
         parts = (rows.ravel(), taken, rows.ravel()[taken], read, write.ravel())
-        moved = torch.from_numpy(np.concatenate(parts)).to(device).split([part.size for part in parts])
+        moved = to_device(torch.from_numpy(np.concatenate(parts)), device).split([part.size for part in parts])
         slots = StateSlots(read=moved[3], write=moved[4].view(-1, queries))
         waves.append(Wave(rows=moved[0], slots=slots, taken=moved[1], at=moved[2]))
         left = [(first, had + count, chunk) for count, (first, had, chunk) in zip(counts, left, strict=True)]

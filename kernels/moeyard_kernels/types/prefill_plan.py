@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moeyard_kernels.types.sending import to_device
+
 # Queries of one sequence are handed out in tiles of this many rows, counted from the chunk's first; a kernel's own
 # block of rows divides it. No result depends on it.
 TILE = 128
@@ -68,7 +70,7 @@ def plan_prefill(
         parts.append(_pages(page_table, ends, page_size).ravel())
     # One copy. Every part begins at a multiple of 16 bytes, which compiled kernels count on.
     padded = [np.pad(part, (0, -part.size % 4)) for part in parts]
-    flat = torch.from_numpy(np.concatenate(padded).astype(np.int32)).to(device)
+    flat = to_device(torch.from_numpy(np.concatenate(padded).astype(np.int32)), device)
     places = flat.split([part.size for part in padded])
     cu_q, at, tiles, keys = (place[: part.size] for place, part in zip(places, parts, strict=True))
     return PrefillPlan(

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from moeyard_kernels.types.sending import to_device
+
 # Positions that a chunk holds, counted from position 0 of its prompt; the last may hold fewer.
 CHUNK = 64
 # Copies of its state that a prompt may leave on its way through one step.
@@ -84,8 +86,9 @@ class PromptChunks:
         parts, rows, fresh, heads = chunks_of(lengths, starts, slots, snapshots)
         table = torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
         return cls(
-            table=table.to(device), fresh=torch.tensor(fresh, dtype=torch.bool).to(device),
-            heads=torch.tensor(heads, dtype=torch.int64).to(device), planned=tuple(parts), num_rows=sum(lengths),
+            table=to_device(table, device), fresh=to_device(torch.tensor(fresh, dtype=torch.bool), device),
+            heads=to_device(torch.tensor(heads, dtype=torch.int64), device), planned=tuple(parts),
+            num_rows=sum(lengths),
         )  # fmt: skip
 
 

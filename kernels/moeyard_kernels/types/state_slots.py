@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
+from moeyard_kernels.types.sending import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +84,6 @@ class SlotMoves:
     @classmethod
     def plan(cls, moves: Sequence[tuple[int, int]], *, device: torch.device | str) -> "SlotMoves":
         """Of (source, target) pairs."""
-        source, target = torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous().to(device)
+        both = torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous()
+        source, target = to_device(both, device)
         return cls(source=source, target=target)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.device_sampler import DeviceSampler
 from moeyard_worker.engine.sampling import SampledRow, Yielded, ask, errors_of, sampled_rows
 from moeyard_worker.protocol import SamplingParams
@@ -63,7 +64,7 @@ def put_again(
     eos_token_ids: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Choose for `rows`, whose logits are at `places`, and put that into `tokens`; alternatives stay as they are."""
-    where = torch.tensor(places).to(sampler.logits.device)
+    where = to_device(torch.tensor(places), sampler.logits.device)
     put(sampler, tokens, where, ask(sampler.logits[where], rows, eos_token_ids))
 
 

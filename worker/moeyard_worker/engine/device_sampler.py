@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,9 +82,18 @@ def captured(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[t
             run()
         torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+    with torch.cuda.graph(
+        graph, pool=pool, stream=_capturing(torch.cuda.current_device()), capture_error_mode="relaxed"
+    ):
         result = run()
     return graph, result
+
+
+@cache
+def _capturing(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: memory of a pool goes from one to the next only there. Torch's own is one
+    for all devices, and takes its own device with it, which is another where a process has changed to a second one."""
+    return torch.cuda.Stream(device)
 
 
 class DeviceSampler:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.sampling import SampledRow, choose
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.models.decoder import Decoder
@@ -54,7 +55,7 @@ class Speculation:
         """
         tails = _tails(step, requests, rows, results)
         token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
-        x = self.drafter.forward(token_ids.to(hidden.device), hidden, plan)
+        x = self.drafter.forward(to_device(token_ids, hidden.device), hidden, plan)
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
         x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
@@ -74,13 +75,14 @@ class Speculation:
         """One more draft of each, by rows x [len(going), H]."""
         if not going:
             return
+        self._exchange.drain()
         found = choose(self._model.head(x).float(), [tail.row_of_next() for tail in going], self._eos_token_ids)
         for tail, (token_id, _) in zip(going, found, strict=True):
             tail.drafts.append(token_id)
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return x.index_select(0, torch.tensor(rows, dtype=torch.int64).to(x.device))
+    return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
 
 
 class _Tail:

@@ -16,6 +16,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
@@ -32,7 +33,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores, warm_scoring
-from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
@@ -51,7 +52,7 @@ class _Graph:
 
 
 class GraphLaunched:
-    """A step that runs. `results` waits for it, and for no step behind it."""
+    """A step that runs. `results` waits for it, and for no step behind it: as `exchange` does, for peers."""
 
     def __init__(
         self,
@@ -61,9 +62,10 @@ class GraphLaunched:
         chosen: torch.Tensor,
         begun: torch.cuda.Event,
         errors: Mapping[int, str],
+        exchange: Exchange,
         scores: Sequence[SampledTokens] = (),
     ) -> None:
-        self.step = step
+        self.step, self._exchange = step, exchange
         self._errors = errors
         self._blocks = [block.each(to_host) for block in scores]
         self._chosen = to_host(chosen)
@@ -82,6 +84,7 @@ class GraphLaunched:
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
+            self._exchange.drain(self.has_run)
             self._done.synchronize()
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
             self._results = accepted(self.step, tell(self._tokens, asked), self._errors)
@@ -242,7 +245,8 @@ class GraphRunner:
             sampler.last_ids[:count] = tokens.ids
         if free is not requests:
             errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
-        return GraphLaunched(step, tokens, requests, chosen_logits(sampler.logits, tokens.ids), begun, errors, scores)
+        chosen = chosen_logits(sampler.logits, tokens.ids)
+        return GraphLaunched(step, tokens, requests, chosen, begun, errors, self._exchange, scores)
 
     def rows_of(self, step: Step) -> int:
         """See `StepRunner.rows_of`. No graph is looked for where nobody puts rows by their padding."""
@@ -265,7 +269,7 @@ class GraphRunner:
         """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
         if not step.chunks:
             self._runner.forward(step)
-            self._exchange.drain()
+            self._drain()
             return []
         self.num_eager += 1
         plan = self._backend.plan(step)
@@ -277,14 +281,18 @@ class GraphRunner:
                 feed.append(chunk.fed)
             row += chunk.num_tokens
         if rows:
-            index = torch.tensor([rows, feed]).to(self._backend.device, non_blocking=True)
+            index = to_device(torch.tensor([rows, feed]), self._backend.device)
             plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
         model = self._runner.model
         hidden = model.hidden(plan)
-        # From here on the host may wait for the device, which must not wait for peers then.
-        self._exchange.drain()
+        self._drain()
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
         return score(model.head, hidden, step, whole=True) if step.scored else []
+
+    def _drain(self) -> None:
+        """Where only the host can end what a device waits for, that is over before the step's last launches."""
+        if not self._exchange.captures:
+            self._exchange.drain()
 
 
 def _plain(request: Request) -> bool:

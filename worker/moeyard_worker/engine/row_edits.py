@@ -17,6 +17,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.verify_inputs import VerifyInputs
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.device_sampler import MAX_BIASES, DeviceSampler
 from moeyard_worker.engine.sampling import Yielded, bias_of, edit_words, seed_bits
 from moeyard_worker.protocol import SamplingParams
@@ -72,20 +73,16 @@ class RowEdits:
         found = [self._up_to_date(c, r, here, before) for c, r in zip(chunks, requests, strict=True)]
         count, each = len(places), inputs.size.queries
         params = [request.sampling for request in requests]
-        whole = torch.tensor(
-            [
-                list(places), [each.slot for each in found], [len(r.prompt) for r in requests],
-                [p.min_tokens for p in params], [seed_bits(p.seed) for p in params], [p.top_k for p in params],
-            ]
-        ).to(self._device, non_blocking=True)  # fmt: skip
-        real = torch.tensor(
-            [
-                [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
-                for p in params
-            ],
-            dtype=torch.float64,
-        ).to(self._device, non_blocking=True)
-        where, slots, num_prompt, min_tokens, seeds, top_k = whole
+        whole = [
+            list(places), [each.slot for each in found], [len(r.prompt) for r in requests],
+            [p.min_tokens for p in params], [seed_bits(p.seed) for p in params], [p.top_k for p in params],
+        ]  # fmt: skip
+        exact = [
+            [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
+            for p in params
+        ]
+        real = to_device(torch.tensor(exact, dtype=torch.float64), self._device)
+        where, slots, num_prompt, min_tokens, seeds, top_k = to_device(torch.tensor(whole), self._device)
         numbers = torch.arange(each, device=self._device)
         positions = inputs.start[where][:, None] + numbers + 1
         rows = (where[:, None] * each + numbers).flatten()

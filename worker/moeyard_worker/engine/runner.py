@@ -153,6 +153,7 @@ class Runner:
         rank in an exchange.
         """
         rows = sampled_rows(fed, requests, before)
+        self.exchange.drain()
         chosen = choose(logits, rows, self.config.eos_token_ids)
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
         found = chosen_logits(logits, ids.to(logits.device))

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from moeyard_kernels.ops import LogitEdits, SampledTokens, sample
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Mask, Request, accept
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -183,7 +184,7 @@ def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, to
         return {}
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
+        return to_device(torch.tensor(values, dtype=dtype), logits.device)
 
     found = {
         "temperature": column([p.temperature for p in params], torch.float64),
@@ -227,8 +228,8 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
             penalties[i] = torch.tensor(asked, dtype=torch.float64)
     allowed = _allowed([rows[i].mask for i in edited], vocab)
     return LogitEdits(
-        words=words, bias=bias.to(device), slots=slots.to(device), penalties=penalties.to(device),
-        allowed=None if allowed is None else allowed.to(device),
+        words=words, bias=to_device(bias, device), slots=to_device(slots, device),
+        penalties=to_device(penalties, device), allowed=None if allowed is None else to_device(allowed, device),
     )  # fmt: skip
 
 

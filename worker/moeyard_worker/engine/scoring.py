@@ -11,6 +11,7 @@ import torch
 
 from moeyard_kernels.ops import SampledTokens, token_logprobs
 from moeyard_kernels.types.sampled_tokens import MAX_TOP
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.memory import SCORED_ROWS
 from moeyard_worker.engine.sampling import tell
 from moeyard_worker.protocol import TokenLogprob
@@ -32,7 +33,7 @@ def score(
     if whole:
         num_top, missing = MAX_TOP, -count % SCORED_ROWS
         rows, targets = rows + rows[:1] * missing, targets + targets[:1] * missing
-    where, ids = torch.tensor([rows, targets]).to(hidden.device, non_blocking=True)
+    where, ids = to_device(torch.tensor([rows, targets]), hidden.device)
     blocks = []
     for begin in range(0, count, SCORED_ROWS):
         block = slice(begin, begin + SCORED_ROWS)

@@ -38,7 +38,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, warm_scoring
-from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -59,9 +59,9 @@ class SpeculatedLaunch:
     def __init__(
         self, step: Step, requests: Sequence[Request], *, tokens: SampledTokens,
         places: Sequence[int], chosen: torch.Tensor, read: torch.Tensor, state: torch.Tensor, num_drafts: int,
-        errors: Mapping[int, str], begun: torch.cuda.Event,
+        errors: Mapping[int, str], begun: torch.cuda.Event, exchange: Exchange,
     ) -> None:  # fmt: skip
-        self.step = step
+        self.step, self._exchange = step, exchange
         self.scores: Scores = []
         self._requests, self._errors = requests, errors
         self._places, self._num_drafts = list(places), num_drafts
@@ -79,6 +79,7 @@ class SpeculatedLaunch:
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
+            self._exchange.drain(self.has_run)
             self._done.synchronize()
             chunks = [
                 self._as_read(chunk, row) for chunk, row in zip(self.step.decode, self._read.tolist(), strict=True)
@@ -237,7 +238,7 @@ class SpeculativeRunner:
         launched = SpeculatedLaunch(
             step, requests, tokens=tokens, places=_places(step, each), chosen=chosen,
             read=graphs.inputs.read[:count], state=self._graphs.tails.state[:count], num_drafts=num_drafts,
-            errors=errors, begun=begun,
+            errors=errors, begun=begun, exchange=self._runner.exchange,
         )  # fmt: skip
         if edited:
             ids = sampler.last_ids[: graphs.inputs.num_rows].view(-1, each)
@@ -253,7 +254,7 @@ class SpeculativeRunner:
         ids, state = self._sampler.last_ids[:0], self._graphs.tails.state[:0]
         return SpeculatedLaunch(
             step, (), tokens=SampledTokens(ids=to_host(ids)), places=(), chosen=torch.empty(0), read=state,
-            state=state, num_drafts=num_drafts, errors={}, begun=begun,
+            state=state, num_drafts=num_drafts, errors={}, begun=begun, exchange=self._runner.exchange,
         )  # fmt: skip
 
     def _apart(self, step: Step, requests: Sequence[Request]) -> tuple[list[int], list[int]]:

@@ -100,10 +100,11 @@ class Exchange(Protocol):
         """
         ...
 
-    def drain(self) -> None:
-        """Before the host waits for its device in the midst of a step: wait for what was launched so far.
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
+        """Before the host waits for its device in the midst of a step: wait until `has_run`, or, without it, until the
+        device waits for no peer in what was launched so far.
 
-        Where waits for peers end by themselves, nothing is waited for. Raises ExchangeError as `finish_step`.
+        Where no device waits for peers nothing is waited for. Raises ExchangeError as `finish_step`.
         """
         ...
 

@@ -37,7 +37,7 @@ class LocalExchange:
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Nobody is waited for."""
 
-    def drain(self) -> None:
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
         """Nobody is waited for."""
 
     def abort(self, lost: Sequence[int] = ()) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.types.peer_window import ROWS_PER_TURN
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats, PeerRows
 from moeyard_worker.exchange.frames import Phase
@@ -122,10 +123,10 @@ class NcclExchange:
         self._prompt = self._turns = None
         if self._copied:
             turns = [torch.arange(count)[:, None] // ROWS_PER_TURN % 2 for count in self._counts]
-            self._turns = (torch.cat(turns) * (self._shape.num_experts + 1)).to(self._device)
+            self._turns = to_device(torch.cat(turns) * (self._shape.num_experts + 1), self._device)
         if any(prompts):
             flags = [torch.arange(counts[rank]) < prompts[rank] for rank in self._members]
-            self._prompt = torch.cat(flags).to(self._device)
+            self._prompt = to_device(torch.cat(flags), self._device)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`: all rows of all members. Of few rows nothing waits for the host."""
@@ -208,9 +209,9 @@ class NcclExchange:
         """See `Exchange.finish_step`: what has exchanges was waited for where it was launched."""
         self._watch.until(has_run, step=self._step)
 
-    def drain(self) -> None:
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
         """See `Exchange.drain`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
-        self._watch.until(lambda: not len(self._watch), step=self._step)
+        self._watch.until(has_run or (lambda: not len(self._watch)), step=self._step)
 
     def abort(self, lost: Sequence[int] = ()) -> None:
         """See `Exchange.abort`."""

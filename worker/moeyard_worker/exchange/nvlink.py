@@ -28,6 +28,7 @@ from moeyard_kernels.types.peer_window import (
     PeerWindow,
     open_window,
 )
+from moeyard_kernels.types.sending import to_device
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.frames import Phase
@@ -159,7 +160,7 @@ class NvlinkExchange:
         if any(rows.prompts):
             of_source = torch.tensor(rows.prompts)
             prompt = torch.arange(self._rows.most)[:, None] < of_source
-            self._prompt = prompt.flatten().to(self._memory.own.device)
+            self._prompt = to_device(prompt.flatten(), self._memory.own.device)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`: row t of rank s is row t * W + s. Nothing waits for the host."""
@@ -179,6 +180,12 @@ class NvlinkExchange:
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """See `Exchange.finish_step`: the mesh is listened to, as a peer that is gone ends no wait of the device."""
+        self._listen(has_run)
+        self._check(step)
+        self._counts.look()
+
+    def _listen(self, has_run: Callable[[], bool]) -> None:
+        """Wait for the device, and end its waits for peers where they are in vain."""
         assert self._mesh is not None, "a step begins after the ranks have met"
         looked = time.monotonic()
         try:
@@ -193,8 +200,6 @@ class NvlinkExchange:
             while not has_run() and time.monotonic() < limit:
                 time.sleep(_PAUSE_S)
             raise
-        self._check(step)
-        self._counts.look()
 
     def _end_wait_in_vain(self) -> None:
         """Listen to the mesh; end a wait of the device that has lasted for a deadline, unless a peer was slow in it.
@@ -252,8 +257,11 @@ class NvlinkExchange:
         where = where_in_step(failed_at, layer, named)
         self._mesh.miss(ranks, f"{name_ranks(ranks)} {what} at {where}", step=failed_at, layer=layer, phase=named)
 
-    def drain(self) -> None:
-        """A wait of the device ends by itself."""
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
+        """See `Exchange.drain`: a wait of the device ends by itself, but late where the host may have to end it."""
+        if self._mesh is not None:
+            self._listen(has_run or self._memory.mark())
+            self._check(self._last_step)
 
     def abort(self, lost: Sequence[int] = ()) -> None:
         """See `Exchange.abort`."""

@@ -1,6 +1,6 @@
 """Memory of a GPU that all ranks of its host map: this rank's own, and where it sees that of the others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,10 @@ class PeerMemory(Protocol):
 
     def drain(self) -> None:
         """Wait until everything that was launched on this device has run."""
+        ...
+
+    def mark(self) -> Callable[[], bool]:
+        """What says, without waiting, whether what this thread has launched so far has run."""
         ...
 
     def meet(self, mesh: Mesh) -> Sequence[torch.Tensor]:
@@ -43,6 +47,12 @@ class GpuMemory:
     def drain(self) -> None:
         """See `PeerMemory.drain`."""
         torch.cuda.synchronize(self._device)
+
+    def mark(self) -> Callable[[], bool]:
+        """See `PeerMemory.mark`."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
 
     def meet(self, mesh: Mesh) -> list[torch.Tensor]:
         """See `PeerMemory.meet`."""

@@ -112,7 +112,7 @@ class ZmqExchange:
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Each phase has waited for its own packets."""
 
-    def drain(self) -> None:
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
         """Each phase has waited for its own packets."""
 
     def abort(self, lost: Sequence[int] = ()) -> None:

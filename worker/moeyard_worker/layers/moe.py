@@ -24,6 +24,11 @@ class Experts(Protocol):
         """Whether the experts of one row may be chosen by what computes them, so that nobody knows them before."""
         ...
 
+    @property
+    def all_resident(self) -> bool:
+        """Whether every expert has its slot. Else the host may wait for prompt rows, to see what they need."""
+        ...
+
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
         """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere.
 
@@ -80,6 +85,8 @@ class Moe:
         if not alone:
             shared = self._share(x, plan)
         dispatched = self._exchange.dispatch(x, chosen.ids, layer=self._layer, num_prompt=plan.num_prompt)
+        if dispatched.prompt is not None and not self._experts.all_resident:
+            self._exchange.drain()
         if chosen.deferred is not None:
             dispatched = replace(dispatched, choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
