@@ -22,6 +22,7 @@
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
+#     four                             four GPUs: named failures, rows between them, figures (Kimi-K2's want H200s)
 #     drills                           two GPUs: `moeyard serve` on Ray, whose ranks are killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
@@ -123,7 +124,8 @@ workers() {
   state &
   tests speculation 200 tests/engine/test_speculation_cuda.py &
   tests compaction 200 tests/engine/test_compaction_cuda.py tests/engine/test_hybrid_compaction_cuda.py &
-  tests rows_of_experts 120 tests/engine/test_choices.py tests/engine/test_grammars_cuda.py &
+  tests rows_of_experts 120 tests/engine/test_choices.py tests/engine/test_grammars_cuda.py \
+    tests/engine/test_launches_cuda.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
   tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
@@ -303,6 +305,13 @@ ranks() {
   tests failures 180 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
+}
+four() {
+  local four=(python3 bench/gpu_ranks.py --ranks 4 --streams 1 8 16 64)
+  tests four_failures 330 tests/e2e/test_failures_gpu_ranks.py -k all_others
+  step four_rows 80 python3 bench/nvlink.py --ranks 4 --parts eager,times,faults
+  step four_qwen 190 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check
+  step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
 }
 # Experts without a slot, read by each rank alone and by all for each other: equality first, then tokens/s of both.
 links() {
