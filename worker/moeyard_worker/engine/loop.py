@@ -9,16 +9,13 @@ flight are rolled back, and the rank keeps its requests and takes more until it 
 """
 
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-import zmq
-
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.device import LaunchedStep, StepRunner
+from moeyard_worker.engine.ears import Ears
 from moeyard_worker.engine.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.frontend import Frontend, in_frames
 from moeyard_worker.engine.grammar_queue import GrammarQueue
@@ -75,51 +72,36 @@ class Engine:
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
         self._completed_at = 0.0
         self._clients: set[bytes] = set()
-        self._grammars = GrammarQueue(grammars, self._wake_up)
+        self._ears = Ears(frontend.socket, frontend.monitor)
+        self._grammars = GrammarQueue(grammars, self._ears.wake)
         self._reporter = Reporter(
             rank=rank, epoch=epoch, scheduler=scheduler, grammars=self._grammars, experts=experts, metrics=metrics
         )
         self._on_loss = on_loss
         self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
         self._ending: tuple[int, str] | None = None  # which epoch is to end, and why
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._closing = threading.Lock()
-        self._closed = False
         self._stopping = False
-        self._poller = zmq.Poller()
-        for source in (self._wake, frontend.socket, frontend.monitor):
-            self._poller.register(source, zmq.POLLIN)
-        # Peers are registered when an epoch begins: they are met after this rank is built.
-        self._peer_sockets: list[zmq.Socket[bytes]] = []
 
     def stop(self) -> None:
         """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
         self._stopping = True
-        self._wake_up()
+        self._ears.wake()
 
     def rejoin(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Go on with the peers of a connected mesh of another epoch after step `step`; also to begin, before `run`."""
         self._next = (mesh, step, placement)
-        self._wake_up()
+        self._ears.wake()
 
     def end_epoch(self, reason: str) -> None:
         """End the epoch, also one just given to `rejoin`, on all ranks between steps: a loss of nobody. Any thread."""
         coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        """Let a loop that blocks look again. Safe from any thread, at any time."""
-        with self._closing:
-            if not self._closed:
-                os.eventfd_write(self._wake, 1)
+        self._ears.wake()
 
     def close(self) -> None:
         """Give back what the loop used; after `run` has returned. Later calls of `stop` do nothing."""
         self._exchange.close()
-        with self._closing:
-            self._closed = True
-            os.close(self._wake)
+        self._ears.close()
 
     def run(self) -> None:
         """Serve until `stop`. A fault or a broken invariant is raised, named.
@@ -138,11 +120,6 @@ class Engine:
                 for reply in self._scheduler.fail(error.requests, named):
                     self._send(reply.client, reply.message)
             raise RankFault(named) from error
-
-    def _watch_peers(self) -> None:
-        for socket in self.mesh.poll_sockets():
-            self._peer_sockets.append(socket)
-            self._poller.register(socket, zmq.POLLIN)
 
     def _turn(self) -> None:
         if self._next is not None:
@@ -168,15 +145,13 @@ class Engine:
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
         # With nothing in flight a device tells in some microseconds what it was asked.
-        ready = dict(self._poller.poll(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000)))
-        if not ready and not self._reporter.asked:
+        heard = self._ears.hear(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000))
+        if not heard.anything and not self._reporter.asked:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
-            ready = dict(self._poller.poll(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        if self.failure is None and any(s in ready for s in self._peer_sockets):
+            heard = self._ears.hear(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None)
+        if self.failure is None and heard.peers:
             try:
                 self.mesh.check_peers()
             except ExchangeError as error:
@@ -229,7 +204,19 @@ class Engine:
             self._launch(step, started)
             if len(self._launched) < self._scheduler.config.max_in_flight:
                 return
+        elif not self._has_run_while_heard():
+            return
         self._complete(*self._launched.popleft())
+
+    def _has_run_while_heard(self) -> bool:
+        """Wait for the step in flight; False where something is heard before. Peers may plan the next step meanwhile,
+        for which their devices would wait as long as for this one's end, and what the host does behind it.
+        """
+        if not (self.mesh.peers and self._exchange.captures):
+            return True
+        launched = self._launched[0][0]
+        self._exchange.drain(lambda: launched.has_run() or self._ears.hear(0).anything)
+        return launched.has_run()
 
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
@@ -277,8 +264,7 @@ class Engine:
 
     def _lose(self, error: ExchangeError) -> None:
         """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
-        while self._peer_sockets:
-            self._poller.unregister(self._peer_sockets.pop())
+        self._ears.forget()
         self._exchange.abort()
         # What others found may be the cause of what was met here; all ranks name one.
         self.failure = self.mesh.fail(str(error))
@@ -302,7 +288,7 @@ class Engine:
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)
         self.step, self.failure, self._next = step, None, None
-        self._watch_peers()
+        self._ears.watch(self.mesh.poll_sockets())
         try:
             self._exchange.attach(mesh, placement)
         except ExchangeError as error:
