@@ -2,7 +2,7 @@
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
-        [--residency 0.25 [--fetch alone shared]] [--profile]
+        [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512] [--profile]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
@@ -10,8 +10,10 @@ prompts; TPOT is each request's mean behind its first token, ITL between tokens.
 separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
 behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
 beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
-must be the same. `--drafts`: how many are made and verified behind every token, where the shape has a layer for that;
-with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics: the
+must be the same. `--arrivals RxN`: R prompts of N tokens a second arrive by chance, dealt to all ranks, while each
+decodes 8 streams: TTFT of these and ITL of those, with each step planned when it is due, and as soon as there is room
+(`engine/pacing.py`). `--drafts`: how many are made and verified behind every token, where the shape has a layer for
+that; with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics: the
 device's time per step, the wait for plans, what crossed between ranks and how long a layer's dispatch and combine
 took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's kernels by time.
 
@@ -74,6 +76,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
     rows = max([*args.streams, 32, *(max(each) for each in args.uneven)])
     lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
+    lengths += [max(length + 8, args.prompt + 600) for _, length in args.arrivals]
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
         num_workers=args.ranks, exchange=args.exchange, max_num_seqs=rows, max_model_len=max(lengths), kv_memory=1,
@@ -87,6 +90,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         shard = model.num_experts // args.ranks * len(model.moe_layers)
         config = replace(config, expert_slots=max(1, int(args.residency * shard)))
     counts = [(rows, args.prompt + args.output), *args.prefill, (9, args.mixed + 600)]
+    counts += [(rows, max(length + 8, args.prompt + 600)) for _, length in args.arrivals]
     return replace(config, kv_memory=max(count * (-(-length // page) + 1) for count, length in counts) * page_bytes)
 
 
@@ -215,6 +219,29 @@ class Bench:
             prompt_tokens_per_s=round(num * length / (quiet - loud)), prompts=num,
         )  # fmt: skip
 
+    def arrivals(self, rate: int, length: int, paced: bool) -> None:
+        for rank in self.fleet.ranks:
+            rank.call("pace", paced)
+        before, begun = self.before(), time.perf_counter()
+        ranks, chance = range(self.args.ranks), random.Random(5)
+        streams = [self.submit(rank, self.args.prompt, 590) for rank in ranks for _ in range(8)]
+        self.client.wait_for(lambda: all(len(self.times.get(name, ())) > 20 for name in streams), timeout=120)
+        asked: dict[str, float] = {}
+        at = time.perf_counter()
+        while min(len(self.times[name]) for name in streams) < 560 and len(asked) < 400:
+            at += chance.expovariate(rate)
+            while (left := at - time.perf_counter()) > 0:
+                self.client.pump(left)
+            asked[self.submit(len(asked) % self.args.ranks, length, 1)] = time.perf_counter()
+        loud = min(asked.values()), max(asked.values())
+        self.client.wait(*asked, *streams, timeout=120)
+        gaps = [b - a for name in streams for a, b in itertools.pairwise(self.times[name]) if loud[0] <= a < loud[1]]
+        self.say(
+            f"{rate} prompts of {length} a second, {'planned when due' if paced else 'planned at once'}", begun, before,
+            ttft_ms=milliseconds([self.times[name][0] - then for name, then in asked.items()]),
+            itl_ms=milliseconds(gaps), prompts=len(asked),
+        )  # fmt: skip
+
     def check(self) -> None:
         """The same prompts on the first rank by themselves, and spread among strangers."""
         asked: dict[str, Any] = {
@@ -272,6 +299,8 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
             bench.profile(partial(bench.prefill, count, length))
         for budget in args.budgets if args.mixed else ():
             bench.mixed(args.mixed, budget)
+        for (rate, length), paced in itertools.product(args.arrivals, (True, False, True, False)):
+            bench.arrivals(rate, length, paced)
         assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
         return bench.rows
 
@@ -288,6 +317,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
+    parser.add_argument("--arrivals", type=times, nargs="*", default=[])
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--residency", type=float, help="share of the experts in slots (default: as many as fit)")
     parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])

@@ -1,9 +1,12 @@
 """What the loop of a rank does while a step of its peers runs on its device."""
 
+import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +21,8 @@ from moeyard_worker.engine.metrics import WorkerMetrics
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.lockstep import Agreed, Lockstep
 from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.protocol import Hello, Snapshot
+from moeyard_worker.protocol import Done, Hello, SamplingParams, Snapshot, Submit
+from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Step
 
@@ -60,22 +64,77 @@ class Waits(LocalExchange):
             time.sleep(0.001)
 
 
+class Clocked:
+    """A device that takes so long for each step, one behind the other; `ends` of each, in monotonic seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.steps, self.ends = seconds, list[Step](), list[float]()
+
+    def rows_of(self, step: Step) -> int:
+        return step.num_tokens
+
+    def steps_of(self, name: str) -> list[int]:
+        return [i for i, step in enumerate(self.steps) if any(chunk.key[1] == name for chunk in step.chunks)]
+
+    def launch(self, step: Step, *_args: Any, **_named: Any) -> Any:
+        end = max([time.monotonic(), *self.ends[-1:]]) + self.seconds
+        self.steps.append(step)
+        self.ends.append(end)
+        return Timed(step, end, self.seconds)
+
+
+@dataclass
+class Timed:
+    """A step that ends at a time."""
+
+    step: Step
+    end: float
+    device_seconds: float
+    scores: tuple[()] = ()
+
+    def has_run(self) -> bool:
+        return time.monotonic() >= self.end
+
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+        return ()
+
+    @property
+    def results(self) -> list[Accepted]:
+        return [Accepted((7,)) for _ in self.step.sampled]
+
+
+def limits(max_model_len: int = 64) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_pages=64, page_size=16, max_model_len=max_model_len, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
+        prefill_chunk=8, max_num_seqs=4, max_in_flight=2,
+    )  # fmt: skip
+
+
+def experts() -> Any:
+    counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
+    found = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters))
+    found.adopt = found.begin_step = lambda _: None
+    return found
+
+
+def until(done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
 class Idle:
     """Rank 1 of two, without a request, its loop in a thread; `peer` speaks for rank 0, which has all of them."""
 
     def __init__(self, meshes: list[Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
         self.door, self.device, self.peer = Door(), Device(), Lockstep(meshes[0])
-        counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
-        experts = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters))
-        experts.adopt = experts.begin_step = lambda _: None
         metrics = WorkerMetrics(rank=1, version="")
         monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
-        config = SchedulerConfig(
-            num_pages=8, page_size=16, max_model_len=64, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
-            max_num_seqs=4, max_in_flight=2,
-        )  # fmt: skip
         self.engine = Engine(
-            rank=1, epoch=1, scheduler=Scheduler(config), runner=cast(Any, self.device), experts=cast(Any, experts),
+            rank=1, epoch=1, scheduler=Scheduler(limits()), runner=cast(Any, self.device), experts=experts(),
             exchange=Waits(), mesh=meshes[1], frontend=cast(Any, self.door), metrics=metrics,
         )  # fmt: skip
         self.engine.rejoin(meshes[1], 0, PLACEMENT)
@@ -87,11 +146,7 @@ class Idle:
         return self.threads.submit(self.peer.agree, step, 4).result(timeout=SECONDS)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        limit = time.monotonic() + SECONDS
-        while not done():
-            assert time.monotonic() < limit
-            assert not self.loop.done() or self.loop.result() is None
-            time.sleep(0.005)
+        until(lambda: done() or (self.loop.done() and self.loop.result() is None))
 
 
 @pytest.fixture
@@ -136,3 +191,61 @@ def test_it_hears_its_routers_meanwhile(idle: Idle) -> None:
     assert not idle.device.launched[0].ran.is_set()
     idle.device.launched[0].ran.set()
     idle.wait_for(lambda: not idle.engine._launched)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Door]]:
+    """A rank by itself, two steps deep, whose steps take 40 ms each."""
+    door, device = Door(), Clocked(0.04)
+    metrics = WorkerMetrics(rank=0, version="")
+    monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
+    mesh = Mesh(rank=0, world_size=1, epoch=1)
+    engine = Engine(
+        rank=0, epoch=1, scheduler=Scheduler(limits(max_model_len=512)), runner=cast(Any, device), experts=experts(),
+        exchange=LocalExchange(), mesh=mesh, frontend=cast(Any, door), metrics=metrics,
+    )  # fmt: skip
+    engine.rejoin(mesh, 0, Placement.of_shards((0,), (range(4),)))
+    with ThreadPoolExecutor(1) as threads:
+        loop = threads.submit(engine.run)
+        yield engine, device, door
+        engine.stop()
+        loop.result(timeout=SECONDS)
+    engine.close()
+    door.socket.close()
+    door.monitor.close()
+
+
+def submit(engine: Engine, door: Door, name: str, length: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    door.said.append((b"router", Submit(request_id=name, prompt_token_ids=(5,) * length, sampling=params)))
+    engine._ears.wake()
+
+
+@pytest.mark.parametrize("paced", [True, False])
+def test_who_arrives_while_a_step_runs_is_in_the_next(
+    paced: bool, alone: tuple[Engine, Clocked, Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as soon as there is room for it, the next one is full of those before; on a machine that is busy it may
+    be late, and then goes by its end."""
+    engine, device, door = alone
+    if not paced:
+        monkeypatch.setattr(engine._pacing, "due", lambda now: 0.0)
+    submit(engine, door, "long", 400)
+    waited = []
+    for turn in range(8):
+        # How long its steps take is known by then.
+        until(lambda turn=turn: len(device.steps) >= 6 + 4 * turn)
+        time.sleep(0.01)
+        at = time.monotonic()
+        running = next(i for i, end in enumerate(device.ends) if end > at)
+        submit(engine, door, f"late {turn}", 4)
+        until(lambda turn=turn: any(c.key[1] == f"late {turn}" for step in device.steps for c in step.chunks))
+        [(number, _)] = [
+            (i, c) for i, step in enumerate(device.steps) for c in step.chunks if c.key[1] == f"late {turn}"
+        ]
+        waited.append(number - running)
+    until(lambda: sum(isinstance(message, Done) for _, message in door.heard) == 9)
+    assert sorted(waited)[4] == (1 if paced else 2), waited
+    # The device went from one to the next.
+    idle = [after - before - device.seconds for before, after in itertools.pairwise(device.ends)]
+    assert statistics.median(idle) < 0.005, idle

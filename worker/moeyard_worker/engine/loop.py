@@ -22,6 +22,7 @@ from moeyard_worker.engine.grammar_queue import GrammarQueue
 from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.engine.loss import Loss, tell_loss
 from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.pacing import Pacing
 from moeyard_worker.engine.reporting import Reporter
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -70,7 +71,7 @@ class Engine:
         self._metrics = metrics
         # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
-        self._completed_at = 0.0
+        self._completed_at, self._pacing = 0.0, Pacing()
         self._clients: set[bytes] = set()
         self._ears = Ears(frontend.socket, frontend.monitor)
         self._grammars = GrammarQueue(grammars, self._ears.wake)
@@ -196,6 +197,10 @@ class Engine:
 
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
+        if self._launched and self._scheduler.has_work():
+            has_run = self._launched[-1][0].has_run
+            if self._pacing.too_early(lambda: has_run() or self._peer_started(), self._pause):
+                return
         started = time.monotonic()
         others = self._lockstep.others_decode
         step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
@@ -204,19 +209,22 @@ class Engine:
             self._launch(step, started)
             if len(self._launched) < self._scheduler.config.max_in_flight:
                 return
-        elif not self._has_run_while_heard():
+        elif self._listens and self._pause(self._launched[0][0].has_run):
+            # A peer may plan the next step: its device would wait for that as long as for the end of this one.
             return
         self._complete(*self._launched.popleft())
 
-    def _has_run_while_heard(self) -> bool:
-        """Wait for the step in flight; False where something is heard before. Peers may plan the next step meanwhile,
-        for which their devices would wait as long as for this one's end, and what the host does behind it.
-        """
-        if not (self.mesh.peers and self._exchange.captures):
-            return True
-        launched = self._launched[0][0]
-        self._exchange.drain(lambda: launched.has_run() or self._ears.hear(0).anything)
-        return launched.has_run()
+    @property
+    def _listens(self) -> bool:
+        """Whether the exchange waits for the device, and for peers meanwhile."""
+        return bool(self.mesh.peers) and self._exchange.captures
+
+    def _pause(self, over: Callable[[], bool]) -> bool:
+        """Wait until it is `over`, or anything is heard: whether that is so. Not for long where no device waits."""
+        if self._listens:
+            self._exchange.drain(lambda: over() or self._ears.hear(0).anything)
+            return not over()
+        return self._ears.hear(1).anything
 
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
@@ -231,6 +239,9 @@ class Engine:
         requests, depth = self._scheduler.requests(step), agreed.num_drafts
         launched = self._runner.launch(step, requests, before=before, num_drafts=depth, peers=agreed.peers)
         self._launched.append((launched, self.step, started))
+        now = time.monotonic()
+        seconds = now - started - self._lockstep.wait_seconds[-1]
+        self._pacing.launched(step, of_peers=agreed.peers.most, seconds=seconds, now=now)
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""
@@ -241,6 +252,7 @@ class Engine:
             raise not_finite(unsound, step=number)
         results = launched.results
         now = time.monotonic()
+        self._pacing.completed(launched.device_seconds, now=now)
         for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
             self._send(client, message)
         # Where steps overlap, one begins to count when the one before it is done.
@@ -272,6 +284,7 @@ class Engine:
         assert finding is not None, "a mesh that failed knows why"
         self._exchange.abort(finding.ranks)
         self._launched.clear()
+        self._pacing.clear()
         loss = tell_loss(
             error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,
             running=self._scheduler.running(), waiting=self._scheduler.num_waiting,
