@@ -476,7 +476,7 @@ def test_and_its_wait_ends_after_a_deadline(pair: tuple[list[NvlinkExchange], li
 def test_so_it_does_where_the_host_waits_in_the_midst_of_a_step(
     pair: tuple[list[NvlinkExchange], list[Mesh]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for results of the step before, which somebody asks for."""
+    """Not for what has run, as results of a step that is completed: a later one's failure is not theirs."""
     exchanges, meshes = pair
     meshes[0].deadline = 0.4
     exchanges[0].begin_step(7)
@@ -485,8 +485,7 @@ def test_so_it_does_where_the_host_waits_in_the_midst_of_a_step(
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
         exchanges[0].drain()
     assert 0.4 < time.monotonic() - device._begun < 2.0
-    with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
-        exchanges[0].drain(lambda: True)
+    exchanges[0].drain(lambda: True)
 
 
 def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:

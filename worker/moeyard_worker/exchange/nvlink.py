@@ -259,8 +259,12 @@ class NvlinkExchange:
 
     def drain(self, has_run: Callable[[], bool] | None = None) -> None:
         """See `Exchange.drain`: a wait of the device ends by itself, but late where the host may have to end it."""
-        if self._mesh is not None:
-            self._listen(has_run or self._memory.mark())
+        if self._mesh is None or (has_run is not None and has_run()):
+            return
+        self._listen(has_run or self._memory.mark())
+        if self._window.fault[FAILED]:
+            # Of a step behind this one it may be half written down.
+            time.sleep(_WRITTEN_S)
             self._check(self._last_step)
 
     def abort(self, lost: Sequence[int] = ()) -> None:
