@@ -135,13 +135,8 @@ class RankProcess:
         self._connection.send((name, args))
 
     def result(self) -> Any:
-        answered = False
-        try:
-            answered = self._connection.poll(CALL_SECONDS)
-        finally:
-            if not answered:
-                self.tell_stacks()
-        if not answered:
+        if not self._connection.poll(CALL_SECONDS):
+            self.tell_stacks()
             raise TimeoutError(f"rank process {self.process.pid} did not answer")
         try:
             ok, value = self._connection.recv()

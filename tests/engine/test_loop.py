@@ -42,7 +42,8 @@ class Device:
     def launch(self, step: Step, *_args: Any, **_named: Any) -> Any:
         ran = threading.Event()
         launched = SimpleNamespace(
-            step=step, ran=ran, has_run=ran.is_set, results=[], scores=[], unsound=(), device_seconds=None
+            step=step, ran=ran, has_run=ran.is_set, results=[], scores=[], unsound=(), device_seconds=None,
+            waited=0.0,
         )  # fmt: skip
         self.launched.append(launched)
         return launched
@@ -52,7 +53,7 @@ class Waits(LocalExchange):
     """Its device waits for peers."""
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
-        pass
+        self._mesh = mesh
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         self.drain(has_run)
@@ -62,6 +63,8 @@ class Waits(LocalExchange):
         while has_run is not None and not has_run():
             assert time.monotonic() < limit, "the step does not end"
             time.sleep(0.001)
+            # Which takes what has come from the sockets.
+            self._mesh.check_peers()
 
 
 class Clocked:
@@ -91,6 +94,7 @@ class Timed:
     end: float
     device_seconds: float
     scores: tuple[()] = ()
+    waited: float = 0.0
 
     def has_run(self) -> bool:
         return time.monotonic() >= self.end

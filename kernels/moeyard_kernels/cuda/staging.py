@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-# Blocks on the host: while one is still being copied the next is filled.
-_STAGES = 2
 # What compiled kernels count on where a tensor begins, in bytes.
 _ALIGNED = 16
 
@@ -14,10 +12,13 @@ _ALIGNED = 16
 class Staging:
     """Named tensors in one block of a device's memory, and pinned copies of it on the host: one copy sends them all.
 
-    fields: dtype and shape by name. What a step leaves as it was in `begin`'s arrays is what some step before wrote.
+    fields: dtype and shape by name. stages: blocks on the host, of which one is filled while those before are still
+    being copied. With several, what a step leaves as it was in `begin`'s arrays is what some step before wrote.
     """
 
-    def __init__(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
+    def __init__(
+        self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device, *, stages: int = 2
+    ) -> None:
         places, size = {}, 0
         for name, (dtype, shape) in fields.items():
             places[name] = size
@@ -32,15 +33,15 @@ class Staging:
 
         pinned = device.type == "cuda"
         self._block = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._stages = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGES)]
+        self._stages = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(stages)]
         self._host = [{name: view.numpy() for name, view in views(stage).items()} for stage in self._stages]
-        self._copied = [torch.cuda.Event() for _ in range(_STAGES)] if pinned else None
+        self._copied = [torch.cuda.Event() for _ in range(stages)] if pinned else None
         self._turn = 0
         self.on_device = views(self._block)
 
     def begin(self) -> dict[str, np.ndarray]:
         """The host's next arrays, once nothing reads them any more."""
-        self._turn = (self._turn + 1) % _STAGES
+        self._turn = (self._turn + 1) % len(self._stages)
         if self._copied is not None:
             self._copied[self._turn].synchronize()
         return self._host[self._turn]

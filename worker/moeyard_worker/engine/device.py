@@ -35,6 +35,11 @@ class LaunchedStep(Protocol):
 
     @property
     def step(self) -> Step: ...
+    @property
+    def waited(self) -> float:
+        """Seconds that whoever asked for its results waited for them."""
+        ...
+
     def has_run(self) -> bool:
         """Whether nothing of it is left to wait for."""
         ...

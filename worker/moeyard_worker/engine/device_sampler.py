@@ -113,7 +113,8 @@ class DeviceSampler:
         self._staging = Staging(
             {"temperature": wide, "top_p": wide, "min_p": wide, "penalties": (torch.float64, (max_rows, 3)),
              "top_k": long, "seeds": long, "positions": long, "slots": long},
-            device,
+            # A step whose rows are edited tells it twice.
+            device, stages=4,
         )  # fmt: skip
         num_slots = max_rows if max_edited is None else max_edited
         self._words = torch.zeros(num_slots, vocab, dtype=torch.int32, device=device)

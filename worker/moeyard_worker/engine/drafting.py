@@ -69,6 +69,8 @@ class Speculation:
             padded[: len(going)] = x
             x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
             self._choose(x, going)
+        # Also where nobody goes on, or has a row: these passes wait for peers, too.
+        self._exchange.drain()
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
     def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:

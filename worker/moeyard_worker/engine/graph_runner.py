@@ -65,7 +65,7 @@ class GraphLaunched:
         exchange: Exchange,
         scores: Sequence[SampledTokens] = (),
     ) -> None:
-        self.step, self._exchange = step, exchange
+        self.step, self._exchange, self.waited = step, exchange, 0.0
         self._errors = errors
         self._blocks = [block.each(to_host) for block in scores]
         self._chosen = to_host(chosen)
@@ -84,8 +84,10 @@ class GraphLaunched:
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
+            begun = time.monotonic()
             self._exchange.drain(self.has_run)
             self._done.synchronize()
+            self.waited = time.monotonic() - begun
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
             self._results = accepted(self.step, tell(self._tokens, asked), self._errors)
         return self._results

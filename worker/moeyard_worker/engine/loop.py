@@ -84,7 +84,7 @@ class Engine:
         self._stopping = False
 
     def stop(self) -> None:
-        """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
+        """Ask the loop to end after the step that it is in. Safe from any thread, and twice."""
         self._stopping = True
         self._ears.wake()
 
@@ -204,25 +204,25 @@ class Engine:
         started = time.monotonic()
         others = self._lockstep.others_decode
         step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
-        # Without a row of its own a rank takes part in its peers' steps only; what is in flight may have ended it all.
+        # Without a row of its own a rank takes part in its peers' steps only.
         if step.chunks or self._peer_started():
             self._launch(step, started)
             if len(self._launched) < self._scheduler.config.max_in_flight:
                 return
         elif self._listens and self._pause(self._launched[0][0].has_run):
-            # A peer may plan the next step: its device would wait for that as long as for the end of this one.
-            return
+            return  # A peer that plans the next step would wait as long as this one takes.
         self._complete(*self._launched.popleft())
 
     @property
     def _listens(self) -> bool:
-        """Whether the exchange waits for the device, and for peers meanwhile."""
+        # Whether the exchange waits for the device, and listens to peers meanwhile.
         return bool(self.mesh.peers) and self._exchange.captures
 
     def _pause(self, over: Callable[[], bool]) -> bool:
-        """Wait until it is `over`, or anything is heard: whether that is so. Not for long where no device waits."""
+        """Wait until it is `over`: False. True where anything is heard before, and soon where no device waits."""
         if self._listens:
-            self._exchange.drain(lambda: over() or self._ears.hear(0).anything)
+            # Who looks at the mesh meanwhile takes a plan from its socket.
+            self._exchange.drain(lambda: over() or self._ears.hear(0).anything or self._peer_started())
             return not over()
         return self._ears.hear(1).anything
 
@@ -239,9 +239,10 @@ class Engine:
         requests, depth = self._scheduler.requests(step), agreed.num_drafts
         launched = self._runner.launch(step, requests, before=before, num_drafts=depth, peers=agreed.peers)
         self._launched.append((launched, self.step, started))
+        waited = self._lockstep.wait_seconds[-1] + (0.0 if before is None else before.waited)
         now = time.monotonic()
-        seconds = now - started - self._lockstep.wait_seconds[-1]
-        self._pacing.launched(step, of_peers=agreed.peers.most, seconds=seconds, now=now)
+        own = 0.0 if launched.has_run() else now - started - waited
+        self._pacing.launched(step, of_peers=agreed.peers.most, seconds=own, now=now)
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""

@@ -36,7 +36,12 @@ class Pacing:
         self._ends = 0.0
 
     def launched(self, step: Step, *, of_peers: int, seconds: float, now: float) -> None:
-        """A step of this rank was planned and launched in `seconds`; a peer brings at most `of_peers` rows to it."""
+        """A step of this rank was planned and launched in `seconds` of the host's own; no rank brings more than
+        `of_peers` rows to it.
+
+        What waits for the device in the midst of a launch, as for the ids of prompts whose experts lack slots, counts
+        as the host's, so that such steps are planned at once.
+        """
         prompt, decode = step.num_prefill_tokens, step.num_tokens - step.num_prefill_tokens
         size = -(-prompt // _ROWS), max(decode - 1, 0).bit_length() + (decode > 0), -(-of_peers // _ROWS)
         begins = max(now - seconds, self._ends) if self._flying else now - seconds

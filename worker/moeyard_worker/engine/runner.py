@@ -41,6 +41,7 @@ class Launched:
     scores: Scores = field(default_factory=list)
     unsound: tuple[str, ...] = ()
     device_seconds: float | None = None
+    waited: float = 0.0
 
     def has_run(self) -> bool:
         """See `LaunchedStep.has_run`."""

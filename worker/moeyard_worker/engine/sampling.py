@@ -214,7 +214,7 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
         return None
     device = logits.device
     slots = torch.full((len(rows),), -1)
-    words = torch.zeros(len(edited), vocab, dtype=torch.int32, device=device)
+    words = torch.zeros(len(edited), vocab, dtype=torch.int32)
     bias = torch.zeros(len(edited), max(len(biases[i]) for i in edited), dtype=torch.float64)
     penalties = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).repeat(len(rows), 1)
     for slot, i in enumerate(edited):
@@ -228,7 +228,7 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
             penalties[i] = torch.tensor(asked, dtype=torch.float64)
     allowed = _allowed([rows[i].mask for i in edited], vocab)
     return LogitEdits(
-        words=words, bias=to_device(bias, device), slots=to_device(slots, device),
+        words=to_device(words, device), bias=to_device(bias, device), slots=to_device(slots, device),
         penalties=to_device(penalties, device), allowed=None if allowed is None else to_device(allowed, device),
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ class SpeculatedLaunch:
         places: Sequence[int], chosen: torch.Tensor, read: torch.Tensor, state: torch.Tensor, num_drafts: int,
         errors: Mapping[int, str], begun: torch.cuda.Event, exchange: Exchange,
     ) -> None:  # fmt: skip
-        self.step, self._exchange = step, exchange
+        self.step, self._exchange, self.waited = step, exchange, 0.0
         self.scores: Scores = []
         self._requests, self._errors = requests, errors
         self._places, self._num_drafts = list(places), num_drafts
@@ -79,8 +79,10 @@ class SpeculatedLaunch:
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
+            begun = time.monotonic()
             self._exchange.drain(self.has_run)
             self._done.synchronize()
+            self.waited = time.monotonic() - begun
             chunks = [
                 self._as_read(chunk, row) for chunk, row in zip(self.step.decode, self._read.tolist(), strict=True)
             ]

@@ -73,7 +73,8 @@ class Lockstep:
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
 
-        For use between steps. Raises ExchangeError when a peer is gone, told of a failure, or sent something else.
+        For use between steps, and while this rank waits for one that it takes part in. Raises ExchangeError when a peer
+        is gone, told of a failure, or sent something else.
         A peer that waits for others' rows hears that this rank waits, too: it may be through with a step that another
         holds up for that peer.
         """

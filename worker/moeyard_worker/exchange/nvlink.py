@@ -187,16 +187,15 @@ class NvlinkExchange:
     def _listen(self, has_run: Callable[[], bool]) -> None:
         """Wait for the device, and end its waits for peers where they are in vain."""
         assert self._mesh is not None, "a step begins after the ranks have met"
-        looked = time.monotonic()
         try:
             while not has_run():
                 time.sleep(_PAUSE_S)
-                if time.monotonic() - looked > _LOOK_S:
+                # Also between waits that are short, one behind the other.
+                if time.monotonic() - self._looked > _LOOK_S:
                     self._end_wait_in_vain()
-                    looked = time.monotonic()
         except ExchangeError:
             self.abort()
-            limit = time.monotonic() + _DRAIN_S
+            limit, has_run = time.monotonic() + _DRAIN_S, self._memory.mark()
             while not has_run() and time.monotonic() < limit:
                 time.sleep(_PAUSE_S)
             raise
