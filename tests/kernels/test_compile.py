@@ -60,7 +60,7 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     unless_static |= {"_attn_combine_kernel", "delta_recurrent_kernel"}
     assert {(kernel, False) for kernel in unless_static} <= early
     attention = {"_gqa_decode_kernel", "_mla_decode_kernel", "mla_decode_pairs_kernel", "_attn_prefill_kernel"}
-    experts = {"_count_kernel", "_place_kernel", "_expert_stream_kernel"}
+    experts = {"_count_kernel", "_sum_kernel", "_place_kernel", "_expert_stream_kernel"}
     experts |= {"_cache_access_kernel", "_gather_experts_kernel", "_fetch_experts_kernel"}
     late = {line["kernel"] for line in built if not line["early"]}
     chooses = {"_snapkv_softmax_kernel", "_snapkv_merge_kernel", "_snapkv_weights_kernel"}
