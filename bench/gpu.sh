@@ -7,6 +7,7 @@
 #     state                            of workers: what linear attention keeps, through graphs and drafts
 #     decode prefill                   issue-sized figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
+#     arrivals                         TTFT of prompts that arrive while others decode, by when steps are planned
 #     launches gaps                    where steps and prompts spend their time; what stands between two steps
 #     contexts                         steps behind long prompts
 #     choices                          what it costs a decode step to count the rows of every expert
@@ -163,6 +164,9 @@ choices() {
   ops gate 60 topk_gate
   step choices 200 python3 bench/choices.py
 }
+arrivals() {
+  step arrivals 200 python3 bench/gpu_ranks.py --ranks 1 --shape Qwen3-30B-A3B --streams 8 --arrivals 20x512 4x4096
+}
 # Between two replays of a step.
 gaps() {
   step gaps_qwen 90 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8
@@ -310,7 +314,8 @@ four() {
   local four=(python3 bench/gpu_ranks.py --ranks 4 --streams 1 8 16 64)
   tests four_failures 330 tests/e2e/test_failures_gpu_ranks.py -k all_others
   step four_rows 80 python3 bench/nvlink.py --ranks 4 --parts eager,times,faults
-  step four_qwen 190 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check
+  step four_qwen 260 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check \
+    --uneven 8,0,0,0 --arrivals 20x512
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
 }
 # Experts without a slot, read by each rank alone and by all for each other: equality first, then tokens/s of both.
