@@ -76,7 +76,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
     rows = max([*args.streams, 32, *(max(each) for each in args.uneven)])
     lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
-    lengths += [max(length + 8, args.prompt + 600) for _, length in args.arrivals]
+    arriving = [(rows, max(length + 8, args.prompt + 600)) for _, length in args.arrivals]
+    lengths += [length for _, length in arriving]
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
         num_workers=args.ranks, exchange=args.exchange, max_num_seqs=rows, max_model_len=max(lengths), kv_memory=1,
@@ -89,8 +90,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.residency is not None:
         shard = model.num_experts // args.ranks * len(model.moe_layers)
         config = replace(config, expert_slots=max(1, int(args.residency * shard)))
-    counts = [(rows, args.prompt + args.output), *args.prefill, (9, args.mixed + 600)]
-    counts += [(rows, max(length + 8, args.prompt + 600)) for _, length in args.arrivals]
+    counts = [(rows, args.prompt + args.output), *args.prefill, (9, args.mixed + 600), *arriving]
     return replace(config, kv_memory=max(count * (-(-length // page) + 1) for count, length in counts) * page_bytes)
 
 

@@ -82,8 +82,9 @@ def serve(connection: Connection) -> None:
                 result = None
             elif name == "pace":
                 # Whether steps are planned when they are due, or as soon as there is room for them.
-                pacing = worker._engine._pacing
-                pacing.due = type(pacing).due.__get__(pacing) if args[0] else lambda now: 0.0
+                own = vars(worker._engine._pacing)
+                own.pop("due", None)
+                own.update({} if args[0] else {"due": lambda now: 0.0})
                 result = None
             elif name == "fall_silent":
                 fall_silent(worker._engine._exchange)

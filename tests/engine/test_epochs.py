@@ -38,6 +38,14 @@ class Door:
         return True
 
 
+def experts() -> Any:
+    """A cache that holds nothing."""
+    counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
+    found = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters))
+    found.adopt = found.begin_step = lambda _: None
+    return found
+
+
 class Rank:
     """An engine without a model, whose turns are taken here; `losses` is what it has told its launcher."""
 
@@ -48,15 +56,13 @@ class Rank:
             num_pages=8, page_size=16, max_model_len=64, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
             max_num_seqs=4, **limits,
         )  # fmt: skip
-        counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
-        experts = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters), adopt=lambda owned: None)
         self.scheduler = Scheduler(config)
         self.engine = Engine(
             rank=0,
             epoch=1,
             scheduler=self.scheduler,
             runner=cast(Any, None),
-            experts=cast(Any, experts),
+            experts=experts(),
             exchange=LocalExchange(),
             mesh=Mesh(rank=0, world_size=1, epoch=1),
             frontend=cast(Any, self.door),

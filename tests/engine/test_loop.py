@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.engine.test_epochs import Door
+from tests.engine.test_epochs import Door, experts
 from tests.exchange.meshes import opener
 
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -116,14 +116,7 @@ def limits(max_model_len: int = 64) -> SchedulerConfig:
     )  # fmt: skip
 
 
-def experts() -> Any:
-    counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
-    found = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters))
-    found.adopt = found.begin_step = lambda _: None
-    return found
-
-
-def until(done: Callable[[], bool]) -> None:
+def until(done: Callable[[], object]) -> None:
     limit = time.monotonic() + SECONDS
     while not done():
         assert time.monotonic() < limit
@@ -243,10 +236,8 @@ def test_who_arrives_while_a_step_runs_is_in_the_next(
         at = time.monotonic()
         running = next(i for i, end in enumerate(device.ends) if end > at)
         submit(engine, door, f"late {turn}", 4)
-        until(lambda turn=turn: any(c.key[1] == f"late {turn}" for step in device.steps for c in step.chunks))
-        [(number, _)] = [
-            (i, c) for i, step in enumerate(device.steps) for c in step.chunks if c.key[1] == f"late {turn}"
-        ]
+        until(lambda turn=turn: device.steps_of(f"late {turn}"))
+        [number] = device.steps_of(f"late {turn}")
         waited.append(number - running)
     until(lambda: sum(isinstance(message, Done) for _, message in door.heard) == 9)
     assert sorted(waited)[4] == (1 if paced else 2), waited

@@ -18,7 +18,7 @@ from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
 ONE_LAUNCH = 1024
 # Pairs per row of the table of counts when there are more: each pair is compared with all of its row.
 _CHUNK = 256
-# Rows of that table that every program adds up by itself: of twice as many it takes as long as a launch (H100).
+# Rows of that table that every program adds up by itself: of 128 a launch took 9.5 us less, of 32 0.8 more (H100).
 _FEW_CHUNKS = 64
 # Columns of the table, and rows at once, of a program that adds it up.
 _BS, _BT = 16, 128

@@ -84,6 +84,5 @@ class SlotMoves:
     @classmethod
     def plan(cls, moves: Sequence[tuple[int, int]], *, device: torch.device | str) -> "SlotMoves":
         """Of (source, target) pairs."""
-        both = torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous()
-        source, target = to_device(both, device)
+        source, target = to_device(torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous(), device)
         return cls(source=source, target=target)

@@ -20,6 +20,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.staging import Staging
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sending import copy_to
 from moeyard_worker.engine.sampling import Yielded, bias_of, edit_words, edits_logits, seed_bits
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
@@ -261,7 +262,7 @@ class DeviceSampler:
         found = self._counted[request.key] = _Counted(slot, request.sampling, num_output, held)
         bias = self._biases(request.sampling, True)
         words = edit_words(request.sampling, bias, request.prompt, output, self._vocab)
-        self._words[slot].copy_(words.pin_memory() if self._words.is_cuda else words, non_blocking=True)
+        copy_to(self._words[slot], words)
         self._hold(slot, request.sampling, held)
         return found
 
@@ -269,8 +270,7 @@ class DeviceSampler:
         """A request's biases: of tokens held back for now, or no longer, too."""
         now = self._biases(params, held)
         values = [now.get(token, 0.0) for token in self._biases(params, True)]
-        row = torch.tensor(values, dtype=torch.float64)
-        self._bias[slot, : len(values)].copy_(row.pin_memory() if self._bias.is_cuda else row, non_blocking=True)
+        copy_to(self._bias[slot, : len(values)], torch.tensor(values, dtype=torch.float64))
 
     def _biases(self, params: SamplingParams, held: bool) -> dict[int, float]:
         return bias_of(params, held=held, eos_token_ids=self._eos, vocab=self._vocab)

@@ -20,6 +20,7 @@ from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
+from moeyard_worker.engine.in_flight import InFlight
 from moeyard_worker.engine.peer_buckets import smallest, with_peers
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
@@ -51,8 +52,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
 
 
-class GraphLaunched:
-    """A step that runs. `results` waits for it, and for no step behind it: as `exchange` does, for peers."""
+class GraphLaunched(InFlight):
+    """A step that runs. `results` waits for it."""
 
     def __init__(
         self,
@@ -65,29 +66,20 @@ class GraphLaunched:
         exchange: Exchange,
         scores: Sequence[SampledTokens] = (),
     ) -> None:
-        self.step, self._exchange, self.waited = step, exchange, 0.0
         self._errors = errors
         self._blocks = [block.each(to_host) for block in scores]
         self._chosen = to_host(chosen)
         self._requests = requests
         self._tokens = tokens.each(to_host)
-        self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
-        self._done.record()
         self._results: list[Accepted] | None = None
         self._scores: Scores | None = None
-
-    def has_run(self) -> bool:
-        """See `LaunchedStep.has_run`."""
-        return self._done.query()
+        super().__init__(step, begun=begun, exchange=exchange)
 
     @property
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
-            begun = time.monotonic()
-            self._exchange.drain(self.has_run)
-            self._done.synchronize()
-            self.waited = time.monotonic() - begun
+            self._wait()
             asked = [r.sampling.logprobs for c, r in zip(self.step.sampled, self._requests, strict=True)]
             self._results = accepted(self.step, tell(self._tokens, asked), self._errors)
         return self._results
@@ -99,12 +91,6 @@ class GraphLaunched:
             self._done.synchronize()
             self._scores = told(self.step, self._blocks) if self._blocks else []
         return self._scores
-
-    @property
-    def device_seconds(self) -> float:
-        """From the end of what was launched before this step to its own, on the device."""
-        self._done.synchronize()
-        return self._begun.elapsed_time(self._done) * 1e-3
 
     @property
     def unsound(self) -> tuple[str, ...]:

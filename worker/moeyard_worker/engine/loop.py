@@ -84,7 +84,7 @@ class Engine:
         self._stopping = False
 
     def stop(self) -> None:
-        """Ask the loop to end after the step that it is in. Safe from any thread, and twice."""
+        """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
         self._stopping = True
         self._ears.wake()
 

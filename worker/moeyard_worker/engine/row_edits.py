@@ -17,7 +17,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.verify_inputs import VerifyInputs
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
-from moeyard_kernels.types.sending import to_device
+from moeyard_kernels.types.sending import copy_to, to_device
 from moeyard_worker.engine.device_sampler import MAX_BIASES, DeviceSampler
 from moeyard_worker.engine.sampling import Yielded, bias_of, edit_words, seed_bits
 from moeyard_worker.protocol import SamplingParams
@@ -150,11 +150,10 @@ class RowEdits:
         self._counted[request.key] = found
         held = bias_of(p, held=True, eos_token_ids=self._eos, vocab=self._vocab)
         words = edit_words(p, held, request.prompt, output, self._vocab)
-        self._words[found.slot].copy_(words.pin_memory() if self._words.is_cuda else words, non_blocking=True)
+        copy_to(self._words[found.slot], words)
         free = bias_of(p, held=False, eos_token_ids=self._eos, vocab=self._vocab)
         both = torch.tensor([[free.get(token, 0.0) for token in held], list(held.values())], dtype=torch.float64)
-        both = both.pin_memory() if self._bias.is_cuda else both
-        self._bias[:, found.slot, : len(held)].copy_(both, non_blocking=True)
+        copy_to(self._bias[:, found.slot, : len(held)], both)
         return found
 
     def _free(self, here: set[RequestKey]) -> int:

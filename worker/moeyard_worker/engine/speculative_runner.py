@@ -24,6 +24,7 @@ from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collecte
 from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
 from moeyard_worker.engine.draft_prompts import PromptGraphs
 from moeyard_worker.engine.graph_runner import to_host
+from moeyard_worker.engine.in_flight import InFlight
 from moeyard_worker.engine.row_edits import RowEdits
 from moeyard_worker.engine.runner import Launched, Runner
 from moeyard_worker.engine.sampling import (
@@ -48,8 +49,8 @@ log = logging.getLogger(__name__)
 _WARM = (64, 256, 1024, 2048)
 
 
-class SpeculatedLaunch:
-    """A step of output rows that runs. `results` waits for it, and for no step behind it.
+class SpeculatedLaunch(InFlight):
+    """A step of output rows that runs. `results` waits for it.
 
     `places` are the rows of the step among those of its graph, of which `tokens` and `chosen` are, on their way to the
     host; `read` [B, 1 + Q] and `state` are `VerifyInputs.read` and `Tails.state`, still on the device. All drafts that
@@ -61,28 +62,19 @@ class SpeculatedLaunch:
         places: Sequence[int], chosen: torch.Tensor, read: torch.Tensor, state: torch.Tensor, num_drafts: int,
         errors: Mapping[int, str], begun: torch.cuda.Event, exchange: Exchange,
     ) -> None:  # fmt: skip
-        self.step, self._exchange, self.waited = step, exchange, 0.0
         self.scores: Scores = []
         self._requests, self._errors = requests, errors
         self._places, self._num_drafts = list(places), num_drafts
         self._tokens, self._chosen = tokens, chosen
         self._read, self._state = to_host(read), to_host(state)
-        self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
-        self._done.record()
         self._results: list[Accepted] | None = None
-
-    def has_run(self) -> bool:
-        """See `LaunchedStep.has_run`."""
-        return bool(self._done.query())
+        super().__init__(step, begun=begun, exchange=exchange)
 
     @property
     def results(self) -> list[Accepted]:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
-            begun = time.monotonic()
-            self._exchange.drain(self.has_run)
-            self._done.synchronize()
-            self.waited = time.monotonic() - begun
+            self._wait()
             chunks = [
                 self._as_read(chunk, row) for chunk, row in zip(self.step.decode, self._read.tolist(), strict=True)
             ]
@@ -99,12 +91,6 @@ class SpeculatedLaunch:
     def _as_read(chunk: Chunk, row: Sequence[int]) -> Chunk:
         """A chunk with the start and the tokens that the device took."""
         return replace(chunk, start=row[0], token_ids=tuple(row[1 : 1 + chunk.num_tokens]), slack=0)
-
-    @property
-    def device_seconds(self) -> float:
-        """From the end of what was launched before this step to its own, on the device."""
-        self._done.synchronize()
-        return self._begun.elapsed_time(self._done) * 1e-3
 
     @property
     def unsound(self) -> tuple[str, ...]:
