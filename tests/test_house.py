@@ -33,12 +33,12 @@ ROOMS = {
     "config": ((), 860),
     "state": (("config",), 375),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3835),
+    "exchange": (("config",), 3975),
     "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 815),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5470),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5560),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -66,6 +66,7 @@ KERNEL_DOORS = {
     "moeyard_worker.engine.draft_prompts": ("moeyard_kernels.cuda",),
     "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
     "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.step_graphs": ("moeyard_kernels.cuda.graph_inputs",),
     "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),

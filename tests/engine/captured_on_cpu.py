@@ -25,6 +25,7 @@ from moeyard_worker.engine import (
     draft_prompts,
     graph_runner,
     speculative_runner,
+    step_graphs,
     worker,
 )
 from moeyard_worker.engine.device import CpuDevice, CudaDevice
@@ -95,7 +96,7 @@ def gpu_steps() -> Iterator[None]:
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
-    for module in (device_sampler, draft_graphs, draft_prompts, graph_runner):
+    for module in (device_sampler, draft_graphs, draft_prompts, step_graphs):
         monkeypatch.setattr(module, "captured", captured)
     for module in (speculative_runner, graph_runner):
         monkeypatch.setattr(module, "to_host", lambda x: x.clone())

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_worker.engine.peer_buckets import smallest, with_peers
+from moeyard_worker.engine.peer_buckets import smallest, with_peers, with_rooms
 
 ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048, 8192)
 OWN = [Bucket(decode=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
@@ -86,3 +86,22 @@ def test_few_buckets_for_few_rows() -> None:
 def test_there_are_not_too_many(graphs: dict[Bucket, Bucket]) -> None:
     """Every one takes its time at the start."""
     assert len(graphs) < 3 * len(OWN)
+
+
+@pytest.mark.parametrize("most", [1, 3, 4, 5, 12, 16, 17, 48, 64])
+def test_where_all_ranks_have_one_room_they_choose_the_same(most: int) -> None:
+    """Whoever brings how many rows over how long tables, or none: what travels is of one size."""
+    sizes = (1, 4, 16, 64)
+    own = [bucket for bucket in OWN if not bucket.prompt]
+    graphs = {b: b for b in sorted(with_rooms(own, sizes), key=lambda b: (b.rows, b.keys, b.width, b.peers))}
+    room = next(each for each in sizes if each >= most)
+    for rows, width in [(0, 0), *product(range(1, most + 1), (1, 8, 9, 160))]:
+        size = Bucket(decode=rows, width=width)
+        padded = smallest(graphs.items(), size, 0)
+        assert padded is not None
+        found = smallest(graphs.items(), size, max(most, padded.rows))
+        assert found is not None
+        assert (found.rows, found.holds(size)) == (padded.rows, True)
+        assert found.peers == next(each for each in sizes if each >= max(most, padded.rows))
+        assert found.peers == room or padded.rows > room
+    assert smallest(graphs.items(), Bucket(decode=1, width=8), 65) is None

@@ -6,6 +6,7 @@ host had said when they were captured, and launches meet at a barrier (`test_nvl
 
 import re
 import secrets
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,14 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine import device_sampler, graph_runner, topology
+from moeyard_worker.engine import device_sampler, graph_runner, step_graphs, topology
 from moeyard_worker.engine import worker as worker_module
 from moeyard_worker.engine.device import CudaDevice
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.exchange import factory, nvlink
 from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
+from moeyard_worker.exchange.row_group import TorchGroup
 from moeyard_worker.models.families import load_model_config
 
 NUM_PAGES, PAGE_SIZE = 64, 64
@@ -57,12 +59,23 @@ class Event:
         return 0.0
 
 
+class _InGraph(threading.local):
+    """Of a rank's thread: whether what it launches is a graph's."""
+
+    replays = False
+
+
+in_graph = _InGraph()
+
+
 class Recorded:
     """In place of a graph: what was captured, run again as the host had it then."""
 
     def __init__(self, run: "partial[Any]") -> None:
-        self._run, self.result = run, run()
-        self._exchange = getattr(run.func.__self__, "_exchange", None)  # type: ignore[attr-defined]
+        self._run, self._exchange = run, getattr(run.func.__self__, "_exchange", None)  # type: ignore[attr-defined]
+        # What is captured in the midst of steps must leave no trace, as in a capture it does not run.
+        lazily = self._exchange is not None and self._exchange.of_epoch is not None
+        self.result = None if lazily else run()
         self._said = self._now()
 
     def _now(self) -> tuple[Any, ...]:
@@ -72,13 +85,29 @@ class Recorded:
         if self._said:
             assert self._exchange is not None
             self._exchange._rows, self._exchange._prompt = self._said
+        in_graph.replays = True
         again = self._run()
+        in_graph.replays = False
         if isinstance(again, torch.Tensor):
             self.result.copy_(again)
             return
         for name in () if again is None else [field.name for field in fields(again)]:
             if (kept := getattr(self.result, name)) is not None:
                 kept.copy_(getattr(again, name))
+
+    def reset(self) -> None:
+        self._run = partial(pytest.fail, "replayed when it was let go")
+
+
+class RecordedGroup(TorchGroup):
+    """Gloo's, as if a graph could hold it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.captures = True
+
+    def in_graph(self) -> bool:
+        return in_graph.replays
 
 
 def captured(run: "partial[Any]", pool: Any, *, ahead: bool = True) -> tuple[Recorded, Any]:
@@ -131,7 +160,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    for module in (graph_runner, device_sampler):
+    for module in (step_graphs, device_sampler):
         monkeypatch.setattr(module, "captured", captured)
     monkeypatch.setattr(graph_runner, "to_host", torch.clone)
     return found
@@ -292,16 +321,20 @@ def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["shuffled", "copied"])
-def test_one_answer_whoever_has_an_expert(copied: bool, model: Path, start: Starter, alone: dict[str, Any]) -> None:
-    """In graphs, with experts in slots that ranks read for each other, and through process groups; shuffled: all but
-    one have nothing of the first layer."""
+def test_one_answer_whoever_has_an_expert(
+    copied: bool, model: Path, start: Starter, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, with experts in slots that ranks read for each other, and through process groups, launched and
+    captured; shuffled: all but one have nothing of the first layer."""
     read, names = load_model_config(model), list(requests())
     uneven, even = (partial(each, read, copied=copied) for each in (partial(dealt, alone=not copied), dealt_evenly))
     for ranks, settings, placed in (
         (3, config(model, ranks=3, exchange="nvlink"), uneven(3, "in graphs")),
         (2, few_slots(model, "shared"), even(2, "read for each other")),
         (2, config(model, ranks=2, exchange="nccl"), uneven(2, "through groups")),
+        (3, config(model, ranks=3, exchange="nccl"), uneven(3, "through groups")),
     ):
+        monkeypatch.setattr(factory, "TorchGroup", RecordedGroup if ranks == 3 else TorchGroup)
         assert bool(placed.copies) == copied
         assert len(set(placed.owners)) > 1
         fleet = start(settings, placed)
@@ -318,11 +351,11 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     names = list(requests())
     spread = {name: i % 2 for i, name in enumerate(names)}
     expected = fleet.answers("before", spread)
-    graphs = fleet.runner(0)._graphs
+    graphs = dict(fleet.runner(0)._steps.captured)
     (loss,) = fleet.replace(1)
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == expected
-    assert fleet.runner(0)._graphs is graphs
+    assert fleet.runner(0)._steps.captured == graphs != {}
 
 
 def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> None:
@@ -421,14 +454,14 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
     spread = {name: i % 2 for i, name in enumerate(requests())}
     assert fleet.answers("before", spread) == alone
     exchange = cast(Any, fleet.workers[0]._engine)._exchange
-    graphs, borrowed = fleet.runner(0)._graphs, exchange._fetch._borrowed[1]
+    graphs, borrowed = dict(fleet.runner(0)._steps.captured), exchange._fetch._borrowed[1]
     begun = fleet.turns.num_fetches
     assert begun > 0
     (loss,) = fleet.replace(1)
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == alone
     assert fleet.turns.num_fetches > begun
-    assert fleet.runner(0)._graphs is graphs
+    assert fleet.runner(0)._steps.captured == graphs != {}
     # It was given back before the successor kept its own.
     assert not borrowed._give_back.alive
     assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
@@ -509,23 +542,34 @@ def test_where_one_rank_has_slots_for_all_the_others_read_alone(
     assert sorted(fleet.house.memory["moeyard-fetch"]) == [0]
 
 
-def test_one_answer_through_process_groups(model: Path, start: Starter) -> None:
-    """Launched, whoever brings what; another in a peer's place makes another group with the others."""
+@pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
+def test_one_answer_through_process_groups(
+    captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever brings what; another in a peer's place makes another group with the others. Captured are steps without
+    prompts, when they are met, and in that group anew."""
+    if captures:
+        monkeypatch.setattr(factory, "TorchGroup", RecordedGroup)
     names = list(requests())
-    alone = start(config(model, ranks=1, exchange="auto"))
-    expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
-    alone.close()
+    one = start(config(model, ranks=1, exchange="auto"))
+    expected = {name: one.answers("reference", {name: 0})[name] for name in names}
+    one.close()
     for ranks, deep in [(3, 2), (2, 1)] if model.name.startswith("gqa") else [(2, 2)]:
         fleet = start(config(model, ranks=ranks, exchange="nccl", deep=deep))
         spread = {name: i % ranks for i, name in enumerate(names)}
         assert fleet.answers("alone", {"c": ranks - 1})["c"] == expected["c"]
         assert fleet.answers("mixed", spread) == expected
-        assert [fleet.runner(rank).num_replayed for rank in range(ranks)] == [0] * ranks
-        assert all(fleet.runner(rank).num_eager for rank in range(ranks))
+        runners = [fleet.runner(rank) for rank in range(ranks)]
+        assert [runner.num_replayed > 3 for runner in runners] == [captures] * ranks
+        assert all(runner.num_eager for runner in runners)
         if ranks == 2:
+            before = dict(runners[0]._steps.captured)
             (loss,) = fleet.replace(1)
             assert loss["ranks"] == (1,)
             assert fleet.answers("behind", spread) == expected
+            behind = runners[0]._steps.captured
+            assert bool(before) == bool(behind) == captures
+            assert all(behind[size] is not graph for size, graph in before.items() if size in behind)
         fleet.close()
 
 

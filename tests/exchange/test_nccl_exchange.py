@@ -211,7 +211,7 @@ def listen(mesh: Mesh) -> str:
 class Device:
     """Stands for a GPU: rows are on their way until the group is ended, and begin when the device comes to them."""
 
-    host_waits = False
+    host_waits = captures = False
 
     def __init__(self) -> None:
         self.comes, self.ended, self.launched = True, False, 0
@@ -225,8 +225,17 @@ class Device:
         into.fill_(0x6B)
         return self
 
+    def in_graph(self) -> bool:
+        return False
+
+    def replayed(self, count: int) -> Sequence[Moved]:
+        raise AssertionError("nothing was captured")
+
     def abort(self) -> None:
         self.ended = True
+
+    def settle(self) -> None:
+        pass
 
     def has_begun(self) -> bool:
         return self.comes

@@ -7,8 +7,6 @@ not know yet (`Chunk.fed`), and are copied to the host behind it.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -19,9 +17,9 @@ from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
 from moeyard_worker.engine.constrained import choose_again, without_grammars
-from moeyard_worker.engine.device_sampler import DeviceSampler, captured, nothing_collected
+from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.in_flight import InFlight
-from moeyard_worker.engine.peer_buckets import smallest, with_peers
+from moeyard_worker.engine.peer_buckets import with_peers, with_rooms
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import (
     accepted,
@@ -34,6 +32,7 @@ from moeyard_worker.engine.sampling import (
     unsound,
 )  # fmt: skip
 from moeyard_worker.engine.scoring import Scores, score, told, unsound_scores, warm_scoring
+from moeyard_worker.engine.step_graphs import StepGraphs
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
@@ -42,14 +41,6 @@ log = logging.getLogger(__name__)
 
 # Prompt rows by which kernels are chosen where prompts are launched one by one.
 _WARM = (64, 256, 1024, 2048)
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """One captured step and what it reads."""
-
-    inputs: GraphInputs
-    graph: torch.cuda.CUDAGraph
 
 
 class GraphLaunched(InFlight):
@@ -107,6 +98,9 @@ class GraphRunner:
     step. `captures_prompts`: whether a step with prompts asks nothing of the host. Of the steps so far `num_replayed`
     and `num_eager` count how they ran; `num_rows` are the rows of those that were replayed, `num_padded_rows` theirs
     with padding. What a step with peers runs in: `peer_buckets.py`.
+
+    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met, which takes the
+    host as long as to launch it: of steps without prompts, as what those bring is for the host to ask.
     """
 
     def __init__(
@@ -116,14 +110,15 @@ class GraphRunner:
         self._runner, self._backend = runner, backend
         self._max_rows, self._max_pages, self._max_prompt = max_rows, max_pages, min(max_prompt, MAX_PROMPT)
         self._max_eager = max_prompt
-        self._captures_prompts = captures_prompts
+        self._of_epoch = runner.exchange.of_epoch
+        self._captures_prompts = captures_prompts and self._of_epoch is None
         self._sampler = DeviceSampler(
             max_rows=max_rows + CHUNKS, vocab=runner.config.vocab_size, eos_token_ids=runner.config.eos_token_ids,
             device=backend.device,
         )  # fmt: skip
-        self._graphs: dict[Bucket, _Graph] = {}
         self._exchange = runner.exchange
         self._has_peers = runner.exchange.places_rows
+        self._steps = StepGraphs(self._inputs, self._forward, runner.exchange, backend.device)
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
         # While this is set every step is launched kernel by kernel.
         self.eager = False
@@ -132,7 +127,10 @@ class GraphRunner:
 
     def buckets(self) -> Iterator[Bucket]:
         """The size of every step that is captured."""
-        return with_peers([*self._own_buckets()]) if self._has_peers else self._own_buckets()
+        own = self._own_buckets()
+        if self._of_epoch is not None:
+            return with_rooms([*own], self._of_epoch.rooms)
+        return with_peers([*own]) if self._has_peers else own
 
     def _own_buckets(self) -> Iterator[Bucket]:
         """The same of a rank by itself."""
@@ -143,32 +141,21 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all buckets, the largest first, so that the others find their memory in its pool; logs which."""
+        """Capture all buckets, or run them where they are one epoch's; logs which are captured."""
         begun = time.perf_counter()
         self._warm_prompts()
-        pool, graphs, kinds = torch.cuda.graph_pool_handle(), {}, set()
+        pool = self._steps.prepare(self.buckets())
         with nothing_collected():
-            for bucket in sorted(self.buckets(), key=lambda b: (b.rows, b.keys, b.width, b.peers), reverse=True):
-                self._exchange.expect(PeerRows(bucket.peers))
-                inputs = self._inputs(bucket)
-                # Whatever layers keep from their first run is made by the first of each kind.
-                kind = bool(bucket.prompt), bool(bucket.decode)
-                graph, _ = captured(partial(self._forward, inputs), pool, ahead=kind not in kinds)
-                graphs[bucket] = _Graph(inputs, graph)
-                kinds.add(kind)
             self._sampler.capture(below(ROWS, self._max_rows), pool)
-        # The smallest first: a step takes the first that holds it.
-        self._graphs = dict(reversed(graphs.items()))
-        num_graphs, seconds = len(graphs) + self._sampler.num_graphs, time.perf_counter() - begun
-        log.info("%s", listed(graphs, num_graphs=num_graphs, seconds=seconds))
+        num_graphs, seconds = len(self._steps.captured) + self._sampler.num_graphs, time.perf_counter() - begun
+        log.info("%s", listed(self._steps.captured, num_graphs=num_graphs, seconds=seconds))
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Where nothing is captured: run steps of all sizes once, so that kernels are compiled before there is one."""
         self._warm_prompts()
         for rows in below(ROWS, self._max_rows):
-            self._exchange.expect(PeerRows(rows))
-            self._forward(self._inputs(Bucket(decode=rows, width=self._max_pages)))
+            self._steps.run(Bucket(decode=rows, width=self._max_pages, peers=rows))
 
     def _warm_prompts(self) -> None:
         """Run prompts of the sizes that stay launches."""
@@ -207,15 +194,19 @@ class GraphRunner:
         begun.record()
         sampler, count = self._sampler, len(step.sample_rows)
         peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
-        found, scores = self._find(step, peers), list[SampledTokens]()
+        bucket, scores = self._find(step, peers), list[SampledTokens]()
+        found = None if bucket is None else self._steps.graph(bucket)
         self.replayed = () if found is None else (found.graph,)
-        if found is None:
+        if found is None or self._of_epoch is not None:
             self._exchange.expect(peers)
+        if found is None:
             scores = self._eager(step)
         else:
             if step.chunks:
                 found.inputs.fill(step, [-1 if c.fed is None else c.fed for c in step.decode])
             found.graph.replay()
+            if self._of_epoch is not None:
+                self._of_epoch.replayed()
             self.num_replayed += 1
             self.num_rows += step.num_tokens
             self.num_padded_rows += found.inputs.num_rows
@@ -228,6 +219,7 @@ class GraphRunner:
             tokens = sampler.sample(step, free, before)
             self.replayed = (*self.replayed, *sampler.replayed) if self.replayed and sampler.replayed else ()
         else:
+            self._drain()
             rows = sampled_rows(step, requests, before)
             tokens, errors, free = ask(sampler.logits, rows, eos), errors_of(rows), requests
             sampler.last_ids[:count] = tokens.ids
@@ -241,9 +233,9 @@ class GraphRunner:
         if not self._has_peers:
             return step.num_tokens
         found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))
-        return step.num_tokens if found is None else found.inputs.num_rows
+        return step.num_tokens if found is None else found.rows
 
-    def _find(self, step: Step, peers: PeerRows) -> _Graph | None:
+    def _find(self, step: Step, peers: PeerRows) -> Bucket | None:
         """The smallest captured step that this one fits; None for what is launched kernel by kernel."""
         # A graph keeps the logits of sampled rows only. Experts without a slot ask the host about anybody's prompts.
         if self.eager or step.scored or (not self._captures_prompts and any(peers.prompts)):
@@ -251,7 +243,7 @@ class GraphRunner:
         size = Bucket.of(step) if step.chunks or not self._has_peers else Bucket(width=0)
         if size is None:
             return None
-        return smallest(self._graphs.items(), size, peers.most if self._has_peers else 0)
+        return self._steps.find(size, peers.most if self._has_peers else 0)
 
     def _eager(self, step: Step) -> list[SampledTokens]:
         """Logits of the sampled rows, and what `score` finds; tokens unknown to the host come from the step before."""
@@ -279,7 +271,7 @@ class GraphRunner:
 
     def _drain(self) -> None:
         """Where only the host can end what a device waits for, that is over before the step's last launches."""
-        if not self._exchange.captures:
+        if not self._exchange.captures or self._of_epoch is not None:
             self._exchange.drain()
 
 

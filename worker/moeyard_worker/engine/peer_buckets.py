@@ -48,6 +48,16 @@ def with_peers(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         yield Bucket(width=widths[0], peers=rows)
 
 
+def with_rooms(buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[Bucket]:
+    """These buckets, of ranks by themselves, with each of the rooms that ranks agree on; and of a rank without rows."""
+    for rows in sizes:
+        yield Bucket(width=min(bucket.width for bucket in buckets), peers=rows)
+    for bucket in buckets:
+        for rows in sizes:
+            if rows >= bucket.rows:
+                yield replace(bucket, peers=rows)
+
+
 def verifying_with_peers(sizes: Sequence[VerifySize]) -> Iterator[VerifySize]:
     """The same of steps that verify drafts; of a rank without rows there is one for each of `rooms`."""
     above, wide = rooms(max(size.rows for size in sizes)), _widths(sizes)[1]

@@ -65,6 +65,22 @@ class ExchangeError(RuntimeError):
     """The step is poisoned; the message names rank, step, layer and phase. The fleet cannot go on."""
 
 
+class OfEpoch(Protocol):
+    """What captured steps are to an exchange that makes what they hold of it anew in every epoch.
+
+    rooms: how many rows of each rank one of them has room for, ascending. A step without prompts has the first that is
+        large enough for the rank with most, on all ranks, captured or not; where none is, exactly what ranks bring.
+    forget: set by whoever captures; called when the epoch has ended and no device waits any more. It lets them all go.
+    """
+
+    rooms: tuple[int, ...]
+    forget: Callable[[], None]
+
+    def replayed(self) -> None:
+        """A captured step was launched, with the exchanges of all layers."""
+        ...
+
+
 class Exchange(Protocol):
     """Moves token rows to the ranks that own their experts and the experts' outputs back."""
 
@@ -79,6 +95,11 @@ class Exchange(Protocol):
     places_rows: bool
     # Whether rows stay where they are and ids are not read: so these may be written by who computes the experts.
     stays: bool
+
+    @property
+    def of_epoch(self) -> OfEpoch | None:
+        """Where captured steps are one epoch's, what they are to it; None where they outlive it, or there are none."""
+        ...
 
     def attach(self, mesh: Any, placement: Placement) -> None:
         """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""

@@ -15,6 +15,7 @@ class LocalExchange:
     rank = 0
     world_size = 1
     captures = True
+    of_epoch = None
     warms = True
     places_rows = False
     stays = True

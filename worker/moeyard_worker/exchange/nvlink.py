@@ -60,6 +60,7 @@ class NvlinkExchange:
     """
 
     captures = True
+    of_epoch = None
     warms = True
     places_rows = True
     stays = False

@@ -15,11 +15,16 @@ class RowPackets:
         self._end = self._begin + hidden
         self._width, self._dtype = self._end + -self._end % per_id, dtype
 
-    def pack(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Packets of rows [n, H] and ids [n, K] of any integer type."""
-        packets = self.to_come(rows.shape[0], rows.device)
-        packets[:, : self._begin].view(_ID).copy_(ids)
-        packets[:, self._begin : self._end] = rows
+    @property
+    def num_bytes(self) -> int:
+        """Of one."""
+        return self._width * self._dtype.itemsize
+
+    def pack(self, rows: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """`count` packets: of rows [n, H] and ids [n, K] of any integer type, then of no row, with ids of -1."""
+        packets = self.to_come(count, rows.device, nobody=count > len(rows))
+        packets[: len(rows), : self._begin].view(_ID).copy_(ids)
+        packets[: len(rows), self._begin : self._end] = rows
         return packets
 
     def to_come(self, count: int, device: torch.device, *, nobody: bool = False) -> torch.Tensor:

@@ -47,6 +47,12 @@ class RowGroup(Protocol):
 
     # Whether the host has to wait for rows: they do not lie behind one another on a device.
     host_waits: bool
+    # Whether a graph can hold it, of this epoch.
+    captures: bool
+
+    def in_graph(self) -> bool:
+        """Whether what is launched now is held by a graph, and runs with that."""
+        ...
 
     def meet(self, mesh: Mesh) -> None:
         """A group of the mesh's members; all call it. Raises ExchangeError, the same on all of them."""
@@ -59,8 +65,16 @@ class RowGroup(Protocol):
         """
         ...
 
+    def replayed(self, count: int) -> Sequence[Moved]:
+        """A graph was launched that holds so many moves: these, in order; none of a group of one member."""
+        ...
+
     def abort(self) -> None:
-        """End the group: whatever waits on a device stops waiting. Safe to call twice."""
+        """End the group: whatever waits on a device stops waiting, soon. Safe to call twice."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what has been ended is gone; what a graph holds of it has to be gone before."""
         ...
 
 
@@ -70,6 +84,10 @@ class TorchGroup:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.host_waits = device.type == "cpu"
+        # NCCL's could be held by graphs; that it is waits for the proof on GPUs (docs/gpu.md).
+        self.captures = False
+        self._ticks = _Ticks(device)
+        self._ending: threading.Thread | None = None
         self._backend: Any = None
         self._world = 1
         # Where a group is destroyed torch joins its threads, and these may wait for who is gone: groups are kept.
@@ -79,6 +97,7 @@ class TorchGroup:
     def meet(self, mesh: Mesh) -> None:
         """See `RowGroup.meet`."""
         self.abort()
+        self.settle()
         self._world = len(mesh.members)
         if self._world == 1:
             return
@@ -118,6 +137,10 @@ class TorchGroup:
             raise RuntimeError(f"members {said} have answered, of {world}")
         return backend
 
+    def in_graph(self) -> bool:
+        """See `RowGroup.in_graph`."""
+        return not self.host_waits and torch.cuda.is_current_stream_capturing()
+
     def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
         """See `RowGroup.move`."""
         if self._world == 1:
@@ -125,6 +148,12 @@ class TorchGroup:
             return _Here()
         if self._backend is None:
             raise RuntimeError("the process group has ended")
+        if self.in_graph():
+            # Of an event in a graph no host can ask.
+            self._ticks.tick()
+            self._backend.alltoall_base(into, given, [*received], [*sent]).wait()
+            self._ticks.tick()
+            return _Here()
         begun = None if self.host_waits else _event()
         work = self._backend.alltoall_base(into, given, [*received], [*sent])
         if begun is None:
@@ -133,6 +162,10 @@ class TorchGroup:
         work.wait()
         return _OfDevice(begun, _event())
 
+    def replayed(self, count: int) -> Sequence[Moved]:
+        """See `RowGroup.replayed`."""
+        return [] if self._world == 1 else [self._ticks.next_move() for _ in range(count)]
+
     def abort(self) -> None:
         """See `RowGroup.abort`."""
         backend, self._backend = self._backend, None
@@ -140,14 +173,58 @@ class TorchGroup:
             return
         self._ended.append((backend, self._store))
         if not self.host_waits:
-            # It may take as long as what it ends.
-            ending = threading.Thread(target=_quietly(backend.abort), name="abort-group", daemon=True)
-            ending.start()
+            # The device hears of it first; then NCCL waits until no graph holds its communicator any more.
+            self._ending = threading.Thread(target=_quietly(backend.abort), name="abort-group", daemon=True)
+            self._ending.start()
+
+    def settle(self) -> None:
+        """See `RowGroup.settle`."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
             ending.join(_ABORT_S)
 
 
+class _Ticks:
+    """How many beginnings and ends of moves a device has passed in graphs, since the process began."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._heard = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._launched = 0
+
+    def tick(self) -> None:
+        """One more, on the device."""
+        self._count.add_(1)
+        self._heard.copy_(self._count, non_blocking=True)
+
+    def heard(self) -> int:
+        """How many the host knows of."""
+        return int(self._heard)
+
+    def next_move(self) -> "_OfReplay":
+        """The next of those that were launched with a graph: two ticks."""
+        self._launched += 2
+        return _OfReplay(self, self._launched)
+
+
+class _OfReplay:
+    """What lies between two ticks."""
+
+    def __init__(self, ticks: _Ticks, end: int) -> None:
+        self._ticks, self._end = ticks, end
+
+    def has_begun(self) -> bool:
+        return self._ticks.heard() >= self._end - 1
+
+    def has_ended(self) -> bool:
+        return self._ticks.heard() >= self._end
+
+    def check(self) -> None:
+        """What fails is ended by the host."""
+
+
 class _Here:
-    """Rows that were copied."""
+    """Rows that were copied, or are moved with a graph."""
 
     def has_begun(self) -> bool:
         return True

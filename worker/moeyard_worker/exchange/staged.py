@@ -17,6 +17,7 @@ class StagedExchange:
     """`Exchange` on `device` over `host`, one of the CPU. Bits are only moved."""
 
     captures = False
+    of_epoch = None
     warms = False
     places_rows = stays = False
 

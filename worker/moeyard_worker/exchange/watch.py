@@ -100,7 +100,7 @@ class Watch:
                 where = f"step {step}" if at is None else where_in_step(*at)
                 raise ExchangeError(mesh.fail(f"rank {self._rank} silent ({self._seconds:.1f} s) at {where}"))
         except ExchangeError:
-            self._end_waits()
+            self.end()
             raise
 
     def _ask(self, mesh: Mesh, seconds: float, at: tuple[int, int, Phase]) -> None:
@@ -134,9 +134,9 @@ class Watch:
             said = str(error).strip().split("\n", 1)[0]
             raise ExchangeError(self._mesh.fail(f"rank {self._rank} cannot move rows at {where_in_step(*at)}: {said}"))
         finally:
-            self._end_waits()
+            self.end()
 
-    def _end_waits(self) -> None:
+    def end(self) -> None:
         """End what the device waits for, and let it run to its end."""
         self._group.abort()
         limit = time.monotonic() + (0 if self._group.host_waits else _DRAIN_S)

@@ -63,6 +63,7 @@ class ZmqExchange:
     """
 
     captures = False
+    of_epoch = None
     warms = False
     places_rows = stays = False
 

@@ -1,0 +1,186 @@
+"""What changes in the exchange through process groups where a graph can hold it: without one, ranks in threads.
+
+Graphs themselves, and a communicator that they hold, are of GPUs (`tests/e2e/test_one_answer_gpu_ranks.py`,
+test_failures_gpu_ranks.py); whole ranks with steps that are run again in their place are in
+`tests/engine/test_peer_steps.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from tests.exchange.test_nccl_exchange import (
+    CPU,
+    Device,
+    attach,
+    launch_one,
+    make_exchange,
+    open_meshes,
+    raised,
+    round_trip,
+)
+from tests.exchange.test_nvlink_exchange import together
+
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.exchange import nccl
+from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.nccl import NcclExchange
+from moeyard_worker.exchange.row_group import Moved, TorchGroup, _Ticks
+from moeyard_worker.experts.placement import partition
+
+
+class Holdable(TorchGroup):
+    """Gloo's, of whose steps none is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.captures = True
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "room"),
+    [((0, 0, 0), (1, 4), 4), ((0, 0, 0), (1, 2), 2), ((0, 1, 2), (1, 4), None), ((0, 0, 0), (1,), None)],
+    ids=["with padding", "without", "prompts", "more than fit"],
+)
+def test_of_few_rows_ranks_send_alike(
+    prompts: tuple[int, ...], sizes: tuple[int, ...], room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there is room for, whoever brings fewer, or none; so a step that is launched meets one of a graph."""
+    monkeypatch.setattr(nccl, "_ROOMS", sizes)
+    counts, ids = (0, 1, 2), torch.tensor([[5, 1], [4, -1]])
+    meshes = open_meshes(3)
+    exchanges = [make_exchange(mesh, Holdable()) for mesh in meshes]
+    assert [exchange.rooms for exchange in exchanges] == [sizes] * 3
+    attach(exchanges, meshes, Placement.of_shards((4,), partition(6, 3)))
+    peers = PeerRows(2, prompts, counts)
+    for _ in range(2):
+        none, one, two = together(
+            [lambda e=e, n=n: round_trip(e, ids[:n], peers, 4) for e, n in zip(exchanges, counts, strict=True)]
+        )
+        assert none.tolist() == []
+        assert one.tolist() == [[21.0, 1.0]]
+        assert two[0].tolist() == [21.0, 1.0]
+        assert two[1, 0].item() == 20.0
+    assert exchanges[0]._counts == ([*counts] if room is None else [room] * 3)
+    for each in (*exchanges, *meshes):
+        each.close()
+
+
+def test_rooms_are_as_large_as_all_may_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks, two experts a row and rows of 16 bytes; and no larger than a step. Of gloo there are none."""
+    meshes = open_meshes(3)
+    for each in meshes:
+        each.close()
+    mesh = meshes[0]
+    assert make_exchange(mesh).rooms == ()
+    assert make_exchange(mesh).of_epoch is None
+    assert make_exchange(mesh, Holdable()).rooms == (1, 4)
+    monkeypatch.setattr(nccl, "_MOST_WHOLE", 3 * 2 * 16 * 4 - 1)
+    held = make_exchange(mesh, Holdable())
+    assert held.rooms == (1,)
+    assert held.of_epoch is held
+
+
+class Replays(Device):
+    """A GPU that has passed as many beginnings and ends of what its graph holds as it is told."""
+
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticks = _Ticks(CPU)
+        self.did: list[str] = []
+
+    def passes(self, count: int) -> None:
+        for _ in range(count):
+            self.ticks.tick()
+
+    def replayed(self, count: int) -> Sequence[Moved]:
+        return [self.ticks.next_move() for _ in range(count)]
+
+    def abort(self) -> None:
+        """Whatever waits goes on, to the end of what was launched."""
+        self.did.append("abort")
+        while self.ticks.heard() < self.ticks._launched:
+            self.ticks.tick()
+
+    def settle(self) -> None:
+        self.did.append("settle")
+
+
+@pytest.fixture
+def replaying() -> Iterator[tuple[list[NcclExchange], list[Replays], list[Mesh]]]:
+    """Two ranks, each of which has launched a graph with the exchanges of two layers in step 812."""
+    meshes = open_meshes(2, deadline=0.5, stall=2.0)
+    devices = [Replays() for _ in meshes]
+    placement = Placement.of_shards((2, 5), partition(6, 2))
+    exchanges = [make_exchange(mesh, device, seconds=1.0) for mesh, device in zip(meshes, devices, strict=True)]
+    try:
+        attach(exchanges, meshes, placement)
+        for exchange, device, mesh in zip(exchanges, devices, meshes, strict=True):
+            mesh.step = 812
+            device.did.clear()
+            exchange.begin_step(812)
+            exchange.expect(PeerRows(3, (0, 0), (3, 1)))
+            exchange.replayed()
+        yield exchanges, devices, meshes
+    finally:
+        for mesh in meshes:
+            mesh.close()
+
+
+Ranks = tuple[list[NcclExchange], list[Replays], list[Mesh]]
+
+
+@pytest.mark.parametrize(
+    ("passed", "where"),
+    [(1, "layer 2, dispatch"), (3, "layer 2, combine"), (5, "layer 5, dispatch"), (7, "layer 5, combine")],
+)
+def test_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str) -> None:
+    """Each in its place; and of whom nothing is heard, that it is silent there."""
+    exchanges, devices, _ = replaying
+    for device in devices:
+        device.passes(passed)
+    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    assert said == [f"ranks 0, 1 wait for each other's rows (1.0 s) at step 812, {where}: the network may be down"] * 2
+
+
+def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ranks) -> None:
+    exchanges, devices, meshes = replaying
+    devices[0].passes(2)
+    devices[1].passes(3)
+    said = together([lambda: raised(exchanges[0].drain), lambda: raised(exchanges[1].drain)])
+    assert said == ["rank 0 silent (0.5 s) at step 812, layer 2, combine"] * 2
+    assert {mesh.finding and mesh.finding.ranks for mesh in meshes} == {(0,)}
+
+
+def test_a_graph_that_has_run_is_waited_for_no_more(replaying: Ranks) -> None:
+    """Nor what is launched behind it, which events tell of; and what both sent is counted, with padding."""
+    exchanges, devices, _ = replaying
+    for exchange, device in zip(exchanges, devices, strict=True):
+        device.passes(7)
+        assert exchange._watch._progress() == (1, True)
+        device.passes(1)
+        exchange.drain()
+        # Four rows to the other: one of 8 values and two ids, and two that come home, in either layer.
+        assert exchange.stats.bytes_sent == exchange.stats.bytes_received == 2 * 4 * (16 + 8 + 2 * 16)
+        device.ended = True
+        launch_one(exchange)
+        exchange.drain()
+        device.ended = False
+        exchange.replayed()
+        assert exchange._watch._progress() == (4, False)
+
+
+def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks) -> None:
+    exchanges, devices, _ = replaying
+    exchange, device = exchanges[0], devices[0]
+
+    def forget() -> None:
+        assert device.ticks.heard() == 8
+        device.did.append("forget")
+
+    exchange.forget = forget
+    exchange.abort()
+    assert device.did == ["abort", "forget", "settle"]
