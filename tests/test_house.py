@@ -33,12 +33,12 @@ ROOMS = {
     "config": ((), 860),
     "state": (("config",), 375),
     "scheduling": (("config", "state"), 1590),
-    "exchange": (("config",), 3975),
+    "exchange": (("config",), 3980),
     "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 815),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5560),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5565),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

@@ -573,8 +573,13 @@ def test_one_answer_through_process_groups(
         fleet.close()
 
 
-def test_partial_residency_through_process_groups(model: Path, start: Starter) -> None:
-    """The host asks about experts in the midst of a step, where it must not wait for peers."""
+@pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
+def test_partial_residency_through_process_groups(
+    captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host asks about experts in the midst of a step with prompts, where it must not wait for peers."""
+    if captures:
+        monkeypatch.setattr(factory, "TorchGroup", RecordedGroup)
     if not model.name.startswith("gqa"):
         pytest.skip("the same for every attention")
     alone = start(config(model, ranks=1, exchange="auto"))

@@ -141,7 +141,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all buckets, or run them where they are one epoch's; logs which are captured."""
+        """Capture all buckets, or run steps of their sizes where they are one epoch's; logs which are captured."""
         begun = time.perf_counter()
         self._warm_prompts()
         pool = self._steps.prepare(self.buckets())
@@ -149,6 +149,9 @@ class GraphRunner:
             self._sampler.capture(below(ROWS, self._max_rows), pool)
         num_graphs, seconds = len(self._steps.captured) + self._sampler.num_graphs, time.perf_counter() - begun
         log.info("%s", listed(self._steps.captured, num_graphs=num_graphs, seconds=seconds))
+        if self._of_epoch is not None:
+            rooms = ", ".join(map(str, self._of_epoch.rooms)) or "no"
+            log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rooms)
 
     @torch.inference_mode()
     def warm(self) -> None:

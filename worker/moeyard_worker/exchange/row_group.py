@@ -149,9 +149,12 @@ class TorchGroup:
         if self._backend is None:
             raise RuntimeError("the process group has ended")
         if self.in_graph():
-            # Of an event in a graph no host can ask.
+            # Of an event in a graph no host can ask. On the stream of its own that NCCL has otherwise, a graph would
+            # keep the rows of every layer until its end.
+            here = dist.AllToAllOptions()
+            here.asyncOp = False
             self._ticks.tick()
-            self._backend.alltoall_base(into, given, [*received], [*sent]).wait()
+            self._backend.alltoall_base(into, given, [*received], [*sent], here).wait()
             self._ticks.tick()
             return _Here()
         begun = None if self.host_waits else _event()
