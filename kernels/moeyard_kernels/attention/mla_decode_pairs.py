@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.attention.mla_decode_hopper import find_work, sum_over_keys, work_ends
+from moeyard_kernels.common import launch
 
 # Barriers. Of block 0 and 1 of a pair: the left and the right half of the keys is there, group 0 and 1 is done with it,
 # its weights are there. Then: queries are there, the maximum after block 0, sums of group 1, the inverse of all sums.
@@ -275,8 +276,7 @@ def descriptors(
     q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor
 ) -> tuple[TensorDescriptor, ...]:
     """What the kernel loads through: d_q, d_qr, d_latent, d_rope."""
-    wide = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
-    narrow = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    wide, narrow = launch.shared_layout(64, 256), launch.shared_layout(64, 64)
     keys = latent_cache.view(-1, latent_cache.shape[2])
     return (
         TensorDescriptor.from_tensor(q_latent.view(-1, q_latent.shape[2]), [64, 256], wide),

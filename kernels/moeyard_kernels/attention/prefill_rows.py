@@ -1,12 +1,10 @@
 """Queries, keys or values as rows of memory, as the prefill kernels address them."""
 
-import functools
-
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moeyard_kernels.common import launch
 from moeyard_kernels.types.decode_tables import BLOCK
 
 
@@ -35,10 +33,5 @@ class Rows:
 
     def gluon_descriptor(self) -> GluonDescriptor:
         """For copies of BLOCK rows by Gluon; bf16."""
-        layout = _layout(self.width)
+        layout = launch.shared_layout(BLOCK, self.width)
         return GluonDescriptor(self.x, [self._count, self._columns], [self.row, 1], [BLOCK, self.width], layout)
-
-
-@functools.cache
-def _layout(width: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([BLOCK, width], gl.bfloat16)

@@ -10,6 +10,7 @@ import math
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
 from moeyard_kernels.common.checks import check_indices as check_indices
 from moeyard_kernels.common.checks import check_layout as check_layout
@@ -28,6 +29,23 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def capability(x: torch.Tensor) -> tuple[int, int]:
     """Compute capability of the GPU that holds x, (9, 0) for Hopper; (0, 0) of a CPU."""
     return _capability(x.device) if x.is_cuda else (0, 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found
+
+
+def num_multiprocessors(x: torch.Tensor) -> int:
+    """Of the GPU that holds x."""
+    return _multiprocessors(x.device)
+
+
+@functools.cache
+def shared_layout(*block: int) -> gl.NVMMASharedLayout:
+    """Of blocks of bf16 that a tensor descriptor copies for Gluon: to make one takes a host as long as to launch."""
+    return gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16)
 
 
 def on_hopper(x: torch.Tensor) -> bool:

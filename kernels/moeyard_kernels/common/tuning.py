@@ -104,6 +104,11 @@ def _fits(value: object, wanted: object) -> bool:
 
 
 @functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
 def _found(device: str, op: str, shape_class: str, kinds: tuple[type[C], ...]) -> C | None:
     fields = stored(device).get(op, {}).get(shape_class)
     if fields is None:
@@ -123,5 +128,5 @@ def choose(op: str, shape_class: str, x: torch.Tensor, kinds: tuple[type[C], ...
     """
     if not x.is_cuda:
         return default()
-    found: C | None = _found(torch.cuda.get_device_name(x.device), op, shape_class, kinds)
+    found: C | None = _found(_name(x.device), op, shape_class, kinds)
     return default() if found is None else found

@@ -256,5 +256,5 @@ def by_steps(x: torch.Tensor, *block: int, steps: int = 0) -> TensorDescriptor:
     strides = x.stride()
     return TensorDescriptor(
         x, [num, *x.shape[:-1], STEP], [STEP, *strides[:-1], 1], whole,
-        gl.NVMMASharedLayout.get_default_for(whole, gl.bfloat16),
+        launch.shared_layout(*whole),
     )  # fmt: skip

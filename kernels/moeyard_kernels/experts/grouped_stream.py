@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moeyard_kernels.common import launch
 from moeyard_kernels.common.rounding import product, stored_as
 from moeyard_kernels.experts.grouped_configs import ExpertStream
 from moeyard_kernels.experts.result_rows import result_arguments, result_rows
@@ -54,7 +55,7 @@ def stream_pairs(
     num_out, dim = down.shape[1:]
     programs = _FEW_PROGRAMS
     if h.is_cuda:
-        programs = config.PER_SM * torch.cuda.get_device_properties(h.device).multi_processor_count
+        programs = config.PER_SM * launch.num_multiprocessors(h)
     d_h = TensorDescriptor.from_tensor(h, [layout.block_rows, config.BK])
     d_w = TensorDescriptor.from_tensor(down, [1, config.BN, config.BK])
     _expert_stream_kernel[programs,](

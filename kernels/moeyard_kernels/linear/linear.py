@@ -107,7 +107,7 @@ def _stream_kernel(
 
 def _num_programs(x: torch.Tensor) -> int:
     """How many persistent programs fill the device; few in the interpreter, where programs cost time."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+    return launch.num_multiprocessors(x) if x.is_cuda else 3
 
 
 def _fits_stream(*tensors: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 
 # What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
@@ -239,6 +240,4 @@ def linear_skinny_kernel(
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """What the kernel copies blocks of `rows` rows of a matrix through."""
-    return TensorDescriptor.from_tensor(
-        x, [rows, COLUMNS], gl.NVMMASharedLayout.get_default_for([rows, COLUMNS], gl.bfloat16)
-    )
+    return TensorDescriptor.from_tensor(x, [rows, COLUMNS], launch.shared_layout(rows, COLUMNS))

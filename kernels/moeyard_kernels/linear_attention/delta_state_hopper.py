@@ -234,8 +234,7 @@ def fits(qkv: torch.Tensor, k_dim: int, v_dim: int) -> bool:
 
 def _blocks(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """Tiles of 64 rows by so many columns of a matrix."""
-    block = [CHUNK, columns]
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    return TensorDescriptor.from_tensor(x, [CHUNK, columns], launch.shared_layout(CHUNK, columns))
 
 
 def _lines(x: torch.Tensor) -> TensorDescriptor:
