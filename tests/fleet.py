@@ -119,7 +119,9 @@ def fall_silent(exchange: Any) -> None:
         exchange._window.poison()
     else:
         # Its host does not come to the rows of its next layer, and comes back from there only with its process.
-        exchange.dispatch = lambda *_args, **_rows: threading.Event().wait()
+        # What a graph holds asks no host: then nor to its next step.
+        name = "dispatch" if getattr(exchange, "of_epoch", None) is None else "expect"
+        setattr(exchange, name, lambda *_args, **_rows: threading.Event().wait())
 
 
 class RankProcess:

@@ -3,7 +3,7 @@
 Over nvlink who is silent launches on, and no packet leaves; over nccl and zmq its host does not come to a layer's rows.
 Where kernels were compiled meanwhile, the ranks have said so, and nobody was named for it.
 
-The others' GPUs go on: what was captured, their weights and pages stay, and answers are what they were.
+The others' GPUs go on: weights and pages stay, what was captured but for nccl's, and answers are what they were.
 """
 
 import os
@@ -97,8 +97,8 @@ def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: in
     with start_fleet(pool, settings) as fleet:
         client = fleet.client
         expected = run_mixed(fleet, "before", spread)
-        # Over nvlink a token takes some 0.3 ms, over nccl some 30.
-        length = 1500 if exchange == "nvlink" else 200
+        # Over nvlink a token takes some 0.3 ms, over nccl some 30, or 2 in graphs.
+        length = 1500 if exchange == "nvlink" else 600
         greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
         client.submit(0, "long", [7] * 20, **greedy)
         client.wait_for(lambda: len(client.answers["long"].token_ids) > 20)

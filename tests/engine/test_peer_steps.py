@@ -71,11 +71,10 @@ in_graph = _InGraph()
 class Recorded:
     """In place of a graph: what was captured, run again as the host had it then."""
 
-    def __init__(self, run: "partial[Any]") -> None:
+    def __init__(self, run: "partial[Any]", *, runs: bool = True) -> None:
         self._run, self._exchange = run, getattr(run.func.__self__, "_exchange", None)  # type: ignore[attr-defined]
         # What is captured in the midst of steps must leave no trace, as in a capture it does not run.
-        lazily = self._exchange is not None and self._exchange.of_epoch is not None
-        self.result = None if lazily else run()
+        self.result = run() if runs else None
         self._said = self._now()
 
     def _now(self) -> tuple[Any, ...]:
@@ -102,9 +101,8 @@ class Recorded:
 class RecordedGroup(TorchGroup):
     """Gloo's, as if a graph could hold it."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.captures = True
+    def __init__(self, device: torch.device, *, captures: bool) -> None:
+        super().__init__(device, captures=True)
 
     def in_graph(self) -> bool:
         return in_graph.replays
@@ -162,6 +160,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     for module in (step_graphs, device_sampler):
         monkeypatch.setattr(module, "captured", captured)
+    monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Recorded(run, runs=False))
     monkeypatch.setattr(graph_runner, "to_host", torch.clone)
     return found
 

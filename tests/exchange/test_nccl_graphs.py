@@ -34,8 +34,7 @@ class Holdable(TorchGroup):
     """Gloo's, of whose steps none is captured."""
 
     def __init__(self) -> None:
-        super().__init__(CPU)
-        self.captures = True
+        super().__init__(CPU, captures=True)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +183,17 @@ def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks
     exchange.forget = forget
     exchange.abort()
     assert device.did == ["abort", "forget", "settle"]
+
+
+def test_a_device_that_has_failed_ends_an_epoch_all_the_same(replaying: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its events raise: why it failed is said elsewhere, and what comes behind must be done."""
+    exchange, device = replaying[0][0], replaying[1][0]
+    monkeypatch.setattr(device, "abort", lambda: device.did.append("abort"))
+
+    def fail() -> int:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(device.ticks, "heard", fail)
+    exchange.close()
+    assert device.did == ["abort", "settle"]
+    assert not len(exchange._watch)

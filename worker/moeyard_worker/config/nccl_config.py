@@ -11,6 +11,8 @@ NCCL_ENVIRONMENT = MappingProxyType(
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        # In one step a rank may replay what another launches: by their sizes alone both then choose the same channels.
+        "NCCL_GRAPH_REGISTER": "0",
     }
 )
 

@@ -8,7 +8,7 @@ and output and from then on kept by the chain itself, so that a step need not wa
 import bisect
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -88,6 +88,30 @@ def captured(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[t
     ):
         result = run()
     return graph, result
+
+
+def captured_meanwhile(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """What `run` launches, as `captured` has it, while steps are served: nothing is waited for, and no memory that the
+    host or the device keeps at hand is given back. Raises what `run` raises; then no graph is left."""
+    graph, side = torch.cuda.CUDAGraph(), _capturing(torch.cuda.current_device())
+    collects = gc.isenabled()
+    gc.disable()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # boundary: what was half captured may not end as it should
+                    graph.capture_end()
+                graph.reset()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return graph
 
 
 @cache

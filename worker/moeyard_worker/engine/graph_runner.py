@@ -99,8 +99,8 @@ class GraphRunner:
     and `num_eager` count how they ran; `num_rows` are the rows of those that were replayed, `num_padded_rows` theirs
     with padding. What a step with peers runs in: `peer_buckets.py`.
 
-    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met, which takes the
-    host as long as to launch it: of steps without prompts, as what those bring is for the host to ask.
+    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met, and of steps
+    without prompts only, as what those bring is for the host to ask.
     """
 
     def __init__(
@@ -145,6 +145,9 @@ class GraphRunner:
         begun = time.perf_counter()
         self._warm_prompts()
         pool = self._steps.prepare(self.buckets())
+        if self._of_epoch is not None:
+            # More rows than there is room for are launched.
+            self._warm_decode(above=max(self._of_epoch.rooms, default=0))
         with nothing_collected():
             self._sampler.capture(below(ROWS, self._max_rows), pool)
         num_graphs, seconds = len(self._steps.captured) + self._sampler.num_graphs, time.perf_counter() - begun
@@ -157,8 +160,12 @@ class GraphRunner:
     def warm(self) -> None:
         """Where nothing is captured: run steps of all sizes once, so that kernels are compiled before there is one."""
         self._warm_prompts()
+        self._warm_decode()
+
+    def _warm_decode(self, above: int = 0) -> None:
         for rows in below(ROWS, self._max_rows):
-            self._steps.run(Bucket(decode=rows, width=self._max_pages, peers=rows))
+            if rows > above:
+                self._steps.run(Bucket(decode=rows, width=self._max_pages, peers=rows))
 
     def _warm_prompts(self) -> None:
         """Run prompts of the sizes that stay launches."""
@@ -210,6 +217,7 @@ class GraphRunner:
             found.graph.replay()
             if self._of_epoch is not None:
                 self._of_epoch.replayed()
+                self._drain()
             self.num_replayed += 1
             self.num_rows += step.num_tokens
             self.num_padded_rows += found.inputs.num_rows
@@ -222,7 +230,6 @@ class GraphRunner:
             tokens = sampler.sample(step, free, before)
             self.replayed = (*self.replayed, *sampler.replayed) if self.replayed and sampler.replayed else ()
         else:
-            self._drain()
             rows = sampled_rows(step, requests, before)
             tokens, errors, free = ask(sampler.logits, rows, eos), errors_of(rows), requests
             sampler.last_ids[:count] = tokens.ids
@@ -274,6 +281,7 @@ class GraphRunner:
 
     def _drain(self) -> None:
         """Where only the host can end what a device waits for, that is over before the step's last launches."""
+        # Also of a graph: whatever the host does behind it may wait for the device, where nobody watches peers.
         if not self._exchange.captures or self._of_epoch is not None:
             self._exchange.drain()
 

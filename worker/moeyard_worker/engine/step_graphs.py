@@ -1,5 +1,7 @@
 """The captured steps of a rank that makes no drafts, by their size: all from its start on, or each once it is met."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +10,14 @@ from typing import Any
 import torch
 
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
-from moeyard_worker.engine.device_sampler import captured, nothing_collected
+from moeyard_worker.engine.device_sampler import captured, captured_meanwhile, nothing_collected
 from moeyard_worker.engine.peer_buckets import smallest
 from moeyard_worker.exchange.base import Exchange, PeerRows
+
+log = logging.getLogger(__name__)
+
+# For what was launched to end, once nothing waits for peers.
+_END_S, _PAUSE_S = 10.0, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,8 @@ class StepGraph:
 class StepGraphs:
     """Of what `forward` launches with the `inputs` of a size.
 
-    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met in it, which takes
-    the host about as long as to launch it.
+    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met in it: the host
+    launches it once more, so to speak, and peers wait.
     """
 
     def __init__(
@@ -33,12 +40,14 @@ class StepGraphs:
         device: torch.device,
     ) -> None:  # fmt: skip
         self._inputs, self._forward, self._exchange, self._device = inputs, forward, exchange, device
-        self._lazily = exchange.of_epoch is not None
-        if exchange.of_epoch is not None:
-            exchange.of_epoch.forget = self._forget
+        self._of_epoch = exchange.of_epoch
+        if self._of_epoch is not None:
+            self._of_epoch.forget = self._forget
         # The smallest first: a step takes the first that holds it.
         self._sizes: tuple[Bucket, ...] = ()
         self._graphs: dict[Bucket, StepGraph] = {}
+        # Those that a device may still be at when they were to go.
+        self._left: list[dict[Bucket, StepGraph]] = []
         self._pool: Any = None
 
     @property
@@ -51,17 +60,21 @@ class StepGraphs:
         memory in its pool, which is returned. Lazily: rows, tables and rooms are run once, which compiles them."""
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = tuple(sorted(sizes, key=lambda size: (size.rows, size.keys, size.width, size.peers)))
-        known = set[Any]()
+        kinds, tables, rooms = set[tuple[bool, bool]](), set[tuple[int, int]](), set[int]()
         with nothing_collected():
             for size in reversed(self._sizes):
-                if not self._lazily:
+                kind, table = (bool(size.prompt), bool(size.decode)), (size.rows, size.width)
+                if self._of_epoch is None:
                     # Whatever layers keep from their first run is made by the first of each kind.
-                    kind = bool(size.prompt), bool(size.decode)
-                    self._capture(size, ahead=kind not in known)
-                    known.add(kind)
-                elif not {(size.rows, size.width), size.peers} <= known:
+                    self._exchange.expect(PeerRows(size.peers))
+                    inputs = self._inputs(size)
+                    graph, _ = captured(partial(self._forward, inputs), self._pool, ahead=kind not in kinds)
+                    self._graphs[size] = StepGraph(inputs, graph)
+                elif table not in tables or size.peers not in rooms:
                     self.run(size)
-                    known |= {(size.rows, size.width), size.peers}
+                kinds.add(kind)
+                tables.add(table)
+                rooms.add(size.peers)
         return self._pool
 
     def run(self, size: Bucket) -> None:
@@ -74,29 +87,44 @@ class StepGraphs:
         return smallest(((each, each) for each in self._sizes), size, most)
 
     def graph(self, size: Bucket) -> StepGraph:
-        """A captured step, captured now if it has not been."""
+        """A captured step, captured now if it has not been. Raises ExchangeError as `OfEpoch.capturing`."""
         found = self._graphs.get(size)
         if found is None:
-            # To capture waits for the device, which may wait for a peer that is gone.
-            self._exchange.drain()
-            with nothing_collected():
-                found = self._capture(size)
-        return found
-
-    def _capture(self, size: Bucket, *, ahead: bool = False) -> StepGraph:
-        self._exchange.expect(PeerRows(size.peers))
-        inputs = self._inputs(size)
-        graph, _ = captured(partial(self._forward, inputs), self._pool, ahead=ahead)
-        self._graphs[size] = found = StepGraph(inputs, graph)
+            assert self._of_epoch is not None, f"{size} was to be captured at the start"
+            self._of_epoch.capturing()
+            self._exchange.expect(PeerRows(size.peers))
+            inputs = self._inputs(size)
+            found = StepGraph(inputs, captured_meanwhile(partial(self._forward, inputs), self._pool))
+            self._graphs[size] = found
         return found
 
     def _forget(self) -> None:
         """See `OfEpoch.forget`: any thread may ask for it."""
-        if self._graphs:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            for each in self._graphs.values():
-                # Not by its last reference: the frame that an error came from may have one.
-                each.graph.reset()
-            self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()
+        graphs, self._graphs = self._graphs, {}
+        if not graphs:
+            return
+        if not self._has_ended():
+            log.warning(
+                "a device is still at what was captured in the epoch that has ended: %d steps stay", len(graphs)
+            )
+            self._left.append(graphs)
+            return
+        for each in graphs.values():
+            # Not by its last reference: the frame that an error came from may have one.
+            each.graph.reset()
+
+    def _has_ended(self) -> bool:
+        """Whether what was launched has run, which is waited for, but not for ever."""
+        if self._device.type == "cpu":
+            return True
+        limit = time.monotonic() + _END_S
+        try:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            while not event.query():
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(_PAUSE_S)
+        except RuntimeError:  # boundary: a device that has failed, of which somebody else says why
+            return False
+        return True

@@ -70,11 +70,17 @@ class OfEpoch(Protocol):
 
     rooms: how many rows of each rank one of them has room for, ascending. A step without prompts has the first that is
         large enough for the rank with most, on all ranks, captured or not; where none is, exactly what ranks bring.
-    forget: set by whoever captures; called when the epoch has ended and no device waits any more. It lets them all go.
+    forget: set by whoever captures; called when the epoch has ended, and the device waits for peers no more unless it
+        hangs. It lets them all go, and raises nothing.
     """
 
     rooms: tuple[int, ...]
     forget: Callable[[], None]
+
+    def capturing(self) -> None:
+        """A step is about to be captured: wait, where peers are watched, until the device waits for none of them, and
+        tell them that this host is busy. Raises ExchangeError as `Exchange.drain`."""
+        ...
 
     def replayed(self) -> None:
         """A captured step was launched, with the exchanges of all layers."""

@@ -33,7 +33,7 @@ from moeyard_worker.exchange.watch import Watch
 # All results of a step that may travel by all members, in bytes: as many as a network moves while a layer is launched.
 _MOST_WHOLE = 32 << 20
 # Where a graph can hold it: rows of each member that a step without prompts has room for, where so many may all return.
-_ROOMS = (1, 4, 16, 64, 256)
+_ROOMS = (1, 4, 16, 32, 64, 128, 256)
 # How many collectives the host launches ahead of its device, two a layer. Where some thousand launches wait for a
 # device that waits for a peer, the next one blocks, and nobody would watch.
 _AHEAD = 16
@@ -104,6 +104,8 @@ class NcclExchange:
                 f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
                 f"{self._shape.num_experts} and ranks {mesh.members}"
             )
+        # What was captured reads the tables and holds the communicator of the epoch before.
+        self.abort()
         self._mesh, self.world_size = mesh, mesh.world_size
         self._watch.begin(mesh)
         self._put(placement, mesh.members)
@@ -227,10 +229,18 @@ class NcclExchange:
         if len(self._watch) > ahead:
             self._watch.until(lambda: len(self._watch) <= ahead, step=self._step)
 
+    def capturing(self) -> None:
+        """See `OfEpoch.capturing`."""
+        self.drain()
+        if self._mesh is not None:
+            self._mesh.say(Phase.BUSY)
+
     def replayed(self) -> None:
         """See `OfEpoch.replayed`: of as many rows as were expected last."""
+        if len(self._members) == 1:
+            return
         parts = [(self._step, layer, phase) for layer in self._owner for phase in (Phase.DISPATCH, Phase.COMBINE)]
-        for at, moved in zip(parts, self._group.replayed(len(parts)), strict=False):
+        for at, moved in zip(parts, self._group.replayed(len(parts)), strict=True):
             self._watch.add(at, moved)
         rows = self._counts[self._place] * (len(self._members) - 1) * len(self._owner)
         num_bytes = rows * (self._packets.num_bytes + self._shape.top_k * self._shape.row_bytes)

@@ -66,7 +66,7 @@ class RowGroup(Protocol):
         ...
 
     def replayed(self, count: int) -> Sequence[Moved]:
-        """A graph was launched that holds so many moves: these, in order; none of a group of one member."""
+        """A graph was launched that holds so many moves among several members: these, in order."""
         ...
 
     def abort(self) -> None:
@@ -79,13 +79,11 @@ class RowGroup(Protocol):
 
 
 class TorchGroup:
-    """`RowGroup` on `device`. Of one member: copies."""
+    """`RowGroup` on `device`. Of one member: copies. `captures`: whether graphs are to hold it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, captures: bool = False) -> None:
+        self._device, self.captures = device, captures
         self.host_waits = device.type == "cpu"
-        # NCCL's could be held by graphs; that it is waits for the proof on GPUs (docs/gpu.md).
-        self.captures = False
         self._ticks = _Ticks(device)
         self._ending: threading.Thread | None = None
         self._backend: Any = None
@@ -154,7 +152,9 @@ class TorchGroup:
             here = dist.AllToAllOptions()
             here.asyncOp = False
             self._ticks.tick()
-            self._backend.alltoall_base(into, given, [*received], [*sent], here).wait()
+            # NCCL's is behind what was launched before, and there is nothing to wait for.
+            if (work := self._backend.alltoall_base(into, given, [*received], [*sent], here)) is not None:
+                work.wait()
             self._ticks.tick()
             return _Here()
         begun = None if self.host_waits else _event()
@@ -167,7 +167,7 @@ class TorchGroup:
 
     def replayed(self, count: int) -> Sequence[Moved]:
         """See `RowGroup.replayed`."""
-        return [] if self._world == 1 else [self._ticks.next_move() for _ in range(count)]
+        return [self._ticks.next_move() for _ in range(count)]
 
     def abort(self) -> None:
         """See `RowGroup.abort`."""

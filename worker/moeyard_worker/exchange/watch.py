@@ -5,6 +5,7 @@ half a deadline says that it does, and again as long as it lasts; whoever hears 
 After a deadline a peer that has not said it, and is not compiling either, has not come so far.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
 from moeyard_worker.exchange.row_group import Moved, RowGroup
+
+log = logging.getLogger(__name__)
 
 # Between two looks at what is waited for, and between two at the mesh meanwhile.
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
@@ -140,9 +143,12 @@ class Watch:
         """End what the device waits for, and let it run to its end."""
         self._group.abort()
         limit = time.monotonic() + (0 if self._group.host_waits else _DRAIN_S)
-        while self._marks and time.monotonic() < limit:
-            if self._marks[0].moved.has_ended():
-                self._marks.popleft()
-            else:
-                time.sleep(_PAUSE_S)
+        try:
+            while self._marks and time.monotonic() < limit:
+                if self._marks[0].moved.has_ended():
+                    self._marks.popleft()
+                else:
+                    time.sleep(_PAUSE_S)
+        except RuntimeError as error:  # boundary: a device that has failed waits for nobody, and its loop says why
+            log.warning("a device that has failed: %s", str(error).split("\n", 1)[0])
         self._marks.clear()

@@ -1,0 +1,106 @@
+"""Captured steps of one epoch: when they are let go, and when they stay. Graphs and events are stand-ins."""
+
+import time
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_worker.engine import step_graphs
+from moeyard_worker.engine.step_graphs import StepGraphs
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+class Exchange:
+    """Of one epoch, or not; says what it was asked, in order."""
+
+    def __init__(self, *, of_epoch: bool = True) -> None:
+        self.asked: list[str] = []
+        self.of_epoch = self if of_epoch else None
+        self.forget: Any = None
+
+    def expect(self, rows: Any) -> None:
+        self.asked.append(f"expect {rows.most}")
+
+    def capturing(self) -> None:
+        self.asked.append("capturing")
+
+
+def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StepGraphs:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "stream")
+    monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Graph())
+    monkeypatch.setattr(step_graphs, "captured", lambda run, pool, ahead: (Graph(), run()))
+    found = StepGraphs(
+        cast(Any, lambda size: exchange.asked.append(f"inputs {size.rows}")),
+        lambda inputs: exchange.asked.append("forward"), cast(Any, exchange), torch.device(device),
+    )  # fmt: skip
+    assert found.prepare([Bucket(decode=2, width=8, peers=4), Bucket(width=8, peers=1)]) == "pool"
+    return found
+
+
+def test_each_is_captured_once_when_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Exchange()
+    found = steps(exchange, monkeypatch)
+    assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
+    assert not found.captured
+    exchange.asked.clear()
+    size = found.find(Bucket(decode=1, width=3), 3)
+    assert size == Bucket(decode=2, width=8, peers=4)
+    assert found.graph(size) is found.graph(size)
+    assert exchange.asked == ["capturing", "expect 4", "inputs 2"]
+    assert [*found.captured] == [size]
+
+
+def test_else_all_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Exchange(of_epoch=False)
+    found = steps(exchange, monkeypatch)
+    assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
+    assert len(found.captured) == 2
+    with pytest.raises(AssertionError, match="was to be captured at the start"):
+        found.graph(Bucket(decode=8, width=8))
+
+
+def event(*, asked: list[Any], says: Any) -> type:
+    class Event:
+        def record(self, stream: Any) -> None:
+            assert stream == "stream"
+
+        def query(self) -> bool:
+            asked.append(None)
+            if says is None:
+                raise RuntimeError("an illegal memory access was encountered")
+            return bool(len(asked) >= says)
+
+    return Event
+
+
+@pytest.mark.parametrize(("says", "goes"), [(3, True), (10**9, False), (None, False)], ids=["ends", "hangs", "failed"])
+def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
+    says: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is raised, nor waited for without end: a peer's loss is told behind this."""
+    exchange, asked = Exchange(), list[Any]()
+    found = steps(exchange, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", event(asked=asked, says=says))
+    monkeypatch.setattr(step_graphs, "_END_S", 0.1)
+    exchange.forget()
+    assert not asked, "nothing was captured"
+    size = found.find(Bucket(decode=1, width=3), 3)
+    assert size is not None
+    held = found.graph(size)
+    begun = time.monotonic()
+    exchange.forget()
+    assert time.monotonic() - begun < 5
+    assert not found.captured
+    assert cast(Any, held.graph).resets == goes
+    assert (len(found._left) == 0) == goes
+    assert found.graph(size) is not held
