@@ -292,6 +292,7 @@ nccl() {
     tests/exchange/test_conformance.py -k "nccl and 2gpus and bfloat16"
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --kinds nccl --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
+  step nccl_tokens 100 python3 bench/gpu_ranks.py --exchange nccl --shape Qwen3-30B-A3B --layers 8 --streams 1 8 64 --check
   tests nccl_failures 150 tests/e2e/test_failures_gpu_ranks.py -k nccl
 }
 # A rank is killed; then a step has a token whose embedding is NaN.

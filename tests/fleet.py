@@ -80,6 +80,9 @@ def serve(connection: Connection) -> None:
             elif name == "budget":
                 worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
                 result = None
+            elif name == "eager":
+                # Whether this rank launches every step kernel by kernel, whatever was captured.
+                worker.runner.eager, result = args[0], None
             elif name == "pace":
                 # Whether steps are planned when they are due, or as soon as there is room for them.
                 own = vars(worker._engine._pacing)

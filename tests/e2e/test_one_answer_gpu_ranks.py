@@ -161,6 +161,22 @@ def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], gpu_r
     check(case, served, gpu_ranks, uneven=True)
 
 
+@pytest.mark.parametrize("served", ["gqa-bfloat16"], indirect=True)
+@pytest.mark.parametrize("exchange", ["nvlink", "nccl"])
+def test_a_rank_launches_what_others_replay(
+    exchange: ExchangeKind, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool
+) -> None:
+    """Either rank, in turn, and then none: what they send meets, whoever holds it in a graph."""
+    model, expected = served
+    case = Case(2, exchange, 2)
+    spread = {name: i % case.ranks for i, name in enumerate(requests())}
+    with start_fleet(gpu_ranks, config(case, model)) as fleet:
+        for label, launching in (("first", (True, False)), ("second", (False, True)), ("none", (False, False))):
+            for rank, eager in zip(fleet.ranks, launching, strict=True):
+                rank.call("eager", eager)
+            assert run_mixed(fleet, label, spread) == expected
+
+
 def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *, uneven: bool = False) -> None:
     """Run the requests of one case and compare bits; `uneven`: also with all but one of them on the last rank."""
     model, expected = served

@@ -561,6 +561,10 @@ def test_one_answer_through_process_groups(
         runners = [fleet.runner(rank) for rank in range(ranks)]
         assert [runner.num_replayed > 3 for runner in runners] == [captures] * ranks
         assert all(runner.num_eager for runner in runners)
+        # Who launches what others replay meets them.
+        runners[-1].eager = True
+        assert fleet.answers("one launches", spread) == expected
+        runners[-1].eager = False
         if ranks == 2:
             before = dict(runners[0]._steps.captured)
             (loss,) = fleet.replace(1)

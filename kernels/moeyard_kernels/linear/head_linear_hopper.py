@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 
 # What a step takes of K: 128 bytes, as far as shared memory is swizzled.
@@ -105,8 +106,8 @@ def descriptors(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) 
     along = weight if along_k else weight.transpose(1, 2)
     apart = along.stride(0) // along.stride(1)
     flat_w = along.as_strided(((num_heads - 1) * apart + along.shape[1], along.shape[2]), (along.stride(1), 1))
-    return _descriptor(flat_x, [rows, STEP]), _descriptor(flat_w, [columns, STEP] if along_k else [STEP, columns])
+    return _descriptor(flat_x, rows, STEP), _descriptor(flat_w, *((columns, STEP) if along_k else (STEP, columns)))
 
 
-def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [*block], launch.shared_layout(*block))
