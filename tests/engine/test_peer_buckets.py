@@ -37,11 +37,11 @@ SIZES += [Bucket(prompt=5000, width=9, chunks=2)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: dict[Bucket, Bucket]) -> None:
     # What a rank says before it knows of the others.
-    own = smallest(graphs.items(), size, 0)
+    own = smallest(graphs, size, 0)
     assert own is not None
     for others in (0, 1, 2, 8, 12, 16, 17, 64, 65, 128, 512, 513, 2048, 2112, 2113, MOST):
         most = max(own.rows, others)
-        found = smallest(graphs.items(), size, max(1, most))
+        found = smallest(graphs, size, max(1, most))
         assert found is not None, f"{size} beside {others}"
         assert found.holds(size)
         assert found.rows <= max(1, most) <= found.peers, f"{found} beside {others}"
@@ -50,17 +50,17 @@ def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: di
 
 def test_alone_a_rank_has_room_for_no_more_than_it_brings(graphs: dict[Bucket, Bucket]) -> None:
     for rows in ROWS:
-        found = smallest(graphs.items(), Bucket(decode=rows, width=8), rows)
+        found = smallest(graphs, Bucket(decode=rows, width=8), rows)
         assert found is not None
         assert (found.rows, found.peers, found.width) == (rows, rows, 8)
 
 
 def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, Bucket]) -> None:
     eight, nine = Bucket(decode=8, width=8), Bucket(decode=9, width=8)
-    brought = smallest(graphs.items(), nine, 0)
+    brought = smallest(graphs, nine, 0)
     assert brought is not None
     assert brought.rows == 12
-    found = smallest(graphs.items(), eight, 12)
+    found = smallest(graphs, eight, 12)
     assert found is not None
     assert (found.rows, found.peers) == (8, 16)
 
@@ -68,14 +68,14 @@ def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, B
 def test_output_beside_a_peer_with_prompts_and_output_has_room_for_no_longer_prompts(
     graphs: dict[Bucket, Bucket],
 ) -> None:
-    found = smallest(graphs.items(), Bucket(decode=8, width=8), 2048 + 64)
+    found = smallest(graphs, Bucket(decode=8, width=8), 2048 + 64)
     assert found is not None
     assert (found.rows, found.peers) == (8, 2048 + 64)
 
 
 def test_more_than_any_captured_step_is_launched(graphs: dict[Bucket, Bucket]) -> None:
     for size in SIZES:
-        assert smallest(graphs.items(), size, MOST + 1) is None
+        assert smallest(graphs, size, MOST + 1) is None
 
 
 def test_few_buckets_for_few_rows() -> None:
@@ -97,11 +97,11 @@ def test_where_all_ranks_have_one_room_they_choose_the_same(most: int) -> None:
     room = next(each for each in sizes if each >= most)
     for rows, width in [(0, 0), *product(range(1, most + 1), (1, 8, 9, 160))]:
         size = Bucket(decode=rows, width=width)
-        padded = smallest(graphs.items(), size, 0)
+        padded = smallest(graphs, size, 0)
         assert padded is not None
-        found = smallest(graphs.items(), size, max(most, padded.rows))
+        found = smallest(graphs, size, max(most, padded.rows))
         assert found is not None
         assert (found.rows, found.holds(size)) == (padded.rows, True)
         assert found.peers == next(each for each in sizes if each >= max(most, padded.rows))
         assert found.peers == room or padded.rows > room
-    assert smallest(graphs.items(), Bucket(decode=1, width=8), 65) is None
+    assert smallest(graphs, Bucket(decode=1, width=8), 65) is None

@@ -197,12 +197,12 @@ def test_whatever_others_verify_there_is_one_step_for_it() -> None:
         for queries in (1, 2, 4):
             for width in (1, 9, 140):
                 size = VerifySize(sequences=count, queries=queries, width=width)
-                own = smallest(graphs.items(), size, 0)
+                own = smallest(graphs, size, 0)
                 assert own is not None
                 for others in (1, 2, 16, 17, 100, 256):
-                    found = smallest(graphs.items(), size, max(own.rows, others))
+                    found = smallest(graphs, size, max(own.rows, others))
                     assert found is not None, f"{size} beside {others}"
                     assert found.holds(size)
                     assert found.rows <= max(own.rows, others) <= found.peers
                 # More than is captured is launched.
-                assert smallest(graphs.items(), size, most + 1) is None
+                assert smallest(graphs, size, most + 1) is None

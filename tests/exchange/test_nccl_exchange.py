@@ -225,9 +225,6 @@ class Device:
         into.fill_(0x6B)
         return self
 
-    def in_graph(self) -> bool:
-        return False
-
     def replayed(self, count: int) -> Sequence[Moved]:
         raise AssertionError("nothing was captured")
 

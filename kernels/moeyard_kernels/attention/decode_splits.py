@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common import launch
-from moeyard_kernels.common.launch import check_indices
+from moeyard_kernels.common.launch import check_indices, num_multiprocessors
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.types.decode_tables import DecodeTables
 
@@ -36,7 +35,7 @@ def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
     """How many programs share `work` pieces at most: as many as run at once (two if interpreted, where each costs)."""
     if not x.is_cuda:
         return min(work, 2)
-    return min(work, per_multiprocessor * launch.num_multiprocessors(x))
+    return min(work, per_multiprocessor * num_multiprocessors(x))
 
 
 class _Tiled(Protocol):

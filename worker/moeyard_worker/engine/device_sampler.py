@@ -61,6 +61,12 @@ class _Counted:
 def nothing_collected() -> Iterator[None]:
     """A graph of an engine that is no more, destroyed by the collector during a capture, would spoil that."""
     gc.collect()
+    with _no_collection():
+        yield
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,23 +100,17 @@ def captured_meanwhile(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAG
     """What `run` launches, as `captured` has it, while steps are served: nothing is waited for, and no memory that the
     host or the device keeps at hand is given back. Raises what `run` raises; then no graph is left."""
     graph, side = torch.cuda.CUDAGraph(), _capturing(torch.cuda.current_device())
-    collects = gc.isenabled()
-    gc.disable()
     side.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-            try:
-                run()
-            except BaseException:
-                with suppress(RuntimeError):  # boundary: what was half captured may not end as it should
-                    graph.capture_end()
-                graph.reset()
-                raise
-            graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
+    with _no_collection(), torch.cuda.stream(side):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            run()
+        except BaseException:
+            with suppress(RuntimeError):  # boundary: what was half captured may not end as it should
+                graph.capture_end()
+            graph.reset()
+            raise
+        graph.capture_end()
     return graph
 
 

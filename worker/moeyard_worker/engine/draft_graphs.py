@@ -131,7 +131,8 @@ class DraftGraphs:
 
     def find(self, size: VerifySize, most: int) -> SizedGraphs | None:
         """The smallest captured step that holds one of this size, beside peers who bring at most `most` rows."""
-        return smallest(self._graphs.items(), size, most if self._has_peers else 0)
+        found = smallest(self._graphs, size, most if self._has_peers else 0)
+        return None if found is None else self._graphs[found]
 
     def find_idle(self, most: int) -> IdleGraphs | None:
         """What a rank without rows runs beside peers who bring at most `most`."""

@@ -72,8 +72,10 @@ class PromptGraphs:
     def replay(self, step: Step) -> PromptGraph | None:
         """Run a step in the smallest that it fits; None for one that is launched kernel by kernel."""
         size = Bucket.of(step) if step.prefill and not step.decode and not step.scored else None
-        found = None if size is None else smallest(self._graphs.items(), size, 0)
-        if found is not None:
-            found.inputs.fill(step, ())
-            found.graph.replay()
+        fits = None if size is None else smallest(self._graphs, size, 0)
+        if fits is None:
+            return None
+        found = self._graphs[fits]
+        found.inputs.fill(step, ())
+        found.graph.replay()
         return found

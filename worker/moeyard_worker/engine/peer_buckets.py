@@ -18,7 +18,6 @@ _DECODING = (16, 64)
 # The same where a peer has prompts, beside the most that any captured step with and without output brings.
 _PROMPTS_OF_PEERS = (512,)
 
-_T = TypeVar("_T")
 _Size = TypeVar("_Size", Bucket, VerifySize)
 
 
@@ -79,12 +78,12 @@ def _widths(sizes: Sequence[Bucket] | Sequence[VerifySize]) -> tuple[list[int], 
     return widths, {*widths[1::2], widths[-1]}
 
 
-def smallest(graphs: Iterable[tuple[_Size, _T]], size: _Size, most: int) -> _T | None:
+def smallest(sizes: Iterable[_Size], size: _Size, most: int) -> _Size | None:
     """The first of these that holds a step of that size beside peers who bring at most `most` rows; None: none does.
 
     It brings no more itself: that was agreed on. Without peers `most` is 0.
     """
-    for bucket, graph in graphs:
-        if bucket.holds(size) and bucket.peers >= most and (not most or bucket.rows <= most):
-            return graph
+    for each in sizes:
+        if each.holds(size) and each.peers >= most and (not most or each.rows <= most):
+            return each
     return None

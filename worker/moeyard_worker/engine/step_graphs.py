@@ -60,31 +60,38 @@ class StepGraphs:
         memory in its pool, which is returned. Lazily: rows, tables and rooms are run once, which compiles them."""
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = tuple(sorted(sizes, key=lambda size: (size.rows, size.keys, size.width, size.peers)))
-        kinds, tables, rooms = set[tuple[bool, bool]](), set[tuple[int, int]](), set[int]()
         with nothing_collected():
-            for size in reversed(self._sizes):
-                kind, table = (bool(size.prompt), bool(size.decode)), (size.rows, size.width)
-                if self._of_epoch is None:
-                    # Whatever layers keep from their first run is made by the first of each kind.
-                    self._exchange.expect(PeerRows(size.peers))
-                    inputs = self._inputs(size)
-                    graph, _ = captured(partial(self._forward, inputs), self._pool, ahead=kind not in kinds)
-                    self._graphs[size] = StepGraph(inputs, graph)
-                elif table not in tables or size.peers not in rooms:
-                    self.run(size)
-                kinds.add(kind)
-                tables.add(table)
-                rooms.add(size.peers)
+            (self._capture_all if self._of_epoch is None else self._run_some)()
         return self._pool
+
+    def _capture_all(self) -> None:
+        kinds = set[tuple[bool, bool]]()
+        for size in reversed(self._sizes):
+            # Whatever layers keep from their first run is made by the first of each kind.
+            kind, (inputs, run) = (bool(size.prompt), bool(size.decode)), self._expected(size)
+            self._graphs[size] = StepGraph(inputs, captured(run, self._pool, ahead=kind not in kinds)[0])
+            kinds.add(kind)
+
+    def _run_some(self) -> None:
+        tables, rooms = set[tuple[int, int]](), set[int]()
+        for size in reversed(self._sizes):
+            if (size.rows, size.width) not in tables or size.peers not in rooms:
+                self.run(size)
+            tables.add((size.rows, size.width))
+            rooms.add(size.peers)
+
+    def _expected(self, size: Bucket) -> tuple[GraphInputs, Callable[[], None]]:
+        self._exchange.expect(PeerRows(size.peers))
+        inputs = self._inputs(size)
+        return inputs, partial(self._forward, inputs)
 
     def run(self, size: Bucket) -> None:
         """Launch a step of that size."""
-        self._exchange.expect(PeerRows(size.peers))
-        self._forward(self._inputs(size))
+        self._expected(size)[1]()
 
     def find(self, size: Bucket, most: int) -> Bucket | None:
         """Of these sizes the one that a step runs in: see `peer_buckets.smallest`."""
-        return smallest(((each, each) for each in self._sizes), size, most)
+        return smallest(self._sizes, size, most)
 
     def graph(self, size: Bucket) -> StepGraph:
         """A captured step, captured now if it has not been. Raises ExchangeError as `OfEpoch.capturing`."""
@@ -92,10 +99,8 @@ class StepGraphs:
         if found is None:
             assert self._of_epoch is not None, f"{size} was to be captured at the start"
             self._of_epoch.capturing()
-            self._exchange.expect(PeerRows(size.peers))
-            inputs = self._inputs(size)
-            found = StepGraph(inputs, captured_meanwhile(partial(self._forward, inputs), self._pool))
-            self._graphs[size] = found
+            inputs, run = self._expected(size)
+            found = self._graphs[size] = StepGraph(inputs, captured_meanwhile(run, self._pool))
         return found
 
     def _forget(self) -> None:
@@ -104,9 +109,7 @@ class StepGraphs:
         if not graphs:
             return
         if not self._has_ended():
-            log.warning(
-                "a device is still at what was captured in the epoch that has ended: %d steps stay", len(graphs)
-            )
+            log.warning("a device is still at steps captured in the epoch that has ended: %d stay", len(graphs))
             self._left.append(graphs)
             return
         for each in graphs.values():

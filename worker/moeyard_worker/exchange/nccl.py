@@ -219,7 +219,7 @@ class NcclExchange:
             moved = self._group.move(given.view(torch.uint8), sent, into.view(torch.uint8), received)
         except RuntimeError as error:
             self._watch.fail(error, at)
-        if self._group.in_graph():
+        if moved is None:
             return
         num_bytes = given.shape[1] * given.itemsize
         self.stats.bytes_sent += (sum(sent) - sent[self._place]) * num_bytes

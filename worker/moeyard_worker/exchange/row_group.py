@@ -50,18 +50,20 @@ class RowGroup(Protocol):
     # Whether a graph can hold it, of this epoch.
     captures: bool
 
-    def in_graph(self) -> bool:
-        """Whether what is launched now is held by a graph, and runs with that."""
-        ...
-
     def meet(self, mesh: Mesh) -> None:
-        """A group of the mesh's members; all call it. Raises ExchangeError, the same on all of them."""
+        """A group of the mesh's members, once the one before has settled; all call it.
+
+        Raises ExchangeError, the same on all of them.
+        """
         ...
 
-    def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
+    def move(
+        self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]
+    ) -> Moved | None:
         """Send the first sent[0] rows of `given` to the first member, the next to the second, ...; likewise `into`.
 
-        Both contiguous. Raises RuntimeError where the group has failed.
+        Both contiguous. None: a graph holds it, and it moves when that is launched. Raises RuntimeError where the group
+        has failed.
         """
         ...
 
@@ -94,8 +96,6 @@ class TorchGroup:
 
     def meet(self, mesh: Mesh) -> None:
         """See `RowGroup.meet`."""
-        self.abort()
-        self.settle()
         self._world = len(mesh.members)
         if self._world == 1:
             return
@@ -136,10 +136,12 @@ class TorchGroup:
         return backend
 
     def in_graph(self) -> bool:
-        """See `RowGroup.in_graph`."""
+        """Whether what is launched now is held by a graph, and runs with that."""
         return not self.host_waits and torch.cuda.is_current_stream_capturing()
 
-    def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
+    def move(
+        self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]
+    ) -> Moved | None:
         """See `RowGroup.move`."""
         if self._world == 1:
             into.copy_(given)
@@ -156,7 +158,7 @@ class TorchGroup:
             if (work := self._backend.alltoall_base(into, given, [*received], [*sent], here)) is not None:
                 work.wait()
             self._ticks.tick()
-            return _Here()
+            return None
         begun = None if self.host_waits else _event()
         work = self._backend.alltoall_base(into, given, [*received], [*sent])
         if begun is None:
@@ -227,7 +229,7 @@ class _OfReplay:
 
 
 class _Here:
-    """Rows that were copied, or are moved with a graph."""
+    """Rows that were copied."""
 
     def has_begun(self) -> bool:
         return True
