@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from moeyard_kernels.cuda import host_memory
 from moeyard_kernels.cuda.host_experts import HostExperts
-from moeyard_kernels.cuda.host_memory import BorrowedMemory, HostMemory
+from moeyard_kernels.cuda.host_memory import BorrowedMemory, HostMemory, HostWord
 from moeyard_kernels.types.lent_memory import LentMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,3 +173,30 @@ def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
         assert pinned == {left.address: 1 << 16}
         del left
         assert pinned == {}, "where nobody has closed it, too: others are mapped where it lay"
+
+
+def test_a_word_is_one_place() -> None:
+    word = HostWord(CPU)
+    assert word.here.tolist() == [0]
+    word.there.add_(1)
+    assert word.here.tolist() == [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is busy with what comes behind")
+def test_what_a_device_counts_is_read_at_any_time() -> None:
+    """In a graph, and while the rest of it still runs."""
+    word = HostWord(torch.device("cuda", torch.cuda.current_device()))
+    word.there.add_(1)
+    torch.cuda.synchronize()
+    assert word.here.tolist() == [1]
+    graph, ended = torch.cuda.CUDAGraph(), torch.cuda.Event()
+    with torch.cuda.graph(graph):
+        word.there.add_(1)
+        torch.cuda._sleep(1 << 31)
+    graph.replay()
+    ended.record()
+    time.sleep(0.3)
+    assert word.here.tolist() == [2]
+    assert not ended.query()
+    ended.synchronize()
+    assert word.there.tolist() == [2]

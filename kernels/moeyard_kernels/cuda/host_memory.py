@@ -8,7 +8,7 @@ without a name, found among the open files of the process that made it.
 import mmap
 import os
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from moeyard_kernels.types.lent_memory import LentMemory
 
 # Of cudaHostRegister: for all contexts; and the GPU only reads it, as of memory that this process may not write.
 _PORTABLE, _READ_ONLY = 1, 8
+_WORD_BYTES = 8
 
 
 class HostMemory:
@@ -55,6 +56,27 @@ class HostMemory:
         self.bytes = memory
         self.lent = LentMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino, num_bytes=num_bytes)
         return 0
+
+
+class HostWord:
+    """A number, 0 at first, that `device` writes and the host reads at any time: `there` and `here`, both [1] int64, are
+    the same bytes. Raises ValueError as `HostMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        # What is registered counts as memory of the device that is current then.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._memory = HostMemory(_WORD_BYTES, device)
+            self.here = self.there = self._memory.bytes.view(torch.int64)
+            if device.type == "cuda":
+                self.there = torch.as_tensor(_OnDevice(self.here.data_ptr()), device=device)
+        assert self.there.data_ptr() == self.here.data_ptr(), "a copy is no place that both know"
+
+
+class _OnDevice:
+    """A number at `address`, by the protocol of arrays on GPUs: torch knows memory of the host that CUDA knows, too."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i8", "data": (address, False), "version": 2}
 
 
 class BorrowedMemory:

@@ -22,8 +22,6 @@ from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 
 _CPU = torch.device("cpu")
 # Exchanges that do not move rows over the mesh, and want nothing of it that is sized by them.
-# Whether graphs hold steps over NCCL: that waits for the proof on GPUs (docs/gpu.md).
-_NCCL_IN_GRAPHS = False
 _BESIDE_MESH = ("local", "nvlink", "nccl")
 
 
@@ -108,7 +106,7 @@ def build_exchange(
         )  # fmt: skip
     if kind == "nccl":
         return NcclExchange(
-            TorchGroup(device, captures=_NCCL_IN_GRAPHS), rank=mesh.rank, world_size=mesh.world_size, shape=shape,
+            TorchGroup(device, captures=device.type == "cuda"), rank=mesh.rank, world_size=mesh.world_size, shape=shape,
             placement=placement, seconds=seconds, device=device,
         )  # fmt: skip
     exchange = ZmqExchange(mesh, shape=shape, placement=placement)
