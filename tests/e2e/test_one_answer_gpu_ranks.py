@@ -174,7 +174,10 @@ def test_a_rank_launches_what_others_replay(
         for label, launching in (("first", (True, False)), ("second", (False, True)), ("none", (False, False))):
             for rank, eager in zip(fleet.ranks, launching, strict=True):
                 rank.call("eager", eager)
+            before = [each["num_replayed"] for each in fleet.call("graphs")]
             assert run_mixed(fleet, label, spread) == expected
+            behind = [each["num_replayed"] for each in fleet.call("graphs")]
+            assert [a == b for a, b in zip(before, behind, strict=True)] == [*launching], (before, behind)
 
 
 def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *, uneven: bool = False) -> None:
@@ -194,6 +197,8 @@ def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *,
         if case.exchange == "nvlink" and not case.eager:
             # Requests that score their prompt are launched one by one; decoding never is.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
+        if case.exchange == "nccl":
+            assert all(each["num_replayed"] for each in fleet.call("graphs")), fleet.call("graphs")
         assert all(report["exchange"] != "auto" for report in fleet.reports)
         if case.ranks > 1 and case.exchange == "nvlink" and case.slots != "all":
             # Ranks look at what their devices have counted at different steps, so that the sums need not agree.

@@ -155,9 +155,9 @@ def test_as_exact_as_torch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_with_an_empty_half_among_whole_ones(kind: str) -> None:
-    """Of none, some and all experts, in every config that halves and every one that does not."""
+    """Of none, some and all experts, in every config that halves or groups and every one that does not."""
     every = triton_kernel.candidates("down", 128, torch.bfloat16)
-    configs = every if GPU else [config for config in every if getattr(config, "HALVES", False)]
+    configs = every if GPU else [config for config in every if getattr(config, "HALVES", False) or config.GROUP > 1]
     for counts in ([200, 150, 64, 65, 128, 0, 1], [128, 128, 100], [64, 0, 3]):
         case = Experts(sum(counts), 1, len(counts), 48, 40, dtype=torch.bfloat16, exact=kind == "exact")
         ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -59,8 +59,8 @@ class HostMemory:
 
 
 class HostWord:
-    """A number, 0 at first, that `device` writes and the host reads at any time: `there` and `here`, both [1] int64, are
-    the same bytes. Raises ValueError as `HostMemory`."""
+    """A number, 0 at first, that `device` writes and the host reads at any time: `there` and `here`, [1] int64, are the
+    same bytes. Raises ValueError as `HostMemory`."""
 
     def __init__(self, device: torch.device) -> None:
         # What is registered counts as memory of the device that is current then.

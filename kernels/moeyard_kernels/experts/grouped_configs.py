@@ -14,7 +14,8 @@ class ExpertConfig(Config):
     """BN outputs of a program (as many gates and ups for the first launch), K in steps of BK.
 
     kernel: whether the weights come by tensor descriptors. SWAP: they, not the rows, fill the rows of the tensor cores.
-    HALVES: half the work for a block whose second half is empty.
+    HALVES: half the work for a block whose second half is empty. GROUP: so many blocks take a tile of weights in turn
+    before the next one comes, so that it is read once for them if an expert's weights are more than the L2 holds.
     """
 
     kernel: Literal["pointers", "descriptors"] = "descriptors"
@@ -22,16 +23,19 @@ class ExpertConfig(Config):
     BK: int
     SWAP: bool = False
     HALVES: bool = False
+    GROUP: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStream(Config):
-    """`grouped_stream`, PER_SM programs a multiprocessor: the second product over blocks of 64 rows or more."""
+    """`grouped_stream`, PER_SM programs a multiprocessor: the second product over blocks of 64 rows or more. GROUP: as
+    `ExpertConfig` has it."""
 
     kernel: Literal["stream"] = "stream"
     BN: int
     BK: int
     PER_SM: int
+    GROUP: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,15 @@ NARROW = (
     _loaded(32, 128, 4, 4),
     _copied(16, 256, 4, 4, SWAP=True),
 )
-# For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
+# For blocks of 64 and 128 rows. The last holds too many gates and ups at once. In groups no default runs until they are
+# timed.
 WIDE = (
     _copied(64, 64, 4, 4),
     _copied(128, 64, 4, 3),
     _copied(128, 64, 8, 4, HALVES=True),
+    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=4),
+    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=8),
+    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=16),
     _loaded(128, 64, 8, 3, HALVES=True),
     _copied(256, 64, 8, 4, HALVES=True),
 )
@@ -80,6 +88,8 @@ WIDE = (
 STREAM = (
     ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3),
     ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
+    ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3, GROUP=8),
+    ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4, GROUP=8),
 )
 # For the second product of one token.
 SLICE = (ExpertSlice(BN=64), ExpertSlice(BN=128))

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to, stored_as
+from moeyard_kernels.common.tile_order import place
 from moeyard_kernels.elementwise.silu_mul import silu_mul_values
 from moeyard_kernels.experts.grouped_choice import choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
@@ -136,7 +137,8 @@ def _expert_tile(
 def _expert_kernel(
     p_a, p_w, d_w, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr, BP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+    GROUP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, and store the
     pairs' `result_rows`.
@@ -150,7 +152,6 @@ def _expert_kernel(
         wait_for_previous()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
-    i_row = i_b.to(tl.int64) * BM
     if BP:
         i_slot, b_pair = _block_of_pair(p_pairs, p_slots, i_b, P, BP, BM)
         i_end = tl.where(i_slot >= 0, i_b + 1, 0)
@@ -158,6 +159,9 @@ def _expert_kernel(
         i_end = tl.load(p_num_blocks)
     if i_b >= i_end:
         return
+    if GROUP > 1:
+        i_b, i_n = place(tl.program_id(0), i_end, tl.cdiv(N, BN), GROUP)
+    i_row = i_b.to(tl.int64) * BM
     if GATED:
         # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
         let_next_begin()
@@ -223,7 +227,8 @@ def _launch(
     grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
         a, w, d_w, *index, layout.num_pairs, N=num_out, K=dim, GATED=top_k > 0, BM=layout.block_rows, BN=config.BN,
-        BK=config.BK, SWAP=config.SWAP, TMA=copied, HALVES=config.HALVES and layout.block_rows >= 64, BP=padded,
+        BK=config.BK, SWAP=config.SWAP, TMA=copied, HALVES=config.HALVES and layout.block_rows >= 64,
+        GROUP=1 if padded else config.GROUP, BP=padded,
         **options,
     )  # fmt: skip
 

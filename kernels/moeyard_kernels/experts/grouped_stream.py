@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.rounding import product, stored_as
+from moeyard_kernels.common.tile_order import place
 from moeyard_kernels.experts.grouped_configs import ExpertStream
 from moeyard_kernels.experts.result_rows import result_arguments, result_rows
 from moeyard_kernels.types.expert_layout import ExpertLayout
@@ -24,16 +25,20 @@ _FEW_PROGRAMS = 3
 @triton.jit
 def _expert_stream_kernel(
     d_h, d_w, p_pairs, p_slots, p_num_blocks, p_out, p_table, p_state, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, WORLD: tl.constexpr,
+    HOME: tl.constexpr,
 ):  # fmt: skip
     """Tiles of BM rows by BN outputs in turn, to the pairs' `result_rows`. Grid: programs that fill the device.
 
     d_h: rows of the layout [rows, K] in blocks [BM, BK]; d_w: [S, N, K] in blocks [1, BN, BK].
     """
     NUM_N: tl.constexpr = (N + BN - 1) // BN
-    num_tiles = tl.load(p_num_blocks) * NUM_N
-    for i_tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        i_b, i_n = i_tile // NUM_N, i_tile % NUM_N
+    num_blocks = tl.load(p_num_blocks)
+    for i_tile in tl.range(tl.program_id(0), num_blocks * NUM_N, tl.num_programs(0), flatten=True):
+        if GROUP > 1:
+            i_b, i_n = place(i_tile, num_blocks, NUM_N, GROUP)
+        else:
+            i_b, i_n = i_tile // NUM_N, i_tile % NUM_N
         i_slot = tl.load(p_slots + i_b)
         b_acc = tl.zeros([BM, BN], dtype=tl.float32)
         for i_k in range(0, K, BK):
@@ -60,5 +65,5 @@ def stream_pairs(
     d_w = TensorDescriptor.from_tensor(down, [1, config.BN, config.BK])
     _expert_stream_kernel[programs,](
         d_h, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, N=num_out, K=dim, BM=layout.block_rows,
-        BN=config.BN, BK=config.BK, **result_arguments(out, home), **config.options,
+        BN=config.BN, BK=config.BK, GROUP=config.GROUP, **result_arguments(out, home), **config.options,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.rounding import product
+from moeyard_kernels.common.tile_order import place
 from moeyard_kernels.linear import linear_skinny
 from moeyard_kernels.linear.linear_configs import (
     CONFIGS,
@@ -38,7 +39,7 @@ from moeyard_kernels.linear.linear_configs import (
     shape_class,
 )
 from moeyard_kernels.linear.linear_schedule import Schedule, schedule, tile_cycles
-from moeyard_kernels.linear.linear_tiles import linear_tiles_kernel, linear_wide_kernel, place, store
+from moeyard_kernels.linear.linear_tiles import linear_tiles_kernel, linear_wide_kernel, store
 
 __all__ = ["CONFIGS", "FP32_CONFIGS", "KINDS", "OP", "configs_for", "linear", "linear_pair", "shape_class"]
 

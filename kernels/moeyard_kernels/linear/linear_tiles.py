@@ -5,15 +5,7 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import wait_for_previous
 from moeyard_kernels.common.rounding import product
-
-
-@triton.jit
-def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: rows fastest, in groups of GROUP, so that the tiles at work share their operands."""
-    i_group = i_tile // (GROUP * tiles_n)
-    rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
-    i_in = i_tile % (GROUP * tiles_n)
-    return i_group * GROUP + i_in % rows_here, i_in // rows_here
+from moeyard_kernels.common.tile_order import place
 
 
 @triton.jit
