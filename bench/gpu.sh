@@ -16,7 +16,7 @@
 #     splits                           decode attention by the length of its splits: few sequences, and many
 #     sums                             the experts' weighted sum of 33 to 64 rows: on the way in shared memory or registers
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
-#                                      experts' sum, of the experts' products, the best of them stored
+#     wide_experts                     experts' sum, of the experts' products, and of wide ones' prompts, the best stored
 #     shapes shapes_prompts            the kernels at every size that steps of eight models have, of 1, 8 and 64 rows and
 #                                      of 1024 and 8192 (MODELS='Kimi-K2 Mixtral-8x7B': of these), in $OUT/steps.csv
 #     table residency                  the whole table of one GPU; experts without slots
@@ -251,6 +251,13 @@ shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
 shapes_prompts() { shape_rows shapes_prompts 480 1024 8192; }
+# Experts of which the L2 holds no one's weights, in groups of blocks.
+wide_experts() {
+  local model args=()
+  for model in Mixtral-8x7B DeepSeek-V3 Kimi-K2 Qwen3-235B-A22B; do args+=(--model "$model"); done
+  step wide_experts 300 python3 -m moeyard_kernels.bench --tune --op grouped_gemm --rows 1024 --rows 8192 "${args[@]}"
+  cp kernels/moeyard_kernels/configs/*.json "$OUT"
+}
 tune() { tuned tune 400 linear mla_decode; }
 experts() { tuned experts 150 grouped_gemm; }
 tune_rules() { tuned tune_rules 150 kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }

@@ -11,9 +11,8 @@ from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
 
-# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Of one row
-# "zmq" takes less than half of what "nccl" does, of eight 1.4 times as much even beside one through sockets, of a
-# prompt's 40 times as much (docs/gpu.md).
+# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Of a prompt
+# "zmq" takes 40 times what "nccl" does, and it is launched where graphs hold "nccl" (docs/gpu.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
 # And where ranks see one GPU each, on one host or several. "nccl" is asked for by name there: it never ran between
 # hosts, where its variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).

@@ -1,0 +1,13 @@
+"""Triton: which tile of a product a program takes."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile: rows fastest, in groups of GROUP, so that the tiles at work share their operands."""
+    i_group = i_tile // (GROUP * tiles_n)
+    rows_here = tl.minimum(tiles_m - i_group * GROUP, GROUP)
+    i_in = i_tile % (GROUP * tiles_n)
+    return i_group * GROUP + i_in % rows_here, i_in // rows_here
