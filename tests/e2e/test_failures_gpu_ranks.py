@@ -97,7 +97,7 @@ def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: in
     with start_fleet(pool, settings) as fleet:
         client = fleet.client
         expected = run_mixed(fleet, "before", spread)
-        # Over nvlink a token takes some 0.3 ms, over nccl some 30, or 2 in graphs.
+        # Over nvlink a token takes some 0.3 ms, over the others milliseconds.
         length = 1500 if exchange == "nvlink" else 600
         greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
         client.submit(0, "long", [7] * 20, **greedy)

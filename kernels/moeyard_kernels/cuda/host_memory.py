@@ -1,4 +1,5 @@
-"""Memory of the host that a GPU reads where it lies: of this process, or of another of the host that lends it its own.
+"""Memory of the host that a GPU reads where it lies, or writes a number to: of this process, or of another of the host
+that lends it its own.
 
 It is registered with CUDA as it is (torch's own pinned memory comes in powers of 2), and then has one address for the
 process and for its GPUs: that holds for 64 bit Linux, of which all GPUs are that serve here. What is lent is a file

@@ -11,8 +11,8 @@ from moeyard_worker.exchange.factory import resolve_kind
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
 
-# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Of a prompt
-# "zmq" takes 40 times what "nccl" does, and it is launched where graphs hold "nccl" (docs/gpu.md).
+# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Graphs hold
+# "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
 # And where ranks see one GPU each, on one host or several. "nccl" is asked for by name there: it never ran between
 # hosts, where its variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
