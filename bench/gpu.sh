@@ -251,7 +251,7 @@ shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
 shapes_prompts() { shape_rows shapes_prompts 480 1024 8192; }
-# Experts of which the L2 holds no one's weights, in groups of blocks.
+# All tiles of the prompts of experts whose weights exceed the L2, or nearly.
 wide_experts() {
   local model args=()
   for model in Mixtral-8x7B DeepSeek-V3 Kimi-K2 Qwen3-235B-A22B; do args+=(--model "$model"); done

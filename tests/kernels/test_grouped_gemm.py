@@ -17,7 +17,7 @@ from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout as layout_kernel
 from moeyard_kernels.experts import grouped_gemm as triton_kernel
-from moeyard_kernels.experts.grouped_configs import CONFIGS, few_pairs_config
+from moeyard_kernels.experts.grouped_configs import CONFIGS, ExpertSlice, default_config, few_pairs_config
 from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 
 GPU = torch.cuda.is_available()
@@ -237,6 +237,37 @@ def test_the_config_of_few_pairs() -> None:
     sliced = {key for key, config in chosen.items() if config.kernel == "slice"}
     assert sliced == {("qwen3.5", "down", True)}
     assert all(config in CONFIGS for config in chosen.values())
+
+
+def test_tiles_of_prompts_go_by_rows_of_an_expert() -> None:
+    """Whatever slots there are of all layers, and however many of the pairs are other ranks'."""
+
+    def layout(rows: int, *, num_slots: int, one_in: int = 1) -> ExpertLayout:
+        ids = torch.arange(8 * rows * one_in) % (8 * one_in)
+        ids = torch.where(ids < 8, ids, -1).view(-1, 2)
+        return ops.expert_layout(
+            ids, torch.arange(8, dtype=torch.int32), num_slots=num_slots, block_rows=128, one_in=one_in
+        )
+
+    def tile(step: str, rows: int, intermediate: int, hidden: int) -> tuple[str, int, int]:
+        num_bytes = 2 * intermediate * hidden * (2 if step == "gate_up" else 1)
+        config = default_config(step, 128, layout(rows, num_slots=8).rows_per_expert, num_bytes)
+        assert config in CONFIGS
+        assert not isinstance(config, ExpertSlice)
+        return config.kernel, config.BN, config.GROUP
+
+    few, many = layout(300, num_slots=8), layout(300, num_slots=8 * 48, one_in=4)
+    assert few.rows_per_expert == many.rows_per_expert == 300
+    names = {triton_kernel.shape_class("down", each, 2048, 768) for each in (few, many)}
+    assert names == {"down R512 B128 N2048 K768"}
+    assert len({triton_kernel.shape_class("down", layout(rows, num_slots=8), 2048, 768) for rows in (64, 300)}) == 2
+
+    qwen, kimi, mixtral = (768, 2048), (2048, 7168), (14336, 4096)
+    assert tile("gate_up", 512, *qwen) == ("descriptors", 128, 1)
+    assert tile("gate_up", 170, *kimi) == tile("gate_up", 256, *mixtral) == ("descriptors", 128, 8)
+    assert tile("down", 64, *qwen) == tile("down", 64, *mixtral) == ("descriptors", 128, 1)
+    assert tile("down", 128, *qwen) == ("stream", 128, 1)
+    assert tile("down", 512, *qwen) == tile("down", 170, *kimi) == ("stream", 256, 8)
 
 
 @DTYPES

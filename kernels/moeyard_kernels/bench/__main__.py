@@ -20,7 +20,6 @@ import argparse
 import datetime
 import importlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -212,13 +211,13 @@ def tune(asked: Asked) -> int:
             timed.append((timer.seconds(run, case.num_bytes), config))
         if not timed:
             continue
-        best = min(timed, key=lambda pair: pair[0])
+        timed.sort(key=lambda pair: pair[0])
         op, shape_class = case.tune_key
-        current = tuning.stored(name).get(op, {}).get(shape_class)
-        if best[0] < _WORTH * min((s for s, config in timed if config.as_dict() == current), default=math.inf):
-            table.setdefault(op, {})[shape_class] = best[1].as_dict()
-        ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in sorted(timed, key=lambda pair: pair[0])[:4])
-        print(f"{op} {case.shape} [{shape_class}]: {ranking}; slowest {max(s for s, _ in timed) * 1e6:.1f}", flush=True)
+        now = timer.seconds(case.run, case.num_bytes)
+        if timed[0][0] < _WORTH * now:
+            table.setdefault(op, {})[shape_class] = timed[0][1].as_dict()
+        ranking = ", ".join(f"{s * 1e6:.1f} {c}" for s, c in timed)
+        print(f"{op} {case.shape} [{shape_class}]: now {now * 1e6:.1f}; {ranking}", flush=True)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     return 1 if red else 0

@@ -287,7 +287,7 @@ def _expert_cases(
     # The second launch's rows: without them it would multiply what the allocator left.
     launches["gate_up"]()
     for step, num_out, dim in (("gate_up", inner, hidden), ("down", hidden, inner)):
-        name = grouped_gemm.shape_class(step, num_pairs, num_slots, layout.block_rows, num_out, dim)
+        name = grouped_gemm.shape_class(step, layout, num_out, dim)
         yield Case(
             op="grouped_gemm",
             shape=f"{shape}, {step}",

@@ -64,7 +64,7 @@ class CudaExpertRun:
         prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None, home: PeerWindow | None,
     ) -> None:  # fmt: skip
         self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
-        self._num_experts, self._home = num_experts, home
+        self._num_experts, self._one_in, self._home = num_experts, one_in, home
         self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
         self._out = None if home is not None else rows.new_empty(experts.numel(), rows.shape[1])
 
@@ -95,8 +95,9 @@ class CudaExpertRun:
         else:
             assert self._choice is None, "of so many pairs the gate has chosen"
             layout = ops.expert_layout(
-                self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows
-            )
+                self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows,
+                one_in=self._one_in,
+            )  # fmt: skip
         ops.grouped_gemm(
             self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self.experts.shape[1], out=self._out,
             home=self._home,

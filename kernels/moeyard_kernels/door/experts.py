@@ -21,21 +21,22 @@ def _check_routing(op: str, topk_ids: torch.Tensor, slot_of_expert: torch.Tensor
 
 
 def expert_layout(
-    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
     """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert; slot_of_expert [E] int32, -1: not here.
 
     Pairs of one expert stay in order, and each expert begins at a multiple of `block_rows` (16, 32, 64 or 128; see
     `expert_block_rows`). In no block are pairs of experts that are not here, and masked ones, whose id is -1: those of
     a padding row, or of another rank's expert. No host sync: all counts stay on the device. The cost does not depend on
-    `num_slots`, which may count the slots of all layers. Ids must lie in [-1, E) and slots in [-1, num_slots): checked
-    on a CPU, and on a GPU within `launch.checked()`.
+    `num_slots`, which may count the slots of all layers. `one_in`: of so many pairs at best one is here, on which
+    no result depends. Ids must lie in [-1, E) and slots in [-1, num_slots): checked on a CPU, and on a GPU within
+    `launch.checked()`.
     """
     _check_routing("expert_layout", topk_ids, slot_of_expert)
     if num_slots < 1 or block_rows not in _BLOCK_ROWS:
         raise ValueError(f"expert_layout: {num_slots} slots in blocks of {block_rows} rows, expected {_BLOCK_ROWS}")
     return kernel("experts.expert_layout", topk_ids).expert_layout(
-        topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows
+        topk_ids, slot_of_expert, num_slots=num_slots, block_rows=block_rows, one_in=one_in
     )
 
 

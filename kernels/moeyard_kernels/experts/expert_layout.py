@@ -115,7 +115,7 @@ def _place_kernel(
 
 
 def expert_layout(
-    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`: one launch up to ONE_LAUNCH pairs, two or three beyond."""
     launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
@@ -147,6 +147,7 @@ def expert_layout(
         block_rows=block_rows,
         num_pairs=num_pairs,
         num_slots=num_slots,
+        one_in=one_in,
         counts=counts,
         pairs=pairs,
         slot_of_block=slot_of_block,

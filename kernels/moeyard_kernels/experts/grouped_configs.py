@@ -7,6 +7,7 @@ import torch
 import triton
 
 from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +73,20 @@ NARROW = (
     _loaded(32, 128, 4, 4),
     _copied(16, 256, 4, 4, SWAP=True),
 )
-# For blocks of 64 and 128 rows. The last holds too many gates and ups at once. In groups no default runs until they are
-# timed.
+# For blocks of 64 and 128 rows. The last holds too many gates and ups at once.
 WIDE = (
     _copied(64, 64, 4, 4),
     _copied(128, 64, 4, 3),
     _copied(128, 64, 8, 4, HALVES=True),
-    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=4),
     replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=8),
-    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=16),
     _loaded(128, 64, 8, 3, HALVES=True),
     _copied(256, 64, 8, 4, HALVES=True),
 )
 # For the second product of prompts.
 STREAM = (
     ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3),
-    ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
-    ExpertStream(BN=128, BK=64, PER_SM=2, num_warps=4, num_stages=3, GROUP=8),
     ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4, GROUP=8),
+    ExpertStream(BN=256, BK=64, PER_SM=1, num_warps=8, num_stages=4),
 )
 # For the second product of one token.
 SLICE = (ExpertSlice(BN=64), ExpertSlice(BN=128))
@@ -108,21 +105,39 @@ def candidates(step: str, block_rows: int, dtype: torch.dtype) -> tuple[AnyConfi
     return WIDE[:-1] if step == "gate_up" else (*WIDE, *STREAM)
 
 
-def shape_class(step: str, num_pairs: int, num_slots: int, block_rows: int, num_out: int, dim: int) -> str:
-    """The class that bf16 configs are stored under; step is "gate_up" or "down", pairs round up to a power of 8."""
-    pairs = next((n for n in (8, 64, 512, 4096) if num_pairs <= n), 32768)
-    return f"{step} P{pairs} S{num_slots} B{block_rows} N{num_out} K{dim}"
+def shape_class(step: str, layout: ExpertLayout | ExpertPairs, num_out: int, dim: int) -> str:
+    """The class that bf16 configs are stored under; step is "gate_up" or "down".
+
+    By rows of an expert, up to a power of two; of few pairs, which are laid out nowhere, by pairs, up to a power of 8.
+    """
+    if isinstance(layout, ExpertLayout):
+        rows = f"R{triton.next_power_of_2(max(1, layout.rows_per_expert))} B{layout.block_rows}"
+    else:
+        rows = "P8" if layout.num_pairs <= 8 else "P64"
+    return f"{step} {rows} N{num_out} K{dim}"
 
 
-def default_config(step: str, block_rows: int, dtype: torch.dtype) -> AnyConfig:
-    """The config of a shape that nobody tuned: what an H200 ran fastest for two models at 1 to 4096 tokens."""
-    if dtype == torch.float32:
-        return FP32[0]
+# What the L2 of an H100 or H200 holds.
+_L2 = 50 << 20
+
+
+def default_config(step: str, block_rows: int, rows_per_expert: int, num_bytes: int) -> AnyConfig:
+    """The bf16 config of a shape that nobody tuned, by rows of an expert and bytes of its weights of this product.
+
+    What two models' 1 to 4096 tokens ran fastest on an H200, and eight models' 1024 and 8192 on an H100. An expert that
+    exceeds the L2 is read for eight blocks at once (Mixtral-8x7B, 8192 tokens: 6.5 ms, not 11.3). The second product
+    streams from a block for each expert on: by wide tiles from two on, or of experts of a third of the L2 (Kimi-K2 at
+    170 rows: 0.66 ms, not 0.81), as they lose to narrow ones otherwise (Qwen3-30B-A3B at 128: 205 us, not 187).
+    """
     if block_rows <= 32:
         return NARROW[0 if step == "gate_up" else 1]
     if block_rows == 64:
         return WIDE[0 if step == "gate_up" else 1]
-    return WIDE[2] if step == "gate_up" else STREAM[0]
+    if step == "gate_up":
+        return WIDE[3 if num_bytes > _L2 else 2]
+    if rows_per_expert < 128:
+        return WIDE[1]
+    return STREAM[1 if rows_per_expert >= 256 or num_bytes > _L2 // 3 else 0]
 
 
 # What a copy brings of K in slices: 128 bytes, as far as shared memory is swizzled.
@@ -180,7 +195,7 @@ def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_t
     DeepSeek-V3 on an H200, nothing of four and eight rows of the last two. down, of one token: slices of 64 outputs up
     to as many as fit the multiprocessors, or two for each of them (of rows of 1408 values one fits: they were faster).
     """
-    usual = default_config(step, 16, torch.bfloat16)
+    usual = NARROW[0 if step == "gate_up" else 1]
     if step == "gate_up":
         if one_token and num_pairs * triton.cdiv(num_out, NARROW[-1].BN) <= _TWO_EACH:
             return NARROW[-1]

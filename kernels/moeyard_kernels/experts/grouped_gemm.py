@@ -28,6 +28,7 @@ from moeyard_kernels.elementwise.silu_mul import silu_mul_values
 from moeyard_kernels.experts.grouped_choice import choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
+    FP32,
     KINDS,
     NARROW,
     SLICE,
@@ -235,18 +236,17 @@ def _launch(
 
 def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> AnyConfig:
     if w.dtype == torch.float32:
-        return default_config(step, layout.block_rows, w.dtype)
+        return FP32[0]
 
     if isinstance(layout, ExpertPairs) and layout.choice is not None:
         return SLICE[0]
 
     def default() -> AnyConfig:
         if isinstance(layout, ExpertLayout):
-            return default_config(step, layout.block_rows, w.dtype)
+            return default_config(step, layout.block_rows, layout.rows_per_expert, 2 * w.shape[1] * w.shape[2])
         return few_pairs_config(step, layout.num_pairs, num_out, w.shape[2], one_token=layout.one_token)
 
-    name = shape_class(step, layout.num_pairs, layout.num_slots, layout.block_rows, num_out, w.shape[2])
-    return tuning.choose(OP, name, w, KINDS, default)
+    return tuning.choose(OP, shape_class(step, layout, num_out, w.shape[2]), w, KINDS, default)
 
 
 def gate_up_rows(

@@ -7,7 +7,7 @@ from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
 
 
 def expert_layout(
-    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
     """See `moeyard_kernels.ops.expert_layout`. What the kernel leaves unwritten is -1 here."""
     num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
@@ -29,6 +29,7 @@ def expert_layout(
         block_rows=block_rows,
         num_pairs=num_pairs,
         num_slots=num_slots,
+        one_in=one_in,
         counts=counts.int(),
         pairs=pairs,
         slot_of_block=slot_of_block,

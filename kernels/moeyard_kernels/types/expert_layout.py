@@ -16,15 +16,22 @@ class ExpertLayout:
     pairs; the rest of the last block is -1. Rows from num_blocks * block_rows on are not written.
     slot_of_block: [rows / block_rows] int32, where the weights of each block's expert are. num_blocks are written.
     num_blocks: [1] int32, on the device: nobody waits for it.
+    one_in: of so many pairs at best one has its expert here.
     """
 
     block_rows: int
     num_pairs: int
     num_slots: int
+    one_in: int = 1
     counts: torch.Tensor
     pairs: torch.Tensor
     slot_of_block: torch.Tensor
     num_blocks: torch.Tensor
+
+    @property
+    def rows_per_expert(self) -> int:
+        """Rows of each expert, if all have alike: what the products' tiles are chosen by."""
+        return self.num_pairs // (self.one_in * max(1, self.counts.shape[0]))
 
 
 # Pairs up to which the products of a step find their blocks by themselves.
