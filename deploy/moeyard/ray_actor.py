@@ -12,6 +12,7 @@ import ray
 from moeyard import logs
 from moeyard.fencing import began_of
 from moeyard.lazy import load
+from moeyard.ray_config import own_gpu
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 
@@ -25,15 +26,25 @@ class RankActor:
         """Import what `setup` will need; at once the second time."""
         load("moeyard_worker.engine.worker")
 
+    def seat(self) -> tuple[str, int]:
+        """Its node, and which of the GPUs that its process sees Ray has given it."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), own_gpu(context.get_accelerator_ids()["GPU"])
+
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, node and process, and what
-        tells its weights from others.
+        tells its weights from others. `gpu` None: the one that Ray gave. Raises ValueError, in one line, if peers know
+        the rank by another.
 
         Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
         """
         rank = spec["rank"]
         logs.start(spec.pop("log"), context=lambda: {"rank": rank})
-        node = ray.get_runtime_context().get_node_id()
+        node, gpu = self.seat()
+        if spec["gpu"] is None:
+            spec["gpu"] = gpu
+            if spec["peer_gpus"] and spec["peer_gpus"][rank] != gpu:
+                raise ValueError(f"rank {rank} has GPU {gpu} now, and its peers know GPU {spec['peer_gpus'][rank]}")
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         begun = time.monotonic()

@@ -6,7 +6,7 @@ writes an authentication token to the home directory, and sends usage statistics
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
@@ -43,6 +43,10 @@ REMOTE_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Ray would show each process of a cluster only the GPU that it gave it; but rows go straight into the memory of other
+# GPUs, which a process must see for that. Which of them is its own, the process asks Ray (`RankActor.seat`).
+CLUSTER_WORKER: Mapping[str, str] = MappingProxyType({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+
 
 def prepare_local(threads: int) -> None:
     """Environment for a private Ray on this machine with `threads` OpenMP threads per worker. Before `import ray`."""
@@ -71,3 +75,14 @@ def worker_environment(threads: int) -> dict[str, str]:
     # fail for want of rights and is not used.
     threaded = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return {**threaded, **CPU_ENVIRONMENT, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def own_gpu(given: Sequence[str]) -> int:
+    """Which of the GPUs that this process sees is the one that Ray gave it (`get_accelerator_ids`); 0: it gave none.
+
+    Ray names them as the node's CUDA_VISIBLE_DEVICES does, by number where that is not set.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not given:
+        return 0
+    return visible.split(",").index(given[0]) if visible else int(given[0])

@@ -75,7 +75,9 @@ class RayFleet:
         # In a cluster a process without a place has no node, and sees no GPU that would be its own later.
         few = int(config.device != "cpu") if standby is None else standby
         self._standby = Standby(self._places.standby, few if address is None else 0)
-        self._ranks = ResizableRanks(config, make=self._actor, spec=self._spec, placement=placement, takeover=takeover)
+        self._ranks = ResizableRanks(
+            config, make=self._actor, spec=self._spec, placement=placement, takeover=takeover, seats=self._places.seats
+        )
 
     def start(self, progress: Progress, *, stage: Callable[[str], None], interrupts: Interrupts) -> list[Rank]:
         """Start Ray and all ranks; `progress(done, total)` gets the bytes loaded over all ranks, `stage` what begins.
@@ -274,9 +276,7 @@ class RayFleet:
             "placement": placement,
             "host": self._worker_host,
             "version": __version__,
-            # A cluster's Ray shows each worker its own GPU only.
-            "gpu": rank if self._address is None else 0,
-            "peer_gpus": tuple(range(config.num_workers)) if self._address is None else (),
+            **self._places.gpus(rank, config.num_workers),
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
         }
 

@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard.rank import FleetError, FleetLost
 from moeyard.ray_actor import RankActor
-from moeyard.ray_config import worker_environment
+from moeyard.ray_config import CLUSTER_WORKER, worker_environment
 from moeyard.ray_member import PROGRESS_SECONDS
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -24,6 +24,7 @@ class Places:
         self._config, self._local = config, local
         # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
         self._gpus = 0 if config.device == "cpu" or local else 1
+        self.seats = Seats() if self._gpus else None
         self._group: Any = None
         self._later: dict[int, Any] = {}
         self._remote_class: Any = None
@@ -82,7 +83,8 @@ class Places:
     def actor(self, rank: int, *, beside: bool = False) -> Any:
         """A process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
-        environment = None if self._local else {"env_vars": worker_environment(self._config.threads)}
+        variables = {**worker_environment(self._config.threads), **CLUSTER_WORKER}
+        environment = None if self._local else {"env_vars": variables}
         options: dict[str, Any] = {"runtime_env": environment, "max_restarts": 0}
         if rank < self._config.num_workers:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -94,6 +96,12 @@ class Places:
         elif self._local:
             beside = True
         return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
+
+    def gpus(self, rank: int, world_size: int) -> dict[str, Any]:
+        """`gpu` and `peer_gpus` of a rank's spec: by rank on this host, in a cluster what Ray gave out (`gpu` None)."""
+        if self.seats is None:
+            return {"gpu": rank, "peer_gpus": tuple(range(world_size))}
+        return {"gpu": None, "peer_gpus": self.seats.peer_gpus}
 
     def standby(self) -> Any:
         """A process for whichever rank is next, of a private Ray."""
@@ -107,6 +115,23 @@ class Places:
         self.give_back_from(0)
         if self._group is not None:
             remove_placement_group(self._group)
+
+
+class Seats:
+    """Which GPU each rank of a cluster's fleet has, as the ranks of its start were told by Ray."""
+
+    def __init__(self) -> None:
+        self._seats: dict[int, tuple[str, int]] = {}
+
+    def take(self, rank: int, seat: tuple[str, int]) -> None:
+        """What `RankActor.seat` said. A rank that comes in another's place has its GPU: both are of the place."""
+        self._seats[rank] = seat
+
+    @property
+    def peer_gpus(self) -> tuple[int, ...]:
+        """The GPUs of all ranks, in their order, where these are on one node; otherwise none."""
+        nodes = {node for node, _ in self._seats.values()}
+        return tuple(self._seats[rank][1] for rank in sorted(self._seats)) if len(nodes) == 1 else ()
 
 
 def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | None:

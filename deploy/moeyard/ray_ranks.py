@@ -35,6 +35,7 @@ from moeyard.ray_member import (
     sized,
     told,
 )
+from moeyard.ray_places import Seats
 from moeyard.same_weights import SameWeights
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
@@ -51,7 +52,8 @@ REMEET_SECONDS = 5.0
 class RayRanks:
     """Owner of the actors. `make(rank)` makes one in its place; `spec(config, rank, epoch, placement)` tells its setup.
 
-    `placement` is that of the whole fleet, and `takeover` says when others go on without a rank.
+    `placement` is that of the whole fleet, and `takeover` says when others go on without a rank. `seats`: where Ray
+    gives out GPUs, told of each rank's before any is set up.
 
     `check` is called between calls of Ray and ends what is going on by an exception.
     """
@@ -64,6 +66,7 @@ class RayRanks:
         spec: Callable[[EngineConfig, int, int, Placement], dict[str, Any]],
         placement: Placement,
         takeover: str = "auto",
+        seats: Seats | None = None,
     ) -> None:
         self.check: Callable[[], None] = lambda: None
         # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
@@ -74,14 +77,13 @@ class RayRanks:
         self._members: list[Member] = []
         self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
         self._runs = False
-        self._takeover = takeover
+        self._takeover, self._seats = takeover, seats
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
         self.spares, self.weights = Spares(), SameWeights()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
-        self._vitals = Vitals()
+        self._vitals, self._laps = Vitals(), Laps()
         self._losses: dict[int, dict[str, Any]] = {}  # what was told of the epoch before, by rank
-        self._laps = Laps()
 
     def launch(self, progress: Progress, made: Callable[[], None] = lambda: None) -> list[Rank]:
         """Make all actors (then `made`), take them to their first step. Raises RanksLost naming the first at fault."""
@@ -250,10 +252,11 @@ class RayRanks:
 
     def _set_all_up(self, epoch: int) -> None:
         """Have every new actor begin its setup; others do not wait for that."""
-        for rank, member in enumerate(self._members):
-            if is_new(member) and member.setting_up is None:
-                member.setting_up = member.actor.setup.remote(self._spec_of(rank, epoch))
-                member.epoch = epoch
+        new = {r: m for r, m in enumerate(self._members) if is_new(m) and m.setting_up is None}
+        if self._seats is not None and len(new) == len(self._members):
+            self._call({r: m.actor.seat.remote() for r, m in new.items()}, self._seats.take)
+        for rank, member in new.items():
+            member.setting_up, member.epoch = member.actor.setup.remote(self._spec_of(rank, epoch)), epoch
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
         self._members[rank].setup = now = (self._members[rank].setup or {}) | setup

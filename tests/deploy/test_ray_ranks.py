@@ -9,6 +9,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from moeyard import ray_member, ray_ranks, spares
 from moeyard.rank import Event, RanksLost
+from moeyard.ray_places import Seats
 from moeyard.ray_ranks import RayRanks
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -51,6 +52,7 @@ class Actor:
         doors = {"frontend": f"tcp://{id(self)}", "metrics_url": "", "mesh": {}}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
         answers = {"setup": {**doors, **place}, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room}
+        answers["seat"] = ("here", RANKS - self.rank)
         if name in ("start", "rejoin") and "load" not in self.calls:
             return RayError("start comes after load")
         return answers.get(name)
@@ -80,7 +82,7 @@ class Ray:
 class Fleet:
     """Three ranks that serve; `actors` are all that were made for each, the latest last."""
 
-    def __init__(self) -> None:
+    def __init__(self, seats: Seats | None = None) -> None:
         self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
         self.ranks = RayRanks(
             EngineConfig(model_path="m", num_workers=RANKS),
@@ -88,6 +90,7 @@ class Fleet:
             spec=lambda config, rank, epoch, placement: {},
             placement=WHOLE,
             takeover="always",
+            seats=seats,
         )
         self.ranks.launch(lambda done, total: None)
 
@@ -106,11 +109,30 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ray_ranks, ray_member, spares):
         monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(ray_member, "fence_process", lambda node, pid, began: None)
+
+
+@pytest.fixture
+def fleet(played: None) -> Fleet:
     return Fleet()
+
+
+@pytest.mark.usefixtures("played")
+def test_ranks_tell_their_gpus_before_any_is_set_up() -> None:
+    """One that comes in another's place has its GPU; of ranks that all come anew nothing is known."""
+    seats = Seats()
+    fleet = Fleet(seats)
+    assert seats.peer_gpus == (3, 2, 1)
+    assert all(made[0].calls[:2] == ["seat", "setup"] for made in fleet.actors.values())
+    fleet.lose(1)
+    fleet.events(RANKS)
+    fleet.ranks.recover([1])
+    assert fleet.actors[1][1].calls[0] == "setup"
+    fleet.ranks.recover([0, 1, 2])
+    assert all(made[-1].calls[:2] == ["seat", "setup"] for made in fleet.actors.values())
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["made anew", "its next process was ready"])

@@ -39,7 +39,8 @@ MAX_IDLE_CORES = 0.06
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
     r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) "
-    r"on (1 worker|[2-9] workers), expert slots \d+/\d+ per worker(, exchange zmq \(ranks compute on CPUs\))?, "
+    r"on (1 worker|[2-9] workers), expert slots \d+/\d+ per worker"
+    r"(, exchange (zmq \(ranks compute on CPUs\)|nvlink \(.+ that reach each other\)))?, "
     r"up to \d+ tokens, after \d+\.\d s\n"
 )
 
@@ -511,18 +512,19 @@ def test_demo_once(command: Callable[..., Command]) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Ray cluster of one node that somebody else started, with a token."""
+    """A Ray cluster of one node that somebody else started, with a token. It says that it has two GPUs, 1 and 0."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         # Ray wants its port outside 10002 to 19999, where it places workers; the kernel's own range lies above.
         port = probe.getsockname()[1]
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    start = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--block"]
+    start = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--num-gpus=2"]
     with (tmp_path / "ray").open("wb") as log:
         head = subprocess.Popen(
-            [*ray, *start, "--include-dashboard=false"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [*ray, *start, "--block", "--include-dashboard=false"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
     try:
         deadline = time.monotonic() + BUSY_READY_SECONDS

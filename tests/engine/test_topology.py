@@ -52,13 +52,13 @@ def test_gpus_that_reach_each_other() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"peer_gpus": ()}, "this process sees its own GPU only, not those of the other workers"),
+        ({"peer_gpus": ()}, "the workers are on several hosts"),
         (
             {"shape": ExchangeShape(num_experts=8, top_k=2, hidden=12, dtype="bfloat16", max_tokens=4)},
             "peers move rows of a multiple of 16 bytes, got 24",
         ),
     ],
-    ids=("cluster", "rows"),
+    ids=("hosts", "rows"),
 )
 def test_what_keeps_gpus_apart(given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
@@ -80,12 +80,12 @@ def test_cpus() -> None:
 
 def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host `auto` chooses it where GPUs do not reach each other, unless drafts are verified, or torch has none;
-    where ranks see one GPU each, who may be on several hosts, it is asked for by name (docs/gpu.md says why)."""
+    where ranks are on several hosts, it is asked for by name (docs/gpu.md says why)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     access = "GPU 0 has no peer access to GPU 2"
     far: dict[str, Any] = {"device": Gpus(access)}
-    cluster = "this process sees its own GPU only, not those of the other workers"
-    assert settled("auto", peer_gpus=()) == settled("auto", peer_gpus=(), speculate="mtp") == ("zmq", cluster)
+    apart = "the workers are on several hosts"
+    assert settled("auto", peer_gpus=()) == settled("auto", peer_gpus=(), speculate="mtp") == ("zmq", apart)
     assert settled("nccl") == ("nccl", "asked for")
     assert settled("nccl", **far) == ("nccl", "asked for")
     assert settled("nccl", workers=1, peer_gpus=()) == ("nccl", "asked for")

@@ -14,8 +14,8 @@ from moeyard_worker.exchange.shape import ExchangeShape
 # What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Graphs hold
 # "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
-# And where ranks see one GPU each, on one host or several. "nccl" is asked for by name there: it never ran between
-# hosts, where its variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
+# And where they are on several hosts. "nccl" is asked for by name there: it never ran between them, where its
+# variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
 _AUTO_APART: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
@@ -84,7 +84,7 @@ def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: Exchan
         return "steps that verify drafts have no such exchange so far" if spec.config.num_drafts else missing_nccl()
     if spec.config.num_workers > 1:
         if not spec.peer_gpus:
-            return "this process sees its own GPU only, not those of the other workers"
+            return "the workers are on several hosts"
         if (problem := device.unreachable(spec.peer_gpus)) is not None:
             return problem
     try:

@@ -1,0 +1,32 @@
+"""GPUs of one node of a Ray cluster that somebody else started: `moeyard serve --ray-address` with two workers."""
+
+import signal
+from collections.abc import Callable
+
+import httpx
+import pytest
+import torch
+from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, Command, cluster, command
+
+__all__ = ["cluster", "command"]  # fixtures
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(3 * BUSY_READY_SECONDS),
+]
+
+BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+
+
+def test_gpus_of_a_node_meet_over_nvlink(cluster: str, command: Callable[..., Command]) -> None:
+    """And answer what a private Ray's do, whose GPUs come in the other order."""
+    answers = list[object]()
+    for where in (["--ray-address", cluster, "--worker-host", "127.0.0.1"], []):
+        served = command("serve", DEMO, "--workers", "2", "--device", "cuda", "--port", "0", *where)
+        served.wait_ready()
+        assert "exchange nvlink (2 GPUs of one host that reach each other)" in served.out.read_text()
+        told = [httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=60).json() for _ in range(4)]
+        answers += [each["choices"] for each in told]
+        served.process.send_signal(signal.SIGINT)
+        served.check_end(0)
+    assert all(answer == answers[0] for answer in answers), answers
