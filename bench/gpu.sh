@@ -24,7 +24,7 @@
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
 #     four                             four GPUs: named failures, rows between them, figures (Kimi-K2's want H200s)
-#     drills                           two GPUs: `moeyard serve` on Ray, in a cluster too, whose ranks are killed under load
+#     drills                           two GPUs: `moeyard serve` in a Ray cluster, and on its own Ray with ranks killed under load
 #     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
 #   bench/gpu.sh kept FOLDER           here: take that over into .wheels, from where the next run has it
@@ -251,7 +251,7 @@ shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
 shapes_prompts() { shape_rows shapes_prompts 480 1024 8192; }
-# All tiles of the prompts of experts whose weights exceed the L2, or nearly.
+# All tiles of the prompts of the widest experts.
 wide_experts() {
   local model args=()
   for model in Mixtral-8x7B DeepSeek-V3 Kimi-K2 Qwen3-235B-A22B; do args+=(--model "$model"); done
@@ -304,7 +304,7 @@ nccl() {
 }
 # A rank is killed; then a step has a token whose embedding is NaN.
 drills() {
-  tests cluster 200 tests/e2e/test_cluster_gpu.py
+  tests cluster 400 tests/e2e/test_cluster_gpu.py
   local fault serve=(--workers 2 --serve "--device cuda")
   for fault in kill:5 exception:3; do
     step "drills_${fault%:*}" 330 python3 bench/drills.py --fault "${fault%:*}" --faults "${fault#*:}" "${serve[@]}" \

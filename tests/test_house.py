@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # The rooms of the worker: what each may import beside itself, and how many lines it may have. A room that outgrows its
 # budget wants another look at what it does before it gets more.
 ROOMS = {
-    "config": ((), 865),
+    "config": ((), 870),
     "state": (("config",), 375),
     "scheduling": (("config", "state"), 1590),
     "exchange": (("config",), 4005),
@@ -38,7 +38,7 @@ ROOMS = {
     "layers": (("config", "state", "exchange"), 815),
     "models": (("config", "state", "exchange", "layers"), 1365),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5625),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5630),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

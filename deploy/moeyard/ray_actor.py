@@ -33,18 +33,16 @@ class RankActor:
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, node and process, and what
-        tells its weights from others. `gpu` None: the one that Ray gave. Raises ValueError, in one line, if peers know
-        the rank by another.
+        tells its weights from others. `seat`: what peers take this rank's for, in a cluster of GPUs; if it is another,
+        nothing is set up, and `moved` is all that is returned.
 
         Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
         """
         rank = spec["rank"]
         logs.start(spec.pop("log"), context=lambda: {"rank": rank})
-        node, gpu = self.seat()
-        if spec["gpu"] is None:
-            spec["gpu"] = gpu
-            if spec["peer_gpus"] and spec["peer_gpus"][rank] != gpu:
-                raise ValueError(f"rank {rank} has GPU {gpu} now, and its peers know GPU {spec['peer_gpus'][rank]}")
+        if (known := spec.pop("seat")) is not None and (now := self.seat()) != known:
+            return {"moved": now}
+        node = ray.get_runtime_context().get_node_id()
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         begun = time.monotonic()

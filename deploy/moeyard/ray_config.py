@@ -43,9 +43,9 @@ REMOTE_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Ray would show each process of a cluster only the GPU that it gave it; but rows go straight into the memory of other
+# Ray would show each worker of a cluster only the GPU that it gave it; but rows go straight into the memory of other
 # GPUs, which a process must see for that. Which of them is its own, the process asks Ray (`RankActor.seat`).
-CLUSTER_WORKER: Mapping[str, str] = MappingProxyType({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+CLUSTER_GPU: Mapping[str, str] = MappingProxyType({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
 
 
 def prepare_local(threads: int) -> None:
@@ -78,11 +78,13 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def own_gpu(given: Sequence[str]) -> int:
-    """Which of the GPUs that this process sees is the one that Ray gave it (`get_accelerator_ids`); 0: it gave none.
+    """Which of the GPUs that this process sees is the one that Ray gave it (`get_accelerator_ids`).
 
-    Ray names them as the node's CUDA_VISIBLE_DEVICES does, by number where that is not set.
+    Ray names them as the node's CUDA_VISIBLE_DEVICES does, by number where that is not set. Raises ValueError, in one
+    line, where that does not tell which, as in a process that was shown others than its node has.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not given:
-        return 0
-    return visible.split(",").index(given[0]) if visible else int(given[0])
+    seen = visible.split(",") if visible else None
+    if len(given) != 1 or (seen is not None and given[0] not in seen):
+        raise ValueError(f"Ray gave GPUs {', '.join(given) or 'none'}, not one of CUDA_VISIBLE_DEVICES={visible}")
+    return seen.index(given[0]) if seen is not None else int(given[0])

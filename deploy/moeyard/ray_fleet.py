@@ -72,7 +72,7 @@ class RayFleet:
         self._check: Callable[[], None] = lambda: None
         # Actors are made, heard and ended under it.
         self._lock = threading.Lock()
-        # In a cluster a process without a place has no node, and sees no GPU that would be its own later.
+        # In a cluster a process without a place has no node, and no GPU.
         few = int(config.device != "cpu") if standby is None else standby
         self._standby = Standby(self._places.standby, few if address is None else 0)
         self._ranks = ResizableRanks(

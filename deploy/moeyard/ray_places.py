@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeyard.rank import FleetError, FleetLost
 from moeyard.ray_actor import RankActor
-from moeyard.ray_config import CLUSTER_WORKER, worker_environment
+from moeyard.ray_config import CLUSTER_GPU, worker_environment
 from moeyard.ray_member import PROGRESS_SECONDS
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -83,7 +83,7 @@ class Places:
     def actor(self, rank: int, *, beside: bool = False) -> Any:
         """A process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
-        variables = {**worker_environment(self._config.threads), **CLUSTER_WORKER}
+        variables = {**worker_environment(self._config.threads), **(CLUSTER_GPU if self.seats is not None else {})}
         environment = None if self._local else {"env_vars": variables}
         options: dict[str, Any] = {"runtime_env": environment, "max_restarts": 0}
         if rank < self._config.num_workers:
@@ -98,10 +98,10 @@ class Places:
         return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
     def gpus(self, rank: int, world_size: int) -> dict[str, Any]:
-        """`gpu` and `peer_gpus` of a rank's spec: by rank on this host, in a cluster what Ray gave out (`gpu` None)."""
+        """What a rank's setup is told of GPUs: by rank on this host, in a cluster what Ray gave out."""
         if self.seats is None:
-            return {"gpu": rank, "peer_gpus": tuple(range(world_size))}
-        return {"gpu": None, "peer_gpus": self.seats.peer_gpus}
+            return {"gpu": rank, "peer_gpus": tuple(range(world_size)), "seat": None}
+        return {"gpu": self.seats.of(rank)[1], "peer_gpus": self.seats.peer_gpus, "seat": self.seats.of(rank)}
 
     def standby(self) -> Any:
         """A process for whichever rank is next, of a private Ray."""
@@ -118,14 +118,18 @@ class Places:
 
 
 class Seats:
-    """Which GPU each rank of a cluster's fleet has, as the ranks of its start were told by Ray."""
+    """Which GPU each rank of a cluster's fleet has, as Ray told those who were there when all came anew."""
 
     def __init__(self) -> None:
         self._seats: dict[int, tuple[str, int]] = {}
 
     def take(self, rank: int, seat: tuple[str, int]) -> None:
-        """What `RankActor.seat` said. A rank that comes in another's place has its GPU: both are of the place."""
+        """What `RankActor.seat` said. A rank that comes in another's place has its GPU, as long as the node lives."""
         self._seats[rank] = seat
+
+    def of(self, rank: int) -> tuple[str, int]:
+        """A rank's node, and its GPU there."""
+        return self._seats[rank]
 
     @property
     def peer_gpus(self) -> tuple[int, ...]:

@@ -76,8 +76,7 @@ class RayRanks:
         self._config, self._make, self._spec = config, make, spec
         self._members: list[Member] = []
         self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
-        self._runs = False
-        self._takeover, self._seats = takeover, seats
+        self._runs, self._takeover, self._seats = False, takeover, seats
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
         self.spares, self.weights = Spares(), SameWeights()
         self._reports: list[dict[str, Any]] = []  # of the first start
@@ -124,7 +123,7 @@ class RayRanks:
                 self._set_up(rank, result)
                 member.loading = member.actor.load.remote(1)
                 return None
-        except (RayError, Unrecoverable) as error:
+        except (RayError, Unrecoverable, RanksLost) as error:
             return Event(rank=rank, reason=str(lost_of(rank, error)))
         self._loaded(rank, result)
         return Event(rank=rank, reason=f"rank {rank} has loaded its experts", ready=True)
@@ -255,10 +254,14 @@ class RayRanks:
         new = {r: m for r, m in enumerate(self._members) if is_new(m) and m.setting_up is None}
         if self._seats is not None and len(new) == len(self._members):
             self._call({r: m.actor.seat.remote() for r, m in new.items()}, self._seats.take)
+            self._laps("places")
         for rank, member in new.items():
             member.setting_up, member.epoch = member.actor.setup.remote(self._spec_of(rank, epoch)), epoch
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
+        if "moved" in setup:
+            # A whole node was lost. All are then asked anew where they are, for peers know each other's GPUs.
+            raise RanksLost(range(len(self._members)), f"rank {rank} has come to another GPU")
         self._members[rank].setup = now = (self._members[rank].setup or {}) | setup
         self.weights.check(rank, now)
         self._nodes[rank] = setup_of(self._members[rank])["node"]
@@ -302,12 +305,9 @@ class RayRanks:
             raise RanksLost(fresh, str(lost), exit_code=lost.exit_code) from lost
 
     def _call(
-        self,
-        calls: dict[int, Any],
-        took: Callable[[int, Any], None] = lambda rank, result: None,
-        *,
+        self, calls: dict[int, Any], took: Callable[[int, Any], None] = lambda rank, result: None, *,
         timeout: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
 
         While a fleet recovers, that is after all have been heard: what the sound ones did is not done again.

@@ -271,18 +271,16 @@ def check_before_start(
     placement = placement or placement_of("linear", model, config.num_workers)
     if local:
         check_trace(config)
+    elif ":" in config.device:
+        raise ValueError(f"--device {config.device}: a Ray cluster gives out its GPUs; use --device cuda")
     if not local or config.device != "cpu":
         # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
         return Checked(formats=formats, plan=None)
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
     planner = partial(
-        plan_memory,
-        model=model,
-        itemsize=itemsize,
-        resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
-        footprints=footprint,
-        num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
-    )
+        plan_memory, model=model, itemsize=itemsize, resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
+        footprints=footprint, num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
+    )  # fmt: skip
     plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
     return Checked(formats=formats, plan=plan)
 

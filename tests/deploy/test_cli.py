@@ -185,6 +185,7 @@ def test_dead_ray_address() -> None:
         (["chat", "ftp://host"], ["'ftp://host'", "no address of a server"]),
         (["completion", "cmd"], ["'cmd'", "fish"]),
         (["serve", "--record-routing", "/no/such/folder/trace"], ["--record-routing", "/no/such/folder/trace"]),
+        (["serve", "--ray-address", "127.0.0.1:1", "--device", "cuda:1"], ["--device cuda:1", "use --device cuda"]),
         (["serve", "--ray-address", "nonsense"], ["--ray-address", "'nonsense'", "HOST:PORT"]),
         (["serve", "--exchange", "pigeon"], ["--exchange", "pigeon", "zmq-tcp"]),
         (["serve", "--step-deadline", "-1"], ["--step-deadline", "-1"]),

@@ -17,7 +17,7 @@ __all__ = ["cluster"]  # its fixture
 
 pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
 
-# What `moeyard serve --device cuda --ray-address ADDRESS` does before it sets ranks up. A process dies, too.
+# What `moeyard serve --device cuda --ray-address ADDRESS` does before it sets ranks up. Processes die, too.
 SEATS = """
 import json
 import sys
@@ -37,9 +37,11 @@ actors = [places.actor(rank) for rank in range(2)]
 told = ray.get([actor.seat.remote() for actor in actors])
 for rank, seat in enumerate(told):
     places.seats.take(rank, seat)
-ray.kill(actors[0])
-again = ray.get(places.actor(0).seat.remote())
-print(json.dumps({"told": told, "peers": places.gpus(0, 2), "again": again}))
+for actor in actors:
+    ray.kill(actor)
+# Whoever comes first would have the first GPU, if places had none of their own.
+again = [ray.get(actor.seat.remote()) for actor in [places.actor(rank) for rank in (1, 0)]]
+print(json.dumps({"told": told, "peers": places.gpus(0, 2), "again": again[::-1]}))
 places.close()
 """
 
@@ -52,21 +54,36 @@ def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(gpu for _, gpu in found["told"]) == [0, 1], found
-    assert found["peers"] == {"gpu": None, "peer_gpus": [gpu for _, gpu in found["told"]]}
-    assert found["again"] == found["told"][0], "a rank's next process has its GPU"
+    gpus = [gpu for _, gpu in found["told"]]
+    assert found["peers"] == {"gpu": gpus[0], "peer_gpus": gpus, "seat": found["told"][0]}
+    assert found["again"] == found["told"], "a rank's next process has its GPU"
+
+
+@pytest.mark.parametrize(("given", "visible", "own"), [("3", None, 3), ("3", "5,3", 1), ("GPU-b", "GPU-a,GPU-b", 1)])
+def test_gpus_are_known_by_their_place_among_those_that_are_seen(
+    given: str, visible: str | None, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(visible, monkeypatch)
+    assert own_gpu([given]) == own
 
 
 @pytest.mark.parametrize(
-    ("given", "visible", "own"),
-    [("3", None, 3), ("3", "", 3), ("3", "5,3", 1), ("GPU-b", "GPU-a,GPU-b", 1), (None, "5,3", 0), (None, None, 0)],
+    ("given", "visible", "names"),
+    [([], None, "none"), (["1", "0"], "1,0", "1, 0"), (["3"], "5,4", "3")],
+    ids=["none", "two", "one that is not seen"],
 )
-def test_gpus_are_known_by_their_place_among_those_that_are_seen(
-    given: str | None, visible: str | None, own: int, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_cannot_be_told_is_refused(
+    given: list[str], visible: str | None, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert own_gpu([] if given is None else [given]) == own
+    show(visible, monkeypatch)
+    with pytest.raises(ValueError, match=rf"^Ray gave GPUs {names}, not one of CUDA_VISIBLE_DEVICES={visible}$"):
+        own_gpu(given)
+
+
+def show(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
 def test_peers_are_those_of_one_node() -> None:
@@ -79,10 +96,9 @@ def test_peers_are_those_of_one_node() -> None:
     assert seats.peer_gpus == ()
 
 
-def test_a_rank_on_another_gpu_than_its_peers_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_another_gpu_than_its_peers_know_sets_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     actor: Any = RankActor()
-    monkeypatch.setattr(actor, "seat", lambda: ("here", 2), raising=False)
+    monkeypatch.setattr(actor, "seat", lambda: ("there", 1), raising=False)
     monkeypatch.setattr(ray_actor.logs, "start", lambda *args, **more: None)
-    spec = {"rank": 1, "log": None, "host": "127.0.0.1", "gpu": None, "peer_gpus": (0, 1)}
-    with pytest.raises(ValueError, match=r"^rank 1 has GPU 2 now, and its peers know GPU 1$"):
-        actor.setup(spec)
+    spec = {"rank": 1, "log": None, "host": "127.0.0.1", "gpu": 1, "peer_gpus": (0, 1), "seat": ("here", 1)}
+    assert actor.setup(spec) == {"moved": ("there", 1)}

@@ -33,8 +33,8 @@ class Ref:
 class Actor:
     """One rank's process: `calls` are the methods that were called; `waiting` is the last `wait`."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.calls, self.waiting = rank, list[str](), Ref(done=False)
+    def __init__(self, rank: int, seat: tuple[str, int] = ("here", 0)) -> None:
+        self.rank, self.seat_now, self.calls, self.waiting = rank, seat, list[str](), Ref(done=False)
         self.says: dict[str, Ref] = {}  # in place of what a method would return
 
     def __getattr__(self, name: str) -> Any:
@@ -43,6 +43,8 @@ class Actor:
             if name == "wait":
                 self.waiting = Ref(done=False)
                 return self.waiting
+            if name == "setup" and args[0].get("seat", self.seat_now) != self.seat_now:
+                return Ref({"moved": self.seat_now})
             return self.says.get(name) or Ref(self._answer(name))
 
         return SimpleNamespace(remote=remote)
@@ -52,7 +54,7 @@ class Actor:
         doors = {"frontend": f"tcp://{id(self)}", "metrics_url": "", "mesh": {}}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
         answers = {"setup": {**doors, **place}, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room}
-        answers["seat"] = ("here", RANKS - self.rank)
+        answers["seat"] = self.seat_now
         if name in ("start", "rejoin") and "load" not in self.calls:
             return RayError("start comes after load")
         return answers.get(name)
@@ -84,10 +86,11 @@ class Fleet:
 
     def __init__(self, seats: Seats | None = None) -> None:
         self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
+        self.node = "here"
         self.ranks = RayRanks(
             EngineConfig(model_path="m", num_workers=RANKS),
             make=self.make,
-            spec=lambda config, rank, epoch, placement: {},
+            spec=lambda config, rank, epoch, placement: {} if seats is None else {"seat": seats.of(rank)},
             placement=WHOLE,
             takeover="always",
             seats=seats,
@@ -95,7 +98,7 @@ class Fleet:
         self.ranks.launch(lambda done, total: None)
 
     def make(self, rank: int) -> Actor:
-        self.actors[rank].append(Actor(rank))
+        self.actors[rank].append(Actor(rank, (self.node, len(self.node) - rank)))
         return self.actors[rank][-1]
 
     def lose(self, rank: int) -> None:
@@ -125,7 +128,7 @@ def test_ranks_tell_their_gpus_before_any_is_set_up() -> None:
     """One that comes in another's place has its GPU; of ranks that all come anew nothing is known."""
     seats = Seats()
     fleet = Fleet(seats)
-    assert seats.peer_gpus == (3, 2, 1)
+    assert seats.peer_gpus == (4, 3, 2)
     assert all(made[0].calls[:2] == ["seat", "setup"] for made in fleet.actors.values())
     fleet.lose(1)
     fleet.events(RANKS)
@@ -133,6 +136,26 @@ def test_ranks_tell_their_gpus_before_any_is_set_up() -> None:
     assert fleet.actors[1][1].calls[0] == "setup"
     fleet.ranks.recover([0, 1, 2])
     assert all(made[-1].calls[:2] == ["seat", "setup"] for made in fleet.actors.values())
+
+
+@pytest.mark.usefixtures("played")
+def test_ranks_whose_node_was_lost_tell_their_gpus_anew() -> None:
+    """They are heard of and replaced one by one, and come to another node, where their setup finds that they have."""
+    seats = Seats()
+    fleet = Fleet(seats)
+    for made in fleet.actors.values():
+        made[0].waiting.end(RayActorError())
+    fleet.node = "there"
+    rounds, recovered = [frozenset([0])], None
+    while recovered is None and len(rounds) < 9:
+        try:
+            recovered = fleet.ranks.recover(rounds[-1])
+        except RanksLost as lost:
+            rounds.append(lost.ranks)
+    assert rounds == [{0}, {1}, {2}, {0, 1, 2}]
+    assert seats.peer_gpus == (5, 4, 3)
+    assert recovered is not None
+    assert [rank.rank for rank in recovered.ranks if rank.frontend] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["made anew", "its next process was ready"])

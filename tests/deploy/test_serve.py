@@ -54,6 +54,8 @@ class Command:
         self._marker = f"{MARKER}={secrets.token_hex(8)}"
         self.out, self.err = folder / "out", folder / "err"
         folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+        # Where nothing is installed, what it needs is on the caller's path.
+        folders += os.pathsep + os.environ.get("PYTHONPATH", "")
         name, value = self._marker.split("=")
         self.quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
         self.shared_before = shared_files()

@@ -18,8 +18,10 @@ pytestmark = [
 BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 
 
-def test_gpus_of_a_node_meet_over_nvlink(cluster: str, command: Callable[..., Command]) -> None:
-    """And answer what a private Ray's do, whose GPUs come in the other order."""
+def test_gpus_of_a_node_meet_over_nvlink(
+    cluster: str, command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And answer what a private Ray's do."""
     answers = list[object]()
     for where in (["--ray-address", cluster, "--worker-host", "127.0.0.1"], []):
         served = command("serve", DEMO, "--workers", "2", "--device", "cuda", "--port", "0", *where)
@@ -29,4 +31,6 @@ def test_gpus_of_a_node_meet_over_nvlink(cluster: str, command: Callable[..., Co
         answers += [each["choices"] for each in told]
         served.process.send_signal(signal.SIGINT)
         served.check_end(0)
+        # The cluster was told of GPUs by an order of its own.
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert all(answer == answers[0] for answer in answers), answers

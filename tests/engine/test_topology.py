@@ -1,5 +1,6 @@
 """Which exchange a rank has: what `auto` finds, and what a named one lacks, in one line."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,14 +83,18 @@ def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host `auto` chooses it where GPUs do not reach each other, unless drafts are verified, or torch has none;
     where ranks are on several hosts, it is asked for by name (docs/gpu.md says why)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     access = "GPU 0 has no peer access to GPU 2"
     far: dict[str, Any] = {"device": Gpus(access)}
     apart = "the workers are on several hosts"
     assert settled("auto", peer_gpus=()) == settled("auto", peer_gpus=(), speculate="mtp") == ("zmq", apart)
     assert settled("nccl") == ("nccl", "asked for")
-    assert settled("nccl", **far) == ("nccl", "asked for")
     assert settled("nccl", workers=1, peer_gpus=()) == ("nccl", "asked for")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert settled("nccl", **far) == ("nccl", "asked for")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert settled("auto", **far) == ("nccl", access)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo", "nobody asked for a network without keys"
     drafts = "steps that verify drafts have no such exchange so far"
     assert settled("auto", speculate="mtp", **far) == ("zmq", f"{access}; nccl: {drafts}")
     with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {access}; use --exchange zmq$"):

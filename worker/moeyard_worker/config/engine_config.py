@@ -115,7 +115,7 @@ class EngineConfig:
     expert_fetch: whether ranks of a host read for each other the experts that have no slot (auto: where they can).
     snapshot_memory: of kv_memory, for snapshots of state per sequence; None: a share of it.
     async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
-    each worker takes a GPU of its own, the first of a host its first.
+    each worker takes a GPU of its own, by its rank, or the one that a Ray cluster gave it.
     enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
     speculate: "mtp" drafts `draft_tokens` tokens behind every one with the checkpoint's layer for that; None: nothing.
     draft_tokens None: from step to step as many as are worth it, MAX_DRAFTS at most.

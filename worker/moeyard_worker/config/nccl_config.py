@@ -17,6 +17,11 @@ NCCL_ENVIRONMENT = MappingProxyType(
 )
 
 
+def keep_to_loopback() -> None:
+    """Have this process's NCCL speak on no network, whatever the environment names: nobody asked for NCCL by name."""
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+
+
 def set_nccl_environment(*, one_host: bool) -> None:
     """Give this process NCCL_ENVIRONMENT, unless the user chose. Before a communicator is made; NCCL_* are the user's.
 

@@ -14,7 +14,7 @@ class WorkerSpec:
     `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
     `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
     `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda"; `peer_gpus`: those of
-    all ranks, if they are on one host, where it sees them all.
+    all ranks, if these are on one host, where it sees them all. On CPUs neither means anything.
     """
 
     config: EngineConfig

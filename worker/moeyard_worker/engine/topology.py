@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeyard_worker.config.engine_config import STALL, EngineConfig, ExchangeKind
+from moeyard_worker.config.nccl_config import keep_to_loopback
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import Device
 from moeyard_worker.engine.fetching import settle_fetch
@@ -30,6 +31,8 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
     kind: ExchangeKind
     if asked == "auto" and count > 1 and config.device != "cpu":
         kind, why = _choose(spec, device, shape, _AUTO if spec.peer_gpus else _AUTO_APART)
+        if kind == "nccl":
+            keep_to_loopback()
     else:
         kind, why = resolve_kind(asked, count), "asked for"
         if (problem := _problem(kind, spec, device, shape)) is not None:
