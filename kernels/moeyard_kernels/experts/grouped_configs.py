@@ -124,8 +124,8 @@ _L2 = 50 << 20
 def default_config(step: str, block_rows: int, rows_per_expert: int, num_bytes: int) -> AnyConfig:
     """The bf16 config of a shape that nobody tuned, by rows of an expert and bytes of its weights of this product.
 
-    Blocks of up to 64 rows: what two models' steps ran fastest on an H200. Of 128: eight models' 1024 and 8192 tokens on
-    an H100; rows_per_expert is at most too high, where ranks bring unlike numbers of rows. An expert's first product that
+    Blocks of up to 64 rows: what two models' steps ran fastest on an H200. Of 128: eight models' 1024 and 8192 tokens
+    on an H100; rows_per_expert may be too high, where ranks bring unlike numbers of rows. An expert whose first product
     exceeds the L2 is read for eight blocks at once (Mixtral-8x7B, 8192 tokens: 6.5 ms, not 11.3). The second product
     streams from a block for each expert on: by wide tiles from two on, or of experts of a third of the L2 (Kimi-K2 at
     170 rows: 0.66 ms, not 0.81), as they lose to narrow ones otherwise (Qwen3-30B-A3B at 128: 205 us, not 187).
