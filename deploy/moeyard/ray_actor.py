@@ -33,16 +33,19 @@ class RankActor:
 
     def setup(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Bind the rank's sockets (`host` None: the node's address); returns its endpoints, node and process, and what
-        tells its weights from others. `seat`: what peers take this rank's for, in a cluster of GPUs; if it is another,
-        nothing is set up, and `moved` is all that is returned.
+        tells its weights from others. `seat`: where the rank was, in a cluster of GPUs, whose own it is told by Ray; if
+        its peers know its GPU and it has another, nothing is set up, and `moved`, which one, is all that is returned.
 
         Its log lines go to this process's stderr, which Ray keeps in a file of its session's `logs`.
         """
         rank = spec["rank"]
         logs.start(spec.pop("log"), context=lambda: {"rank": rank})
-        if (known := spec.pop("seat")) is not None and (now := self.seat()) != known:
-            return {"moved": now}
-        node = ray.get_runtime_context().get_node_id()
+        if (known := spec.pop("seat")) is None:
+            node = ray.get_runtime_context().get_node_id()
+        else:
+            node, spec["gpu"] = self.seat()
+            if spec["peer_gpus"] and (node, spec["gpu"]) != known:
+                return {"moved": f"GPU {spec['gpu']} of node {node}"}
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         begun = time.monotonic()

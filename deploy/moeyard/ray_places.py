@@ -83,9 +83,10 @@ class Places:
     def actor(self, rank: int, *, beside: bool = False) -> Any:
         """A process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
         # Nodes of a cluster do not inherit the launcher's environment (ray_config.prepare_local).
-        variables = {**worker_environment(self._config.threads), **(CLUSTER_GPU if self.seats is not None else {})}
-        environment = None if self._local else {"env_vars": variables}
-        options: dict[str, Any] = {"runtime_env": environment, "max_restarts": 0}
+        options: dict[str, Any] = {"runtime_env": None, "max_restarts": 0}
+        if not self._local:
+            seeing = CLUSTER_GPU if self.seats is not None else {}
+            options["runtime_env"] = {"env_vars": {**worker_environment(self._config.threads), **seeing}}
         if rank < self._config.num_workers:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=rank
@@ -98,10 +99,10 @@ class Places:
         return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
     def gpus(self, rank: int, world_size: int) -> dict[str, Any]:
-        """What a rank's setup is told of GPUs: by rank on this host, in a cluster what Ray gave out."""
+        """What a rank's setup is told of GPUs: by rank on this host, in a cluster where it was."""
         if self.seats is None:
             return {"gpu": rank, "peer_gpus": tuple(range(world_size)), "seat": None}
-        return {"gpu": self.seats.of(rank)[1], "peer_gpus": self.seats.peer_gpus, "seat": self.seats.of(rank)}
+        return {"peer_gpus": self.seats.peer_gpus, "seat": self.seats.of(rank)}
 
     def standby(self) -> Any:
         """A process for whichever rank is next, of a private Ray."""

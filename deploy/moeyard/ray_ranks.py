@@ -260,8 +260,8 @@ class RayRanks:
 
     def _set_up(self, rank: int, setup: dict[str, Any]) -> None:
         if "moved" in setup:
-            # A whole node was lost. All are then asked anew where they are, for peers know each other's GPUs.
-            raise RanksLost(range(len(self._members)), f"rank {rank} has come to another GPU")
+            # All were on one node, which was lost. All are asked anew where they are, for peers know each other's GPUs.
+            raise RanksLost(range(len(self._members)), f"rank {rank} has come to {setup['moved']}")
         self._members[rank].setup = now = (self._members[rank].setup or {}) | setup
         self.weights.check(rank, now)
         self._nodes[rank] = setup_of(self._members[rank])["node"]

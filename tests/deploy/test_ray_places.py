@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moeyard import ray_actor
 from moeyard.ray_actor import RankActor
 from moeyard.ray_config import own_gpu
 from moeyard.ray_places import Seats
+from moeyard_worker.config.engine_config import EngineConfig
 
 __all__ = ["cluster"]  # its fixture
 
@@ -55,7 +57,7 @@ def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> Non
     found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(gpu for _, gpu in found["told"]) == [0, 1], found
     gpus = [gpu for _, gpu in found["told"]]
-    assert found["peers"] == {"gpu": gpus[0], "peer_gpus": gpus, "seat": found["told"][0]}
+    assert found["peers"] == {"peer_gpus": gpus, "seat": found["told"][0]}
     assert found["again"] == found["told"], "a rank's next process has its GPU"
 
 
@@ -96,9 +98,32 @@ def test_peers_are_those_of_one_node() -> None:
     assert seats.peer_gpus == ()
 
 
-def test_a_rank_on_another_gpu_than_its_peers_know_sets_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+class SetUp(Exception):
+    """In place of a worker: what it was told."""
+
+
+def set_up(monkeypatch: pytest.MonkeyPatch, *, peer_gpus: tuple[int, ...]) -> dict[str, Any]:
+    """What comes of the setup of a rank that was on GPU 1 here, and is on GPU 3 there."""
+
+    def worker(spec: Any) -> None:
+        raise SetUp(spec)
+
     actor: Any = RankActor()
-    monkeypatch.setattr(actor, "seat", lambda: ("there", 1), raising=False)
+    monkeypatch.setattr(actor, "seat", lambda: ("there", 3), raising=False)
     monkeypatch.setattr(ray_actor.logs, "start", lambda *args, **more: None)
-    spec = {"rank": 1, "log": None, "host": "127.0.0.1", "gpu": 1, "peer_gpus": (0, 1), "seat": ("here", 1)}
-    assert actor.setup(spec) == {"moved": ("there", 1)}
+    monkeypatch.setattr(ray_actor, "load", lambda name: SimpleNamespace(Worker=worker))
+    config = EngineConfig(model_path="m", device="cuda", num_workers=2)
+    spec = {"config": config, "rank": 1, "epoch": 0, "host": "127.0.0.1", "version": "", "log": None}
+    answer: dict[str, Any] = actor.setup({**spec, "peer_gpus": peer_gpus, "seat": ("here", 1)})
+    return answer
+
+
+def test_a_rank_on_another_gpu_than_its_peers_know_sets_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set_up(monkeypatch, peer_gpus=(0, 1)) == {"moved": "GPU 3 of node there"}
+
+
+def test_a_rank_whose_peers_are_on_several_nodes_takes_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node was lost, and those of others were not: nobody there knows its GPU, and they keep what they have."""
+    with pytest.raises(SetUp) as told:
+        set_up(monkeypatch, peer_gpus=())
+    assert told.value.args[0].gpu == 3

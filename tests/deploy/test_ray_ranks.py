@@ -44,7 +44,7 @@ class Actor:
                 self.waiting = Ref(done=False)
                 return self.waiting
             if name == "setup" and args[0].get("seat", self.seat_now) != self.seat_now:
-                return Ref({"moved": self.seat_now})
+                return Ref({"moved": str(self.seat_now)})
             return self.says.get(name) or Ref(self._answer(name))
 
         return SimpleNamespace(remote=remote)
