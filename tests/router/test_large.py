@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import threading
 
 import pytest
 
@@ -161,26 +160,23 @@ def test_a_process_that_kept_much_memory_ends_with_its_answer(config, formats, m
 
 
 def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
+    """One body is being read by the one process, one waits for it, one comes later: each gets a 503."""
     bodies = Bodies(config, formats)
-    failed = []
+    body = [json.dumps({"prompt": TEXT * 8}).encode()]
 
-    def ask():
-        try:
-            make(bodies, json.dumps({"prompt": TEXT * 8}).encode())
-        except (ApiError, asyncio.CancelledError) as error:
-            failed.append(error)
+    async def close():
+        asked = [asyncio.create_task(bodies.job(body, api="completion")) for _ in range(2)]
+        while not bodies._busy:
+            await asyncio.sleep(0)
+        [process] = bodies._busy
+        bodies.close()
+        errors = await asyncio.gather(*asked, bodies.job(body, api="completion"), return_exceptions=True)
+        return errors, process._process.returncode
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while not bodies._busy:
-        pass
-    [process] = bodies._busy
-    bodies.close()
-    for thread in threads:
-        thread.join(10)
-    assert len(failed) == 2
-    assert process._process.returncode is not None
+    errors, returncode = asyncio.run(asyncio.wait_for(close(), 10))
+    assert [(type(error), error.status) for error in errors] == [(ApiError, 503)] * 3
+    assert [error.reason for error in errors] == ["intake", "not_ready", "not_ready"]
+    assert returncode is not None
 
 
 def test_bodies_that_are_read_at_once_have_a_limit(bodies):

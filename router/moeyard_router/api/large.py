@@ -174,6 +174,10 @@ class _Process:
         self._out.close()
 
 
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the router is shutting down", reason="not_ready")
+
+
 class Bodies:
     """The request bodies that are being read: how many bytes, and the processes for the large ones. `close` ends them.
 
@@ -228,7 +232,11 @@ class Bodies:
 
     async def job(self, parts: Sequence[bytes], *, api: str) -> Job:
         """The job of an API's request body that came in these pieces; raises `ApiError`. First come, first served."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, api)
+        with self._lock:  # an executor that was shut down would raise a bare RuntimeError, which clients see as a 500
+            if self._closed:
+                raise _shutting_down()
+            asked = self._threads.submit(self._ask, parts, api)
+        return await asyncio.wrap_future(asked)
 
     def close(self) -> None:
         """End all processes; whoever still waits gets a 503."""
@@ -236,7 +244,7 @@ class Bodies:
             self._closed = True
             processes = [*self._idle, *self._busy]
             self._idle.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)  # what waits for a process finds that there is none, and says so
         self._writing.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.close()
@@ -249,7 +257,7 @@ class Bodies:
     def _process(self) -> Iterator[_Process]:
         with self._lock:
             if self._closed:
-                raise ApiError(503, "the router is shutting down", reason="not_ready")
+                raise _shutting_down()
             process = self._idle.pop() if self._idle else _Process(self._config, self._formats)
             self._busy.add(process)
         try:
