@@ -81,6 +81,15 @@ class Fleet:
         assert self.pipes[rank].poll(REPLY_TIMEOUT_S), f"no reply of rank {rank}"
         return self.pipes[rank].recv()
 
+    def end(self, rank: int) -> float:
+        """When the process of a rank that was killed has ended, in the seconds of `Failed`.
+
+        Its connections end then. The kernel may take seconds for it (1.8 on a busy machine that pages, 2026-11-27).
+        """
+        self.processes[rank].join(REPLY_TIMEOUT_S)
+        assert not self.processes[rank].is_alive(), f"rank {rank} goes on"
+        return time.perf_counter()
+
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run function(Rank, *args) on all ranks at once; their results by rank."""
         for rank in range(len(self.pipes)):
