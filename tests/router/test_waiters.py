@@ -13,6 +13,7 @@ from moeyard_router.config import DoorConfig, WorkerAddress
 from moeyard_router.fleet.waiters import ready_sequences
 
 BODY = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+PROMPTS = {"many": [5, 6], "few": [7, 8]}  # by key
 
 
 def inflight(service):
@@ -104,25 +105,27 @@ def test_keys_take_turns_and_the_fattest_makes_room(start, pool, wait_for, tmp_p
     lock, ended = threading.Lock(), []
 
     def ask(key):
-        answer = service.client.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer key-of-{key}"})
+        body = {**BODY, "prompt": PROMPTS[key]}
+        answer = service.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer key-of-{key}"})
         with lock:
             ended.append((key, answer.status_code))
 
     many = [pool.submit(ask, "many") for _ in range(8)]
     wait_for(lambda: inflight(service)["inflight"] == 8, "the fleet is full")
     few = [pool.submit(ask, "few") for _ in range(2)]
+    held = 1 + ready_sequences(1, 128)
     # The newest of those who have most make room, so two of them are refused.
     wait_for(lambda: len(ended) == 2, "there is room for two")
     assert ended == [("many", 429)] * 2
-    wait_for(lambda: inflight(service)["waiting"] == 8 - 1 - ready_sequences(1, 128), "the others wait")
+    wait_for(lambda: inflight(service)["waiting"] == 8 - held, "the others wait")
     service.workers[0].paused = False
     for each in (*many, *few):
         each.result()
-    # Who came last and had nothing so far did not wait for all of the others.
-    order = [tuple(s.prompt_token_ids) for s in service.submits]
-    assert len(order) == 8
     assert {status for key, status in ended if key == "few"} == {200}
-    assert [key for key, _ in ended[2:]].index("few") < 4
+    # Who came last and had nothing so far did not wait for all of the others.
+    keys = {tuple(prompt): key for key, prompt in PROMPTS.items()}
+    order = [keys[tuple(s.prompt_token_ids)] for s in service.submits]
+    assert order == ["many"] * held + ["many", "few"] * 2 + ["many"] * (4 - held)
     service.wait_idle()
 
 
