@@ -41,8 +41,7 @@ class Relay:
                     self.met += 1
                     continue
                 order = self._told.recv(1) if source is self._told else b""
-                if source in other and (data := source.recv(65536)):
-                    other[source].sendall(data)
+                if source in other and _carry(source, other[source]):
                     continue
                 # One pair, or on order all of them.
                 for each in [source, other[source]] if source in other else list(other):
@@ -53,6 +52,16 @@ class Relay:
                     self._told.close()
                     return
                 break
+
+
+def _carry(source, target):
+    """What has come; false once either has ended: with a reset, where it closes before it has read all."""
+    try:
+        data = source.recv(65536)
+        target.sendall(data)
+    except ConnectionError:
+        return False
+    return bool(data)
 
 
 def test_a_worker_that_lives_is_met_again(start, wait_for):
