@@ -16,7 +16,7 @@ from moeyard_router.config import DoorConfig
 from moeyard_router.http.slow_readers import SlowReader
 
 TIMEOUT = 0.4
-# Of one that is to be spared: router, worker and reader share an interpreter, and on a busy machine it stood for 0.4 s.
+# Of one that is to be spared: CI saw one cut with 0.4 s. Router, worker and reader share one interpreter.
 PATIENT = 1.2
 NUM = 8
 RATE = 0.4e6  # bytes a second
