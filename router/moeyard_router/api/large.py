@@ -232,14 +232,12 @@ class Bodies:
 
     async def job(self, parts: Sequence[bytes], *, api: str) -> Job:
         """The job of an API's request body that came in these pieces; raises `ApiError`. First come, first served."""
-        with self._lock:  # an executor that was shut down would raise a bare RuntimeError, which clients see as a 500
-            if self._closed:
-                raise _shutting_down()
-            asked = self._threads.submit(self._ask, parts, api)
-        return await asyncio.wrap_future(asked)
+        if self._closed:  # an executor that was shut down would raise a bare RuntimeError, which clients see as a 500
+            raise _shutting_down()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, parts, api)
 
     def close(self) -> None:
-        """End all processes; whoever still waits gets a 503."""
+        """End all processes; whoever still waits gets a 503. Called where `job` is, in the event loop."""
         with self._lock:
             self._closed = True
             processes = [*self._idle, *self._busy]
