@@ -2,7 +2,7 @@
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
-        [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512] [--profile]
+        [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512 24x256-8192] [--profile]
 
 Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
 router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
@@ -10,12 +10,13 @@ prompts; TPOT is each request's mean behind its first token, ITL between tokens.
 separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
 behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
 beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
-must be the same. `--arrivals RxN`: R prompts of N tokens a second arrive by chance, dealt to all ranks, while each
-decodes 8 streams: TTFT of these and ITL of those, with each step planned when it is due, and as soon as there is room
-(`engine/pacing.py`). `--drafts`: how many are made and verified behind every token, where the shape has a layer for
-that; with weights of chance hardly any is right, so that ITL is what such a step takes. From the ranks' own metrics:
-the device's time per step, the wait for plans, what crossed between ranks and how long a layer's dispatch and combine
-took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's kernels by time.
+must be the same. `--arrivals RxN`, or RxM-N: R prompts of N tokens, or of M to N, a second arrive by chance, dealt to
+all ranks, while each decodes 8 streams: TTFT of these and ITL of those, with each step planned when it is due, and as
+soon as there is room (`engine/pacing.py`). `--drafts`: how many are made and verified behind every token, where the
+shape has a layer for that; with weights of chance hardly any is right, so that ITL is what such a step takes. From the
+ranks' own metrics: the device's time per step, the wait for plans, what crossed between ranks and how long a layer's
+dispatch and combine took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's
+kernels by time.
 
 `--residency`: slots for such a share of each rank's experts. `--fetch`: a fleet for each, one behind the other, whose
 ranks read what they miss each alone or for each other; then also tokens/s of the last against the first, of each rank
@@ -76,7 +77,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     usual = {"page_size": 64, **DEVICE_DEFAULTS[args.device]}
     rows = max([*args.streams, 32, *(max(each) for each in args.uneven)])
     lengths = [args.prompt + args.output, *(length + 8 for _, length in args.prefill), args.mixed + 600]
-    arriving = [(rows, max(length + 8, args.prompt + 600)) for _, length in args.arrivals]
+    arriving = [(rows, max(longest + 8, args.prompt + 600)) for _, _, longest in args.arrivals]
     lengths += [length for _, length in arriving]
     config = EngineConfig(
         model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
@@ -121,10 +122,13 @@ class Bench:
         self.names = 0
         self.rows: list[dict[str, Any]] = []
 
-    def submit(self, rank: int, prompt: int, output: int) -> str:
+    def prompt(self, length: int) -> list[int]:
+        return self.random.choices(range(self.vocab), k=length)
+
+    def submit(self, rank: int, prompt: int | list[int], output: int) -> str:
         self.names += 1
         name = str(self.names)
-        ids = [self.random.randrange(self.vocab) for _ in range(prompt)]
+        ids = self.prompt(prompt) if isinstance(prompt, int) else prompt
         self.client.submit(rank, name, ids, temperature=0.0, max_tokens=output, ignore_eos=True)
         return name
 
@@ -191,8 +195,10 @@ class Bench:
         self.say(f"decode {','.join(map(str, rows))}", begun, before, **figures)
 
     def prefill(self, count: int, length: int) -> None:
+        # Drawn ahead: 4096 ids take this process a millisecond, in which the ranks would be at work for the first.
+        prompts = [(rank, self.prompt(length)) for _ in range(count) for rank in range(self.args.ranks)]
         before, begun = self.before(), time.perf_counter()
-        names = [self.submit(rank, length, 1) for _ in range(count) for rank in range(self.args.ranks)]
+        names = [self.submit(rank, prompt, 1) for rank, prompt in prompts]
         self.client.wait(*names, timeout=120)
         seconds = max(self.times[name][0] for name in names) - begun
         self.say(f"prefill {count}x{length} per rank", begun, before, tokens_per_s=round(len(names) * length / seconds))
@@ -219,7 +225,7 @@ class Bench:
             prompt_tokens_per_s=round(num * length / (quiet - loud)), prompts=num,
         )  # fmt: skip
 
-    def arrivals(self, rate: int, length: int, paced: bool) -> None:
+    def arrivals(self, rate: int, shortest: int, longest: int, paced: bool) -> None:
         for rank in self.fleet.ranks:
             rank.call("pace", paced)
         before, begun = self.before(), time.perf_counter()
@@ -232,12 +238,15 @@ class Bench:
             at += chance.expovariate(rate)
             while (left := at - time.perf_counter()) > 0:
                 self.client.pump(left)
+            # As many between 1000 and 2000 as between 2000 and 4000.
+            length = round(shortest * (longest / shortest) ** chance.random())
             asked[self.submit(len(asked) % self.args.ranks, length, 1)] = time.perf_counter()
         loud = min(asked.values()), max(asked.values())
         self.client.wait(*asked, *streams, timeout=120)
         gaps = [b - a for name in streams for a, b in itertools.pairwise(self.times[name]) if loud[0] <= a < loud[1]]
         self.say(
-            f"{rate} prompts of {length} a second, {'planned when due' if paced else 'planned at once'}", begun, before,
+            f"{rate} prompts of {shortest} to {longest} a second, planned {'when due' if paced else 'at once'}",
+            begun, before,
             ttft_ms=milliseconds([self.times[name][0] - then for name, then in asked.items()]),
             itl_ms=milliseconds(gaps), prompts=len(asked),
         )  # fmt: skip
@@ -271,6 +280,12 @@ def times(text: str) -> tuple[int, int]:
     return int(count), int(length)
 
 
+def arriving(text: str) -> tuple[int, int, int]:
+    rate, lengths = text.split("x")
+    shortest, _, longest = lengths.partition("-")
+    return int(rate), int(shortest), int(longest or shortest)
+
+
 def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -> list[dict[str, Any]]:
     """Everything that is asked for, of one fleet."""
     begun = time.perf_counter()
@@ -295,12 +310,15 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
         for rows in args.uneven:
             bench.decode(rows)
         for count, length in args.prefill:
+            # How long such steps take is not known before: the second of the first ones would be planned at once.
+            bench.prefill(1, length)
+            bench.rows.pop()
             bench.prefill(count, length)
             bench.profile(partial(bench.prefill, count, length))
         for budget in args.budgets if args.mixed else ():
             bench.mixed(args.mixed, budget)
-        for (rate, length), paced in itertools.product(args.arrivals, (True, False, True, False)):
-            bench.arrivals(rate, length, paced)
+        for each, paced in itertools.product(args.arrivals, (True, False, True, False)):
+            bench.arrivals(*each, paced)
         assert all(isinstance(answer.end, Done) for answer in fleet.client.answers.values())
         return bench.rows
 
@@ -317,7 +335,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
-    parser.add_argument("--arrivals", type=times, nargs="*", default=[])
+    parser.add_argument("--arrivals", type=arriving, nargs="*", default=[])
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--residency", type=float, help="share of the experts in slots (default: as many as fit)")
     parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])

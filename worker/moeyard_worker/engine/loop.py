@@ -242,7 +242,7 @@ class Engine:
         waited = self._lockstep.wait_seconds[-1] + (0.0 if before is None else before.waited)
         now = time.monotonic()
         own = 0.0 if launched.has_run() else now - started - waited
-        self._pacing.launched(step, of_peers=agreed.peers.most, seconds=own, now=now)
+        self._pacing.launched(agreed.peers, seconds=own, now=now)
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""

@@ -2,48 +2,47 @@
 
 Planned as soon as there is room for it, a step holds who was there then: a prompt that arrives a moment later waits for
 the end of the step that runs and for all of the next one. A step of prompts takes tens of milliseconds, and to plan and
-launch one a few, so it is planned when those are left. How long a step takes is guessed by the last ones of its size,
-and it is no harm to guess too short; one that ends sooner is seen to.
+launch one a few, so it is planned when those are left. How long a step takes is guessed by the steps before that were
+most like it, and it is no harm to guess too short; one that ends sooner is seen to.
 """
 
+import heapq
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
-from moeyard_worker.scheduling.step import Step
+from moeyard_worker.exchange.base import PeerRows
 
-# Of so many steps of a size the shortest counts, once there have been as many.
-_KEPT = 4
+# Of so many steps that are most like it the shortest counts; so many are kept of those whose most rows have as many
+# bits, so that output does not make it forget prompts.
+_LIKE, _KEPT = 4, 16
 # What planning a step took of the host's time, of so many steps the most, and that many times it.
 _PLANNED, _TIMES = 16, 1.5
 # Seconds for what is not known of a host; and less than so many are not worth waiting.
 _SPARE_S, _WORTH_S = 2e-3, 4e-3
-# Steps of about as many prompt rows take as long.
-_ROWS = 256
 
-_Size = tuple[int, int, int]
+_Size = tuple[int, int]  # rows: of the rank that brings most, for which all wait, and of all, for the experts
 
 
 class Pacing:
     """Of one rank's loop; all times are monotonic seconds, or seconds."""
 
     def __init__(self) -> None:
-        self._took: defaultdict[_Size, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        # By bits of the most rows; the latest first.
+        self._took: dict[int, deque[tuple[_Size, float]]] = {}
         self._planned: deque[float] = deque(maxlen=_PLANNED)
         # Steps in flight, oldest first: their sizes.
         self._flying: deque[_Size] = deque()
         self._ends = 0.0
 
-    def launched(self, step: Step, *, of_peers: int, seconds: float, now: float) -> None:
-        """A step of this rank was planned and launched in `seconds` of the host's own; no rank brings more than
-        `of_peers` rows to it.
+    def launched(self, rows: PeerRows, *, seconds: float, now: float) -> None:
+        """A step of so many rows was planned and launched in `seconds` of the host's own.
 
         What waits for the device in the midst of a launch, as for the ids of prompts whose experts lack slots, counts
         as the host's, so that such steps are planned at once.
         """
-        prompt, decode = step.num_prefill_tokens, step.num_tokens - step.num_prefill_tokens
-        size = -(-prompt // _ROWS), max(decode - 1, 0).bit_length() + (decode > 0), -(-of_peers // _ROWS)
+        size = max(rows.most, 1), max(sum(rows.counts), rows.most, 1)
         begins = max(now - seconds, self._ends) if self._flying else now - seconds
         self._planned.append(seconds)
         self._flying.append(size)
@@ -53,7 +52,7 @@ class Pacing:
         """The oldest step in flight has ended; it took `seconds` of a device, None: of one without a clock."""
         size = self._flying.popleft()
         if seconds is not None:
-            self._took[size].append(seconds)
+            self._took.setdefault(size[0].bit_length(), deque(maxlen=_KEPT)).appendleft((size, seconds))
         self._ends = now + sum(map(self._guess, self._flying))
 
     def clear(self) -> None:
@@ -77,5 +76,8 @@ class Pacing:
         return due if due - now > _WORTH_S else -math.inf
 
     def _guess(self, size: _Size) -> float:
-        took = self._took.get(size, ())
-        return min(took) if len(took) == _KEPT else 0.0
+        """As long as steps like it took at least: with more rows no less, with fewer their share; 0: none has ended."""
+        near = self._took[min(self._took, key=lambda bits: abs(bits - size[0].bit_length()))] if self._took else ()
+        # Of those that are as like it, the latest.
+        like = heapq.nsmallest(_LIKE, near, key=lambda took: math.dist(map(math.log2, size), map(math.log2, took[0])))
+        return min((took * min(1.0, size[0] / most, size[1] / total) for (most, total), took in like), default=0.0)
