@@ -18,7 +18,7 @@
 #     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
 #     wide_experts                     experts' sum, of the experts' products, and of wide ones' prompts, the best stored
 #     shapes shapes_prompts            the kernels at every size that steps of eight models have, of 1, 8 and 64 rows and
-#                                      of 1024 and 8192 (MODELS='Kimi-K2 Mixtral-8x7B': of these), in $OUT/steps.csv
+#                                      of 1024 and 8192 (MODELS='Kimi-K2 Mixtral-8x7B' ROWS=256: of these), in $OUT/steps.csv
 #     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
@@ -250,7 +250,7 @@ shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   for rows; do args+=(--rows "$rows"); done
   step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
-shapes_prompts() { shape_rows shapes_prompts 480 1024 8192; }
+shapes_prompts() { shape_rows shapes_prompts 480 ${ROWS:-1024 8192}; }
 # All tiles of the prompts of the widest experts.
 wide_experts() {
   local model args=()
