@@ -286,8 +286,8 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
     alone = start(config(model, ranks=1, exchange="auto"))
     expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
     alone.close()
-    cases = [(3, 2, False), (2, 2, False), (1, 2, False), (2, 1, True)]
-    for ranks, deep, eager in cases if model.name.startswith("gqa") else cases[1:2]:
+    cases = [(8, 2, False), (3, 2, False), (2, 2, False), (1, 2, False), (2, 1, True)]
+    for ranks, deep, eager in cases if model.name.startswith("gqa") else cases[2:3]:
         fleet = start(config(model, ranks=ranks, exchange="nvlink", deep=deep, eager=eager))
         last = ranks - 1
         assert fleet.answers("alone", {"c": last})["c"] == expected["c"]

@@ -153,7 +153,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("nvlink"), "qwen3_moe", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what runs before the ranks have met: it takes no part, and leaves nothing behind."""
     config = load_model_config(checkpoint)

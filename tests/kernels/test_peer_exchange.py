@@ -73,7 +73,7 @@ def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
     return words.view(rows.dtype).flatten(0, 1)
 
 
-COUNTS = [(1, 1), (0, 3), (5, 2, 0), (0, 0, 0, 0), (1, 0, 4, 6), (6, 6, 6, 6)]
+COUNTS = [(1, 1), (0, 3), (5, 2, 0), (0, 0, 0, 0), (1, 0, 4, 6), (6, 6, 6, 6), (2, 0, 5, 1, 6, 0, 0, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
