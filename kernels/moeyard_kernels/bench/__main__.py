@@ -6,7 +6,7 @@
     python -m moeyard_kernels.bench --model NAME ... [--rows N ...]     what the steps of models launch, not the table
     python -m moeyard_kernels.bench --csv FILE --merge FILE             what one file has goes to another; needs no GPU
 
-A model is one of `model_steps.MODELS`, or all; rows are a step's, of output (1, 8, 64) or of a prompt (256, 1024,
+A model is one of `model_steps.MODELS`, or all; rows are a step's, of output (1, 8, 64) or of a prompt (256, 512, 1024,
 8192). `--csv` keeps what its file has of other rows, each under the device, date and versions of the run that measured
 it, and is written row by row, so that a run that is cut loses nothing.
 

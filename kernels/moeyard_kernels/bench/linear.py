@@ -78,7 +78,7 @@ def _single(num_rows: int, dim: int, num_out: int, *, fp32: bool = False, contex
         target=None if context else _target(num_rows, dim, num_out),
         baseline=partial(F.linear, x, weight),
         baseline_name="F.linear",
-        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
+        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows, num_out)],
         tune_key=(op.OP, op.shape_class(num_rows, dim, num_out)),
     )
 
@@ -105,7 +105,7 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
         target=Target("speedup", 0.9 if num_rows in MANY else 1.1),
         baseline=partial(_two_linears, x, a, b),
         baseline_name="2 F.linear",
-        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows)],
+        variants=[(config, partial(run, config=config)) for config in op.configs_for(num_rows, num_a, num_b)],
         tune_key=(op.OP, op.shape_class(num_rows, dim, num_a, num_b)),
     )
 

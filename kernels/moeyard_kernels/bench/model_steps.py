@@ -12,7 +12,7 @@ from typing import Literal
 from moeyard_kernels.types.gate import GateRule
 
 # Rows of a step: of output, and of a prompt.
-DECODE_ROWS, PROMPT_ROWS = (1, 8, 64), (256, 1024, 8192)
+DECODE_ROWS, PROMPT_ROWS = (1, 8, 64), (256, 512, 1024, 8192)
 ROWS = (*DECODE_ROWS, *PROMPT_ROWS)
 # Every latent attention here has these: the latent, a head's key without and with its rotated part, its value.
 RANK, NOPE, ROPE, DIM_V = 512, 128, 64, 128

@@ -198,10 +198,11 @@ def _skinny_rows(num_rows: int) -> int:
     return next(rows for rows in (8, 16, 32, 64) if num_rows <= rows)
 
 
-def configs_for(num_rows: int) -> tuple[LinearConfig, ...]:
-    """The configs worth trying for that many rows, in bf16."""
+def configs_for(num_rows: int, *num_out: int) -> tuple[LinearConfig, ...]:
+    """The configs worth trying for that many rows and these weights' outputs, in bf16."""
     if num_rows > 64:
-        return (*(_MIDDLE if num_rows <= 512 else _MIDDLE[-2:]), *_WIDE)
+        # A router's outputs are few: large tiles leave most multiprocessors idle.
+        return (*(_MIDDLE if num_rows <= 512 or sum(num_out) <= 512 else _MIDDLE[-2:]), *_WIDE)
     rows = _skinny_rows(num_rows)
     # 64 rows may do as two tiles of 32, too.
     skinny = (c for c in _SKINNY if rows == c.BM or (rows, c.BM) == (64, 32))
