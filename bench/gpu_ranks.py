@@ -125,11 +125,10 @@ class Bench:
     def prompt(self, length: int) -> list[int]:
         return self.random.choices(range(self.vocab), k=length)
 
-    def submit(self, rank: int, prompt: int | list[int], output: int) -> str:
+    def submit(self, rank: int, prompt: list[int], output: int) -> str:
         self.names += 1
         name = str(self.names)
-        ids = self.prompt(prompt) if isinstance(prompt, int) else prompt
-        self.client.submit(rank, name, ids, temperature=0.0, max_tokens=output, ignore_eos=True)
+        self.client.submit(rank, name, prompt, temperature=0.0, max_tokens=output, ignore_eos=True)
         return name
 
     def say(self, case: str, begun: float, before: tuple[Any, Any], **figures: Any) -> None:
@@ -174,7 +173,7 @@ class Bench:
     def decode(self, rows: list[int]) -> None:
         before, begun = self.before(), time.perf_counter()
         names = [
-            (rank, self.submit(rank, self.args.prompt, self.args.output))
+            (rank, self.submit(rank, self.prompt(self.args.prompt), self.args.output))
             for rank, count in enumerate(rows)
             for _ in range(count)
         ]
@@ -208,12 +207,12 @@ class Bench:
             rank.call("budget", budget)
         before, begun = self.before(), time.perf_counter()
         last = self.args.ranks - 1
-        names = [self.submit(rank, self.args.prompt, 500) for rank in range(last) for _ in range(8)]
+        names = [self.submit(rank, self.prompt(self.args.prompt), 500) for rank in range(last) for _ in range(8)]
         self.client.wait_for(lambda: all(len(self.times.get(name, ())) > 100 for name in names), timeout=120)
         loud = time.perf_counter()
         num = 0
         while min(len(self.times[name]) for name in names) < 450 and num < 12:
-            self.client.wait(self.submit(last, length, 1), timeout=120)
+            self.client.wait(self.submit(last, self.prompt(length), 1), timeout=120)
             num += 1
         quiet = time.perf_counter()
         self.client.wait(*names, timeout=120)
@@ -230,17 +229,17 @@ class Bench:
             rank.call("pace", paced)
         before, begun = self.before(), time.perf_counter()
         ranks, chance = range(self.args.ranks), random.Random(5)
-        streams = [self.submit(rank, self.args.prompt, 590) for rank in ranks for _ in range(8)]
+        streams = [self.submit(rank, self.prompt(self.args.prompt), 590) for rank in ranks for _ in range(8)]
         self.client.wait_for(lambda: all(len(self.times.get(name, ())) > 20 for name in streams), timeout=120)
         asked: dict[str, float] = {}
         at = time.perf_counter()
         while min(len(self.times[name]) for name in streams) < 560 and len(asked) < 400:
             at += chance.expovariate(rate)
+            # As many between 1000 and 2000 as between 2000 and 4000.
+            prompt = self.prompt(round(shortest * (longest / shortest) ** chance.random()))
             while (left := at - time.perf_counter()) > 0:
                 self.client.pump(left)
-            # As many between 1000 and 2000 as between 2000 and 4000.
-            length = round(shortest * (longest / shortest) ** chance.random())
-            asked[self.submit(len(asked) % self.args.ranks, length, 1)] = time.perf_counter()
+            asked[self.submit(len(asked) % self.args.ranks, prompt, 1)] = time.perf_counter()
         loud = min(asked.values()), max(asked.values())
         self.client.wait(*asked, *streams, timeout=120)
         gaps = [b - a for name in streams for a, b in itertools.pairwise(self.times[name]) if loud[0] <= a < loud[1]]
@@ -259,11 +258,13 @@ class Bench:
             "ignore_eos": True,
             "logprobs": 1,
         }
-        prompts = [[self.random.randrange(self.vocab) for _ in range(100 + 9 * i)] for i in range(6)]
+        prompts = [self.prompt(100 + 9 * i) for i in range(6)]
         told = []
         for turn in range(3):
             strangers = [
-                self.submit(rank, 50, self.args.output) for rank in range(self.args.ranks) for _ in range(11 * turn)
+                self.submit(rank, self.prompt(50), self.args.output)
+                for rank in range(self.args.ranks)
+                for _ in range(11 * turn)
             ]
             names = [f"check-{turn}-{i}" for i in range(len(prompts))]
             for i, name in enumerate(names):
@@ -280,7 +281,7 @@ def times(text: str) -> tuple[int, int]:
     return int(count), int(length)
 
 
-def arriving(text: str) -> tuple[int, int, int]:
+def arrival(text: str) -> tuple[int, int, int]:
     rate, lengths = text.split("x")
     shortest, _, longest = lengths.partition("-")
     return int(rate), int(shortest), int(longest or shortest)
@@ -335,7 +336,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
-    parser.add_argument("--arrivals", type=arriving, nargs="*", default=[])
+    parser.add_argument("--arrivals", type=arrival, nargs="*", default=[])
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--residency", type=float, help="share of the experts in slots (default: as many as fit)")
     parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])

@@ -42,7 +42,7 @@ class Pacing:
         What waits for the device in the midst of a launch, as for the ids of prompts whose experts lack slots, counts
         as the host's, so that such steps are planned at once.
         """
-        size = max(rows.most, 1), max(sum(rows.counts), rows.most, 1)
+        size = rows.most, sum(rows.counts)
         begins = max(now - seconds, self._ends) if self._flying else now - seconds
         self._planned.append(seconds)
         self._flying.append(size)
