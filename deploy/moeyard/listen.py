@@ -48,10 +48,19 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def reserved(sock: socket.socket) -> socket.socket:
-    """In the place of a socket that listens, and so has the port alone, one that shares it and only keeps it."""
+    """In the place of a socket that listens, and so has the port alone, one that shares it and only keeps it.
+
+    For as long as a model takes to load, and against whoever comes: Ray's autoscaler listens on 44217, which the system
+    may well have chosen for us.
+    """
     address = SharedAddress.of(sock)
     sock.close()
-    return address.bound()
+    try:
+        return address.bound(closing=False)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return address.bound()
 
 
 def check_ports(host: str, *, num_workers: int) -> None:

@@ -83,21 +83,23 @@ class SharedAddress:
         only = is_ipv6 and bool(sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
         return cls(family=sock.family, address=sock.getsockname(), only_ipv6=only)
 
-    def bound(self) -> socket.socket:
-        """One more socket on it, which does not listen yet. Raises OSError."""
+    def bound(self, *, closing: bool = True) -> socket.socket:
+        """One more socket on it, which does not listen yet. Raises OSError.
+
+        `closing`: also where connections of any ended server still close. Others that ask for the same, as most servers
+        do, can then listen where it does not yet; without it only its kind can, and only their connections may close.
+        """
         sock = socket.socket(self.family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if self.family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, self.only_ipv6)
-        sock.bind(self.address)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, closing)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if self.family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, self.only_ipv6)
+            sock.bind(self.address)
+        except OSError:
+            sock.close()
+            raise
         return sock
-
-
-def _listening(address: SharedAddress) -> socket.socket:
-    sock = address.bound()
-    sock.listen(1024)
-    return sock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,11 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
     for number in ending:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
+    sock = seat.address.bound()
+    sock.listen(1024)
     server = RouterServer(
         config,
-        _listening(seat.address),
+        sock,
         on_ready=lambda: pipe.send(Ready()),
         on_lost=lambda rank, why: pipe.send(WorkerLost(rank, server.workers[rank].endpoint, why)),
         siblings=None if seat.count == 1 else Siblings(seat.directory, index=seat.index, count=seat.count),
