@@ -78,6 +78,7 @@ class Pacing:
     def _guess(self, size: _Size) -> float:
         """As long as steps like it took at least: with more rows no less, with fewer their share; 0: none has ended."""
         near = self._took[min(self._took, key=lambda bits: abs(bits - size[0].bit_length()))] if self._took else ()
+        here = tuple(map(math.log2, size))
         # Of those that are as like it, the latest.
-        like = heapq.nsmallest(_LIKE, near, key=lambda took: math.dist(map(math.log2, size), map(math.log2, took[0])))
+        like = heapq.nsmallest(_LIKE, near, key=lambda took: math.dist(here, tuple(map(math.log2, took[0]))))
         return min((took * min(1.0, size[0] / most, size[1] / total) for (most, total), took in like), default=0.0)
