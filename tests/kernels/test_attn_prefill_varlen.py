@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -218,6 +218,29 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
         from_door, none = ops.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, k_rope=rope)
         assert none is None
         assert torch.equal(from_door, ops.attn_prefill_varlen(q, whole, v, plan=plan, scale=0.1)[0])
+
+
+@pytest.mark.parametrize("config", [None, *triton_kernel.CONFIGS[:3]], ids=str)
+@pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_room_for_more_tiles_does_not_show(
+    paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
+) -> None:
+    """As in a captured step (`GraphInputs`): rows that are nobody's, and tiles of a chunk that has none."""
+    heads, kv_heads, dim_k, dim_v = shape
+    sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
+    q, k, v = (
+        torch.randn(*size).to(DEVICE, torch.bfloat16)
+        for size in ((300, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v))
+    )
+    table = torch.randperm(32)[:30].view(3, 10) if paged else None
+    lens, starts = [200, 60, 0], [300, 0, 0]
+    plan = plan_prefill(lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
+    spare = torch.tensor([[2, 0]] * 5, dtype=torch.int32, device=DEVICE)
+    roomy = replace(plan, num_rows=300, tiles=torch.cat((plan.tiles, spare)))
+    wanted = run(q[:260], k, v, plan, 0.1)
+    got = run(q, k, v, roomy, 0.1, config=config)
+    assert_same(tuple(x[:260] for x in got), wanted, f"{config}")
 
 
 @pytest.mark.skipif(not NATIVE, reason="graphs are a GPU's")

@@ -222,6 +222,13 @@ def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
     # Slices as narrow as 132 multiprocessors need, of 64 columns where there are many.
     assert [default_config(8, columns).BN for columns in (2112, 2113, 4223, 4224)] == [16, 32, 32, 64]
     assert {(default_config(rows, 2304).BM, default_config(rows, 2304).BN) for rows in (16, 33)} == {(16, 32), (64, 32)}
+    # The smallest tiles of which there are no more than 132.
+    shapes = ((128, 2112), (256, 2048), (512, 2048), (512, 2112), (1024, 2048), (512, 7168))
+    tiles = [(64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256)]
+    assert [(c.BM, c.BN) for c in (default_config(*shape) for shape in shapes)] == tiles
+    assert default_config(1024, 128) == default_config(256, 64) == default_config(65, 1024)
+    # Of 128 x 80 two share a multiprocessor; 396 tiles of 128 x 128 are three waves, 200 of 128 x 256 two.
+    assert [default_config(512, columns).BN for columns in (5120, 5632, 12576)] == [80, 256, 128]
     # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
     assert default_config(1024, 5120).BN == 320
     assert default_config(1024, 7168).BN == 256

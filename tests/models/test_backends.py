@@ -282,6 +282,31 @@ def test_what_no_captured_step_holds() -> None:
     assert not fits.holds(only), "decode rows do not pay for a prompt's"
 
 
+def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
+    """Of each chunk the last tile may be one row."""
+    lengths = (129, 1, 257)
+    chunks = tuple(
+        Chunk(
+            key=(b"", ""), start=0, token_ids=(1,) * length, pages=tuple(range(-(-length // PAGE_SIZE))), prompt=True,
+            num_sampled=0,
+        )
+        for length in lengths
+    )  # fmt: skip
+    bucket = Bucket(prompt=sum(lengths), width=257, chunks=3)
+    last = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    inputs = GraphInputs(bucket, page_size=PAGE_SIZE, windows=(None,), last_ids=last)
+    plan = inputs.paged[None]
+    assert plan.num_full_tiles == 4
+    for some, tiles in (
+        (chunks, [[2, 256], [0, 128], [2, 128], [0, 0], [1, 0], [2, 0]]),
+        # The fourth chunk is none.
+        (chunks[:2], [[0, 128], [0, 0], [1, 0], [3, 0], [3, 0], [3, 0]]),
+    ):
+        inputs.fill(Step(prefill=some), [])
+        assert plan.tiles.tolist() == tiles
+        assert plan.cu_q[3] == plan.cu_q[4]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_residency_changes_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -178,6 +178,9 @@ def attn_prefill_hopper_kernel(
     i_first = gl.load(p_tiles + i_tile * 2 + 1)
     i_q = gl.load(p_cu_q + i_b)
     num_q = gl.load(p_cu_q + i_b + 1) - i_q
+    # A captured step has room for more tiles than most steps have.
+    if i_first >= num_q:
+        return
     start = gl.load(p_starts + i_b)
     i_kv = i_h // GROUP
     num_blocks = (start + gl.minimum(i_first + 128, num_q) + BN - 1) // BN

@@ -239,7 +239,7 @@ def attn_prefill_varlen(
         c = scale * math.log2(math.e)
         sizes = (
             k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
-            num_heads, _near(num_kv_heads, group * num_parts) * group, num_parts,
+            num_heads, _near(num_kv_heads, group * plan.num_full_tiles * parts) * group, num_parts,
         )  # fmt: skip
         shape = {"GROUP": group, "D1": first, "D2": second, "DV": dim_v, "BN": BLOCK, "PAGE": plan.page_size}
         if hopper:

@@ -36,7 +36,7 @@ CONFIGS: tuple[PrefillConfig, ...] = (
     PrefillConfig(kernel="pointers", BM=128, num_warps=8, num_stages=3),
 )
 
-# (Tile, head) pairs from which on a class of shapes is called "many".
+# (Full tile, head) pairs from which on a class of shapes is called "many".
 _MANY = 512
 # What a program may take of a multiprocessor's shared memory, in bytes.
 _SHARED = 224 << 10
@@ -74,7 +74,7 @@ def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Prefi
 
 def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
     """Whether blocks of 128 rows keep a GPU busy too."""
-    return plan.tiles.shape[0] * q.shape[1] >= _MANY
+    return plan.num_full_tiles * q.shape[1] >= _MANY
 
 
 def suits_hopper(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> bool:

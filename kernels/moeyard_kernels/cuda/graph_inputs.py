@@ -10,7 +10,7 @@ import torch
 from moeyard_kernels.cuda.plan import Kept
 from moeyard_kernels.cuda.staging import Staging
 from moeyard_kernels.cuda.state_rows import StateInputs
-from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables
+from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations, entries_at
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
 from moeyard_kernels.types.step import ChunkRows, StepRows
@@ -93,7 +93,8 @@ class GraphInputs:
         self.num_sampled = bucket.samples
         self._page_size, self._last_ids = page_size, last_ids
         rows, pad = bucket.rows, bucket.chunks + 1
-        num_tiles = bucket.prompt // TILE + bucket.chunks + 1
+        # Of each chunk one tile may be short of all rows but one.
+        num_tiles = (bucket.prompt + bucket.chunks * (TILE - 1)) // TILE
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]
         fields = dict.fromkeys((*_PER_ROW, "feed"), (torch.int64, (rows,)))
         if bucket.prompt:
@@ -191,8 +192,7 @@ class GraphInputs:
             )
         host["cu_q"][:] = count
         host["cu_q"][: lens.size + 1] = np.concatenate(([0], np.cumsum(lens)))
-        # The chunk without rows has a block of keys: a kernel may count on one.
-        host["starts"][:] = BLOCK
+        host["starts"][:] = 0
         host["starts"][: lens.size] = starts
         tiles = tiles_of(lens, starts)
         host["tiles"][: len(tiles)] = tiles

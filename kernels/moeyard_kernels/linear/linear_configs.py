@@ -10,6 +10,8 @@ import triton
 
 from moeyard_kernels.common.tuning import Config
 
+# Multiprocessors of an H100 or H200.
+_PROCESSORS = 132
 # What a block may have on Hopper, less the barriers of a pipeline.
 _SHARED_BYTES = 227 * 1024 - 256
 
@@ -145,6 +147,7 @@ _FEW_ROWS = (
     _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=True),
     _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=True),
 )
+# By size.
 _MIDDLE = (
     _stream(64, 32, 256, num_stages=4, num_warps=4),
     _stream(64, 64, 128, num_stages=6, num_warps=4),
@@ -154,6 +157,8 @@ _MIDDLE = (
     _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
     _stream(128, 128, 64, num_stages=6),
 )
+# Two of these share a multiprocessor, one of those has it.
+_NARROW = Wide(BM=128, BN=80, BK=64, num_warps=4, num_stages=4, GROUP=4)
 _ONE_WAVE = Wide(BM=128, BN=320, BK=32, num_warps=8, num_stages=6, GROUP=8)
 _WIDE = (
     _stream(128, 256, 64, num_stages=4),
@@ -162,7 +167,7 @@ _WIDE = (
     _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
     _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
     _ONE_WAVE,
-    Wide(BM=128, BN=80, BK=64, num_warps=4, num_stages=4, GROUP=4),
+    _NARROW,
 )
 # For many rows that tensor descriptors cannot describe.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=False)
@@ -201,8 +206,8 @@ def _skinny_rows(num_rows: int) -> int:
 def configs_for(num_rows: int, *num_out: int) -> tuple[LinearConfig, ...]:
     """The configs worth trying for that many rows and these weights' outputs, in bf16."""
     if num_rows > 64:
-        # A router's outputs are few: large tiles leave most multiprocessors idle.
-        return (*(_MIDDLE if num_rows <= 512 or sum(num_out) <= 512 else _MIDDLE[-2:]), *_WIDE)
+        few = num_rows <= 512 or triton.cdiv(num_rows, 64) * triton.cdiv(sum(num_out), 128) <= _PROCESSORS
+        return (*(_MIDDLE if few else _MIDDLE[-2:]), *_WIDE)
     rows = _skinny_rows(num_rows)
     # 64 rows may do as two tiles of 32, too.
     skinny = (c for c in _SKINNY if rows == c.BM or (rows, c.BM) == (64, 32))
@@ -226,12 +231,25 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
         # (16 rows and more, and two weights, were not timed with it.)
         chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16 if columns <= 132 * 16 else 32)
         return next(c for c in _SKINNY if chosen == (c.BM, c.BN))
-    # Tiles as large as still give a program to nearly every multiprocessor of an H200, which are 132.
-    rows = triton.cdiv(num_rows, 128)
-    tiles = rows * triton.cdiv(columns, 256)
-    # Two weights would be two launches.
-    if len(num_out) == 1 and tiles > 132 and 110 <= rows * triton.cdiv(columns, 320) <= 132:
+    return _tiles_of_a_wave(num_rows, *num_out)
+
+
+def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
+    """The smallest tiles that are not too many for the multiprocessors to compute all at once (docs/kernels.md)."""
+
+    def waves(config: Stream | Wide) -> float:
+        return triton.cdiv(num_rows, config.BM) * triton.cdiv(sum(num_out), config.BN) / _PROCESSORS
+
+    largest, half = _WIDE[1], _MIDDLE[-1]
+    for config in _MIDDLE:
+        if config.PER_SM == 1 and waves(config) <= 1:
+            return config
+    # Nearly a wave of others leaves fewer idle. Two weights would be two launches.
+    if len(num_out) == 1 and waves(largest) > 1 and 5 / 6 <= waves(_ONE_WAVE) <= 1:
         return _ONE_WAVE
-    if tiles >= 110:
-        return _WIDE[1]
-    return _MIDDLE[6 if tiles >= 50 else 5 if num_rows > 128 else 2]
+    if len(num_out) == 1 and 5 / 6 <= waves(_NARROW) / 2 <= 1:
+        return _NARROW
+    # Three waves of half as wide tiles instead of two; with more rows tails make up for it.
+    if num_rows <= 512 and waves(largest) <= 2 < waves(half) <= 3:
+        return half
+    return largest

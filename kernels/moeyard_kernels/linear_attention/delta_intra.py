@@ -119,9 +119,12 @@ def delta_intra_kernel(
     i_unit = tl.program_id(0).to(tl.int64)
     i_chunk, i_h = i_unit // HV, i_unit % HV
     p_low = p_lower + i_unit * (C * C)
+    p_chunk = p_table + i_chunk * TABLE_WIDTH
+    i_first, i_end = tl.load(p_chunk), tl.load(p_chunk + (TABLE_WIDTH - 2))
+    # A captured step has room for more chunks than most steps have.
+    if i_first >= i_end:
+        return
     if BLOCKS:
-        p_chunk = p_table + i_chunk * TABLE_WIDTH
-        i_first, i_end = tl.load(p_chunk), tl.load(p_chunk + (TABLE_WIDTH - 2))
         o_c = tl.arange(0, C)
         i_row = i_first + o_c
         # Rows behind a prompt's last are zeros, and change nothing.

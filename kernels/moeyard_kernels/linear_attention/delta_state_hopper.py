@@ -146,8 +146,7 @@ def _go_on(
             i_taken = gl.where(n == n_stops[i], i_stops[i], i_taken)
         if i_taken >= 0:
             gl.store(p_state + (i_taken.to(gl.int64) * HV + i_h) * (DK * DV) + o_k * DV + o_v, b_state)
-    # What `heads` has room for and no prompt names a row of padding: it has a slot, too, and nothing for it.
-    gl.store(p_own + o_k * DV + o_v, b_state, mask=num_chunks > 0)
+    gl.store(p_own + o_k * DV + o_v, b_state)
 
 
 @gluon.jit
@@ -194,6 +193,9 @@ def delta_state_kernel(
     i_begin, i_end = gl.load(p_prompt + 1).to(gl.int32), gl.load(p_prompt + (TABLE_WIDTH - 2)).to(gl.int32)
     i_slot, has_state = gl.load(p_prompt + (TABLE_WIDTH - 1)).to(gl.int64), gl.load(p_fresh + i_chunk) == 0
     num_chunks = gl.cdiv(gl.maximum(i_end - i_begin, 0), C)
+    # A captured step has room for more prompts than most steps have.
+    if num_chunks == 0:
+        return
     i_unit, i_query = i_chunk * HV + i_h, i_h // (HV // HK) * DK
     i_value = 2 * HK * DK + i_h * DV + i_v * BV
     gl.warp_specialize(

@@ -21,7 +21,8 @@ class PrefillPlan:
     and values of positions 0 .. starts[b] + length - 1 are known.
     page_table: [B, max_pages], the page of position p is page_table[b, p // page_size]; entries past the last position
     are 0. Or, where keys are contiguous rows (page_size 0), cu_kv: [B + 1], position p is row cu_kv[b] + p.
-    tiles: [N, 2], every tile of up to TILE queries as (chunk, first row within it), most keys first.
+    tiles: [N, 2], every tile of up to TILE queries as (chunk, first row within it), most keys first. In a captured step
+    there are as many as its chunks may have; those that they have not come last, and belong to a chunk without rows.
     num_rows: queries of all chunks, num_keys: the sum of their keys; the host's copies of cu_q[B] and cu_kv[B].
     """
 
@@ -34,6 +35,11 @@ class PrefillPlan:
     tiles: torch.Tensor
     page_table: torch.Tensor | None
     cu_kv: torch.Tensor | None
+
+    @property
+    def num_full_tiles(self) -> int:
+        """How many tiles the rows would make as one chunk: of a captured step that is what there mostly is to do."""
+        return -(-self.num_rows // TILE)
 
 
 def plan_prefill(
