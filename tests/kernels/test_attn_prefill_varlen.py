@@ -220,6 +220,22 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
         assert torch.equal(from_door, ops.attn_prefill_varlen(q, whole, v, plan=plan, scale=0.1)[0])
 
 
+def make_step(
+    num_rows: int, shape: tuple[int, int, int, int], paged: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q of so many rows, and keys and values in 32 pages of 64, or 1024 rows; bf16."""
+    heads, kv_heads, dim_k, dim_v = shape
+    sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
+    q, k, v = (torch.randn(*size) for size in ((num_rows, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v)))
+    return q.to(DEVICE, torch.bfloat16), k.to(DEVICE, torch.bfloat16), v.to(DEVICE, torch.bfloat16)
+
+
+def plan_step(q_lens: Sequence[int], starts: Sequence[int], paged: bool) -> PrefillPlan:
+    """Of `make_step`, up to 10 pages a chunk."""
+    table = torch.randperm(32)[: 10 * len(q_lens)].view(-1, 10) if paged else None
+    return plan_prefill(q_lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
+
+
 @pytest.mark.parametrize("config", [None, *triton_kernel.CONFIGS[:3]], ids=str)
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
@@ -227,15 +243,8 @@ def test_room_for_more_tiles_does_not_show(
     paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
 ) -> None:
     """As in a captured step (`GraphInputs`): rows that are nobody's, and tiles of a chunk that has none."""
-    heads, kv_heads, dim_k, dim_v = shape
-    sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
-    q, k, v = (
-        torch.randn(*size).to(DEVICE, torch.bfloat16)
-        for size in ((300, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v))
-    )
-    table = torch.randperm(32)[:30].view(3, 10) if paged else None
-    lens, starts = [200, 60, 0], [300, 0, 0]
-    plan = plan_prefill(lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
+    q, k, v = make_step(300, shape, paged)
+    plan = plan_step([200, 60, 0], [300, 0, 0], paged)
     spare = torch.tensor([[2, 0]] * 5, dtype=torch.int32, device=DEVICE)
     roomy = replace(plan, num_rows=300, tiles=torch.cat((plan.tiles, spare)))
     wanted = run(q[:260], k, v, plan, 0.1)
@@ -250,26 +259,18 @@ def test_room_for_more_tiles_does_not_show(
 def test_a_graph_replays_other_chunks(
     paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
 ) -> None:
-    heads, kv_heads, dim_k, dim_v = shape
-    sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
-    q, k, v = (
-        torch.randn(*size, device=DEVICE).bfloat16() for size in ((260, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v))
-    )
-
-    def plan_of(q_lens: list[int], starts: list[int]) -> PrefillPlan:
-        table = torch.randperm(32)[:20].view(2, 10) if paged else None
-        return plan_prefill(q_lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
+    q, k, v = make_step(260, shape, paged)
 
     def step(plan: PrefillPlan) -> tuple[torch.Tensor, ...]:
         return triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=0.1, return_lse=True, config=config)
 
-    plan = plan_of([200, 60], [300, 0])
+    plan = plan_step([200, 60], [300, 0], paged)
 
     def refill() -> None:
         for x in (q, k, v):
             x.normal_()
         # As many tiles of as many queries.
-        other = plan_of(*next(chunks))
+        other = plan_step(*next(chunks), paged)
         for name in ("cu_q", "starts", "tiles", "page_table" if paged else "cu_kv"):
             getattr(plan, name).copy_(getattr(other, name))
 

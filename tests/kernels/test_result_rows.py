@@ -82,7 +82,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 @DTYPES
-@pytest.mark.parametrize("block_rows", [0, 16, 64, 128])
+@pytest.mark.parametrize("block_rows", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dtype) -> None:
     ranks = Ranks(dtype)
@@ -91,7 +91,7 @@ def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dt
     ranks.assert_same()
 
 
-@pytest.mark.parametrize("block_rows", [16, 64, 128])
+@pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
 def test_by_any_tile(block_rows: int) -> None:
     for config in triton_kernel.candidates("down", block_rows, torch.bfloat16):
         ranks = Ranks(torch.bfloat16)

@@ -11,6 +11,7 @@ from moeyard_kernels.cuda.plan import Kept
 from moeyard_kernels.cuda.staging import Staging
 from moeyard_kernels.cuda.state_rows import StateInputs
 from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.expert_layout import max_blocks
 from moeyard_kernels.types.plan_parts import Rotations, entries_at
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
 from moeyard_kernels.types.step import ChunkRows, StepRows
@@ -93,8 +94,7 @@ class GraphInputs:
         self.num_sampled = bucket.samples
         self._page_size, self._last_ids = page_size, last_ids
         rows, pad = bucket.rows, bucket.chunks + 1
-        # Of each chunk one tile may be short of all rows but one.
-        num_tiles = (bucket.prompt + bucket.chunks * (TILE - 1)) // TILE
+        num_tiles = max_blocks(bucket.prompt, bucket.chunks, TILE)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]
         fields = dict.fromkeys((*_PER_ROW, "feed"), (torch.int64, (rows,)))
         if bucket.prompt:

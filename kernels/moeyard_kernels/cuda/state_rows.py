@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
+from moeyard_kernels.types.expert_layout import max_blocks
 from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
 from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
@@ -106,8 +107,8 @@ class StateInputs:
 
     def __init__(self, *, prompt: int, chunks: int, decode: int) -> None:
         self._prompt, self._decode = prompt, decode
-        # A prompt has one chunk at most that is not full; and one that is none.
-        self._room, self._heads = (prompt // CHUNK + chunks + 1, chunks) if prompt else (0, 0)
+        # One more, that is none.
+        self._room, self._heads = (max_blocks(prompt, chunks, CHUNK) + 1, chunks) if prompt else (0, 0)
 
     def fields(self) -> Fields:
         """What a step's staging is to hold for it."""

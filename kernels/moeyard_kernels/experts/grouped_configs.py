@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import triton
 
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
 
@@ -143,9 +143,8 @@ def default_config(step: str, block_rows: int, rows_per_expert: int, num_bytes: 
 
 # What a copy brings of K in slices: 128 bytes, as far as shared memory is swizzled.
 STEP = 64
-# Multiprocessors, and the programs that are at work at once if two fit each of them.
-_MULTIPROCESSORS = 132
-_TWO_EACH = 2 * _MULTIPROCESSORS
+# The programs that are at work at once if two fit each multiprocessor.
+_TWO_EACH = 2 * MULTIPROCESSORS
 # A multiprocessor's shared memory, what a block takes of it by itself, and what a block may have, less barriers.
 _ALL_SHARED, _OF_BLOCK = 228 << 10, 1088
 SHARED_BYTES = (227 << 10) - 1024
@@ -204,4 +203,4 @@ def few_pairs_config(step: str, num_pairs: int, num_out: int, dim: int, *, one_t
     # What a block takes by itself, too.
     fitting = _ALL_SHARED // (slice_bytes(dim, SLICE[0].BN) + _OF_BLOCK)
     num_slices = num_pairs * triton.cdiv(num_out, SLICE[0].BN)
-    return SLICE[0] if one_token and num_slices <= _MULTIPROCESSORS * max(2, fitting) else usual
+    return SLICE[0] if one_token and num_slices <= MULTIPROCESSORS * max(2, fitting) else usual

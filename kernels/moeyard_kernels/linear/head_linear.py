@@ -95,7 +95,7 @@ def default_config(num_rows: int, num_heads: int, num_out: int) -> HeadConfig:
     if num_rows > 64:
         return _MANY[num_rows > 512]
     # Slices of 64 columns, if that still gives a program to each multiprocessor.
-    narrow = num_heads * triton.cdiv(num_out, 64) < 132
+    narrow = num_heads * triton.cdiv(num_out, 64) < tuning.MULTIPROCESSORS
     return next(c for c in _FEW if num_rows <= c.BM and (32 if narrow else 64) == c.BN)
 
 

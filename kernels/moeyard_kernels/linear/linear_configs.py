@@ -8,10 +8,8 @@ from typing import Literal
 
 import triton
 
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 
-# Multiprocessors of an H100 or H200.
-_PROCESSORS = 132
 # What a block may have on Hopper, less the barriers of a pipeline.
 _SHARED_BYTES = 227 * 1024 - 256
 
@@ -206,7 +204,7 @@ def _skinny_rows(num_rows: int) -> int:
 def configs_for(num_rows: int, *num_out: int) -> tuple[LinearConfig, ...]:
     """The configs worth trying for that many rows and these weights' outputs, in bf16."""
     if num_rows > 64:
-        few = num_rows <= 512 or triton.cdiv(num_rows, 64) * triton.cdiv(sum(num_out), 128) <= _PROCESSORS
+        few = num_rows <= 512 or triton.cdiv(num_rows, 64) * triton.cdiv(sum(num_out), 128) <= MULTIPROCESSORS
         return (*(_MIDDLE if few else _MIDDLE[-2:]), *_WIDE)
     rows = _skinny_rows(num_rows)
     # 64 rows may do as two tiles of 32, too.
@@ -229,8 +227,8 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
         # every one of those needs: a few that have two take as long as if all had. One or eight rows by a weight of
         # [2304 x 4096], 144 slices of 16 on 132: the output product of Kimi-Linear's layers, 1.8 and 1.0 % of a step.
         # (16 rows and more, and two weights, were not timed with it.)
-        chosen = (_skinny_rows(num_rows), 64 if columns >= 66 * 64 else 16 if columns <= 132 * 16 else 32)
-        return next(c for c in _SKINNY if chosen == (c.BM, c.BN))
+        width = 64 if columns >= 32 * MULTIPROCESSORS else 16 if columns <= 16 * MULTIPROCESSORS else 32
+        return next(c for c in _SKINNY if (_skinny_rows(num_rows), width) == (c.BM, c.BN))
     return _tiles_of_a_wave(num_rows, *num_out)
 
 
@@ -238,17 +236,18 @@ def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
     """The smallest tiles that are not too many for the multiprocessors to compute all at once (docs/kernels.md)."""
 
     def waves(config: Stream | Wide) -> float:
-        return triton.cdiv(num_rows, config.BM) * triton.cdiv(sum(num_out), config.BN) / _PROCESSORS
+        return triton.cdiv(num_rows, config.BM) * triton.cdiv(sum(num_out), config.BN) / MULTIPROCESSORS
 
     largest, half = _WIDE[1], _MIDDLE[-1]
     for config in _MIDDLE:
         if config.PER_SM == 1 and waves(config) <= 1:
             return config
     # Nearly a wave of others leaves fewer idle. Two weights would be two launches.
-    if len(num_out) == 1 and waves(largest) > 1 and 5 / 6 <= waves(_ONE_WAVE) <= 1:
-        return _ONE_WAVE
-    if len(num_out) == 1 and 5 / 6 <= waves(_NARROW) / 2 <= 1:
-        return _NARROW
+    if len(num_out) == 1:
+        if waves(largest) > 1 and 5 / 6 <= waves(_ONE_WAVE) <= 1:
+            return _ONE_WAVE
+        if 5 / 6 <= waves(_NARROW) / 2 <= 1:
+            return _NARROW
     # Three waves of half as wide tiles instead of two; with more rows tails make up for it.
     if num_rows <= 512 and waves(largest) <= 2 < waves(half) <= 3:
         return half

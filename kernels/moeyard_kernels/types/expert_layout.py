@@ -77,7 +77,10 @@ class ExpertPairs:
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows."""
+    """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows.
+
+    As much as of pairs and experts it is true of prompt rows and chunks, of which none shares a tile with another.
+    """
     return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
 
 
