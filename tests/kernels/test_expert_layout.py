@@ -68,6 +68,8 @@ SHAPES = [
     (130, 8, 10, 9, 16),
     (4, 8, 64, 6144, 16),
     (161, 8, 64, 64, 128),
+    (140, 8, 300, 280, 16),
+    (300, 8, 64, 64, 128),
     (4100, 8, 40, 30, 64),
 ]
 if DEVICE == "cuda":
@@ -92,7 +94,7 @@ def test_kernel_and_reference_follow_the_rules(
     assert layout.pairs.shape == reference.pairs.shape
 
 
-@pytest.mark.parametrize("num_tokens", [9, 300, 8300], ids=["one-launch", "two-launches", "three-launches"])
+@pytest.mark.parametrize("num_tokens", [9, 600, 8300], ids=["one-launch", "two-launches", "three-launches"])
 @pytest.mark.parametrize("which", ["all-to-one", "none-here", "one-here", "some-masked", "all-masked", "padding"])
 def test_unbalanced_and_masked(which: str, num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 4, 12), torch.arange(12, dtype=torch.int32)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from moeyard_kernels.common.launch import on_hopper
-from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import PrefillPlan
 
@@ -36,9 +36,12 @@ CONFIGS: tuple[PrefillConfig, ...] = (
     PrefillConfig(kernel="pointers", BM=128, num_warps=8, num_stages=3),
 )
 
-# (Full tile, head) pairs from which on a class of shapes is called "many": nearly two waves. On an H100 1024 rows of 32
-# decompressed heads took 57 us in tiles of 64 rows, of 64 heads 73 in the kernel for Hopper; of grouped ones 33 and 66.
-_MANY = 256
+# (Full tile, head) pairs up to which a class of shapes is called "few": tiles of 64 rows have a multiprocessor each. As
+# soon as two share one, the kernel for Hopper is faster behind a prefix, by a tenth where heads are grouped and by half
+# where they are not (docs/kernels.md, "Short prompts"; without a prefix it takes 2 us longer of grouped ones).
+_FEW = MULTIPROCESSORS // 2
+# And those from which on blocks of 128 rows are faster in the Triton kernel too.
+_WIDE = 256
 # What a program may take of a multiprocessor's shared memory, in bytes.
 _SHARED = 224 << 10
 
@@ -56,7 +59,7 @@ def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
     """What tiles are chosen by."""
     kind = ("" if q.dtype == torch.bfloat16 else " fp32") + ("" if plan.window is None else " window")
     layout = "rows" if plan.page_size == 0 else "pages" if plan.page_size % BLOCK == 0 else "small pages"
-    return f"D{q.shape[2]} V{v.shape[-1]} {layout} {'many' if _many(q, plan) else 'few'}{kind}"
+    return f"D{q.shape[2]} V{v.shape[-1]} {layout} {'many' if _programs(q, plan) > _FEW else 'few'}{kind}"
 
 
 def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> PrefillConfig:
@@ -64,18 +67,18 @@ def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Prefi
     if q.dtype == torch.float32:
         return PrefillConfig(kernel="pointers", BM=32, num_warps=4, num_stages=1)
     width = q.shape[2] + v.shape[-1]
-    if width >= 256 and _many(q, plan) and suits_hopper(q, v, plan):
+    if width >= 256 and _programs(q, plan) > _FEW and suits_hopper(q, v, plan):
         return CONFIGS[0]
-    wide = width > 256 and _many(q, plan)
+    wide = width > 256 and _programs(q, plan) >= _WIDE
     rows = 128 if wide else 64
     fits = (_SHARED - rows * q.shape[2] * 2) // (BLOCK * width * 2)
     num_stages = max(1, min(3, fits))
     return PrefillConfig(kernel="descriptors", BM=rows, num_warps=8 if wide else 4, num_stages=num_stages)
 
 
-def _many(q: torch.Tensor, plan: PrefillPlan) -> bool:
-    """Whether blocks of 128 rows keep a GPU busy too."""
-    return plan.num_full_tiles * q.shape[1] >= _MANY
+def _programs(q: torch.Tensor, plan: PrefillPlan) -> int:
+    """Of blocks of 128 rows."""
+    return plan.num_full_tiles * q.shape[1]
 
 
 def suits_hopper(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> bool:
