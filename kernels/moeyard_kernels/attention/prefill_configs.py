@@ -38,7 +38,7 @@ CONFIGS: tuple[PrefillConfig, ...] = (
 
 # (Full tile, head) pairs up to which a class of shapes is called "few": tiles of 64 rows have a multiprocessor each. As
 # soon as two share one, the kernel for Hopper is faster behind a prefix, by a tenth where heads are grouped and by half
-# where they are not (docs/kernels.md, "Short prompts"; without a prefix it takes 2 us longer of grouped ones).
+# where they are not (docs/kernels.md, "Short prompts"; without a prefix it takes 2 to 4 us longer of few grouped rows).
 _FEW = MULTIPROCESSORS // 2
 # And those from which on blocks of 128 rows are faster in the Triton kernel too.
 _WIDE = 256

@@ -15,7 +15,7 @@ import triton.language as tl
 from moeyard_kernels.common import launch
 from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
 
-# Of more than 256 experts half: 2048 pairs took 5.9 us and in two launches 8.4 (of 128), 9.3 and 7.9 (of 384; H100).
+# Pairs of one launch (half of over 256 experts): 2048 took 5.9 us, in two 8.4, of 128 experts, of 384 9.3, 7.9.
 ONE_LAUNCH = 2048
 # Pairs per row of the table of counts when there are more: each pair is compared with all of its row.
 _CHUNK = 256
@@ -118,7 +118,7 @@ def _place_kernel(
 def expert_layout(
     topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
-    """See `moeyard_kernels.ops.expert_layout`: one launch up to ONE_LAUNCH pairs, two or three beyond."""
+    """See `moeyard_kernels.ops.expert_layout`: one launch of few pairs, two or three of more."""
     launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
     launch.check_indices("expert_layout", low=-1, high=slot_of_expert.shape[0], topk_ids=topk_ids)
     launch.check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
