@@ -127,6 +127,8 @@ workers() {
   tests compaction 200 tests/engine/test_compaction_cuda.py tests/engine/test_hybrid_compaction_cuda.py &
   tests rows_of_experts 120 tests/engine/test_choices.py tests/engine/test_grammars_cuda.py \
     tests/engine/test_launches_cuda.py &
+  # Each rank with an empty cache of its own.
+  tests compile_ahead 240 -n 7 tests/engine/test_compile_ahead_cuda.py &
   tests parity 240 -s tests/models/test_gpu_parity.py &
   wait
   tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py

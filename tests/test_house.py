@@ -36,9 +36,9 @@ ROOMS = {
     "exchange": (("config",), 4005),
     "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 815),
-    "models": (("config", "state", "exchange", "layers"), 1365),
+    "models": (("config", "state", "exchange", "layers"), 1375),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5630),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5770),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
@@ -50,13 +50,14 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.
 KERNEL_LINES = {
-    "types": 1615, "common": 535, "ref": 1600, "attention": 3145, "linear": 1230, "experts": 2640, "sampling": 1210,
-    "elementwise": 470, "linear_attention": 1885, "door": 1450, "cpu": 1500, "cuda": 1995, "bench": 3690,
+    "types": 1615, "common": 595, "ref": 1600, "attention": 3145, "linear": 1230, "experts": 2640, "sampling": 1210,
+    "elementwise": 470, "linear_attention": 1885, "door": 1465, "cpu": 1500, "cuda": 1995, "bench": 3690,
 }  # fmt: skip
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda", "moeyard_kernels.door.compiling"),
     "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
+    "moeyard_worker.engine.compile_ahead": ("moeyard_kernels.door.compiling",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),

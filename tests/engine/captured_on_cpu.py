@@ -7,7 +7,7 @@ Graphs share the memory of what they compute on the way: what the sampler's grap
 replayed, and here is spoilt then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,12 @@ def captured(run: Callable[[], Any], pool: list[SampledTokens], *, ahead: bool =
     return Graph(run, result, pool), result
 
 
+def rehearsed(runs: Iterable[Callable[[], object]], _device: torch.device) -> None:
+    """See `compile_ahead`: each runs once, when the one before has."""
+    for run in runs:
+        run()
+
+
 class Event:
     """Everything has run when it is asked."""
 
@@ -100,5 +106,6 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "captured", captured)
     for module in (speculative_runner, graph_runner):
         monkeypatch.setattr(module, "to_host", lambda x: x.clone())
+        monkeypatch.setattr(module, "compile_ahead", rehearsed)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.captured_on_cpu import rehearsed
 from tests.engine.test_peer_steps import Fleet, Starter, captured, config, house, start
 from tests.engine.test_speculation import DEMO, prompts
 
@@ -83,6 +84,7 @@ def _drafts_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the house does for steps without drafts. A row's bits must not depend on the rows beside it, as on a GPU."""
     monkeypatch.setattr(draft_graphs, "captured", captured)
     monkeypatch.setattr(speculative_runner, "to_host", torch.clone)
+    monkeypatch.setattr(speculative_runner, "compile_ahead", rehearsed)
     for module in (linear_oracle, grouped_oracle):
         monkeypatch.setattr(module, "linear", by_row)
 

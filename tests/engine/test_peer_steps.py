@@ -19,6 +19,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.test_one_answer import SNAPSHOTS, bits, dealt, dealt_evenly, requests
+from tests.engine.captured_on_cpu import rehearsed
 from tests.exchange.test_nvlink_exchange import DEADLINE, Memory, Turns, together
 from tests.fleet import Client
 
@@ -162,6 +163,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
         monkeypatch.setattr(module, "captured", captured)
     monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Recorded(run, runs=False))
     monkeypatch.setattr(graph_runner, "to_host", torch.clone)
+    monkeypatch.setattr(graph_runner, "compile_ahead", rehearsed)
     return found
 
 

@@ -1,4 +1,5 @@
-"""Who wants to know before a kernel is compiled or loaded is told, of Gluon's too, and nobody's cache is lost."""
+"""Who wants to know before a kernel is compiled or loaded is told, of Gluon's too, and nobody's cache is lost. What is
+launched while kernels are only compiled is compiled, and not launched."""
 
 import os
 import subprocess
@@ -24,6 +25,48 @@ sys.argv = [{str(SCRIPT)!r}, "1", "head_linear", "rms_norm"]
 with before_compiling(lambda: told.append(1)):
     runpy.run_path(sys.argv[0], run_name="__main__")
 print("told", len(told))
+"""
+# Launches a kernel of Triton's and some in Gluon, of one config and another, while they are only to be compiled, and
+# then indeed. As there is no GPU the latter fails: so it does from another thread meanwhile.
+AT_ONCE = f"""
+import runpy, threading
+import torch
+from moeyard_kernels.common.compiling import compiling_only
+from moeyard_kernels.elementwise.rms_norm import rms_norm
+from moeyard_kernels.elementwise.silu_mul import _silu_mul_kernel
+from moeyard_kernels.linear.linear import linear
+from triton import knobs
+
+def launch(rows):
+    with script["NoStorage"]():
+        x = torch.empty(rows, 1024, dtype=torch.bfloat16, device="cuda")
+        rms_norm(x, x[0], 1e-6)
+        linear(x, torch.empty(4096, 1024, dtype=torch.bfloat16, device="cuda"))
+        # One kernel, asked for in two ways.
+        for options in ({{}}, {{"num_stages": 3}}):
+            _silu_mul_kernel[(rows, 1)](x, x, 1024, 512, BI=512, **options)
+
+def launched():
+    try:
+        launch(8)
+    except AttributeError as error:
+        failed.append(str(error))
+
+script = runpy.run_path({str(SCRIPT)!r})
+script["pretend"]()
+heard, failed = [], []
+knobs.compilation.listener = lambda **what: heard.append(what["cache_hit"])
+with compiling_only(2) as compiled:
+    launch(512)
+    launch(8)
+    other = threading.Thread(target=launched)
+    other.start()
+    other.join()
+with compiling_only(2) as again:
+    launch(512)
+launched()
+kinds = {{type(kernel).__name__ for kernel in _silu_mul_kernel.device_caches[0][0].values()}}
+print(compiled.count, again.count, heard.count(False), heard.count(True), *kinds, *failed, sep=";")
 """
 
 
@@ -108,3 +151,22 @@ def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> No
         counts.append(int(last.removeprefix("told ")))
     # From the second process on the cache holds them, and they are loaded.
     assert counts[0] == counts[1] >= len(built) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
+def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    said = []
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, run.stderr[-3000:]
+        said.append(run.stdout.strip().split(";"))
+    (compiled, again, missed, loaded, kind, *failed), (compiled_later, _, missed_later, loaded_later, *_) = said
+    # Both listeners hear; what is there already is neither compiled nor loaded anew, and what launches finds it.
+    assert int(compiled) == int(missed) >= 3
+    assert (again, loaded, compiled_later, missed_later) == ("0", "0", "0", "0")
+    assert loaded_later == compiled
+    assert kind == "CompiledKernel"
+    assert len(failed) == 2
+    assert all("launch" in error for error in failed)

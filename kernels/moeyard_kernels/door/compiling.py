@@ -1,12 +1,28 @@
-"""The door to what tells of compilations, for whoever has a GPU."""
+"""The door to what tells of compilations, and has many done at once, for whoever has a GPU."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
 
 from moeyard_kernels.door.load import module
+
+
+class Compiled(Protocol):
+    """How many kernels were compiled because Triton's cache had not got them, and how many it had."""
+
+    count: int
+    found: int
 
 
 def before_compiling(tell: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `tell` before whatever this thread compiles while the context lasts; loads Triton."""
     watching: AbstractContextManager[None] = module("common.compiling").before_compiling(tell)
     return watching
+
+
+def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager[Compiled]:
+    """Have what this thread launches while the context lasts compiled for `device`, and not launched; loads Triton."""
+    compiling: AbstractContextManager[Compiled] = module("common.compiling").compiling_only(at_once, device)
+    return compiling

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -153,13 +154,18 @@ class DeviceSampler:
 
     def capture(self, rows: Iterable[int], pool: Any) -> None:
         """Capture every chain for each number of rows."""
-        for chain in CHAINS:
-            if chain.edits and not len(self._words):
-                continue
+        for chain in self._chains():
             graphs = list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]()
             for count in sorted(rows, reverse=True):
                 graphs.append((count, *captured(partial(self._run, chain, count), pool, ahead=not graphs)))
             self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
+
+    def runs(self, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
+        """What `capture` captures."""
+        return (partial(self._run, chain, count) for chain, count in product(self._chains(), rows))
+
+    def _chains(self) -> list[Chain]:
+        return [chain for chain in CHAINS if not chain.edits or len(self._words)]
 
     @property
     def num_graphs(self) -> int:

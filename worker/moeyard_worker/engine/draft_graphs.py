@@ -114,15 +114,33 @@ class DraftGraphs:
 
     def capture(self, pool: Any) -> None:
         """Capture all sizes, the largest first, so that the others find their memory in its pool."""
-        for size in sorted(self.sizes(), key=lambda s: (s.rows, s.width, s.peers), reverse=True):
-            self._exchange.expect(PeerRows(size.peers))
-            self._graphs[size] = self._capture(size, pool)
+        for graphs in self._sized():
+            self._graphs[graphs.inputs.size] = graphs
+            self._capture(graphs, pool)
         # The smallest first: a step takes the first that holds it.
         self._graphs = dict(reversed(self._graphs.items()))
         if self._has_peers:
             for rows in sorted({1, *rooms(max(size.rows for size in self._own_sizes()))}):
                 self._exchange.expect(PeerRows(rows))
                 self._idle[rows] = self._capture_idle(pool)
+
+    def runs(self) -> Iterator[Callable[[], object]]:
+        """What `capture` captures of steps with rows, one by one: each reads what those before it leave."""
+        for graphs in self._sized():
+            yield partial(self._verify, graphs)
+            yield partial(self._accept, graphs)
+            for drawn, number in product((False, True), range(1, self._num_drafts + 1)):
+                yield partial(self._draft, graphs, drawn, number)
+
+    def _sized(self) -> Iterator[SizedGraphs]:
+        """Of every size, the largest first, nothing captured yet; peers are expected to bring so many rows."""
+        for size in sorted(self.sizes(), key=lambda s: (s.rows, s.width, s.peers), reverse=True):
+            self._exchange.expect(PeerRows(size.peers))
+            inputs = VerifyInputs(
+                size, page_size=self._backend.page_size, windows=self._backend.windows, limit=self._limit,
+                device=self._backend.device, slots=self._backend.slots,
+            )  # fmt: skip
+            yield SizedGraphs(inputs)
 
     @property
     def num_graphs(self) -> int:
@@ -150,21 +168,14 @@ class DraftGraphs:
         """Exchanges that bring nothing of this rank's."""
         forward(*given)
 
-    def _capture(self, size: VerifySize, pool: Any) -> SizedGraphs:
-        inputs = VerifyInputs(
-            size, page_size=self._backend.page_size, windows=self._backend.windows, limit=self._limit,
-            device=self._backend.device, slots=self._backend.slots,
-        )  # fmt: skip
-        graphs = SizedGraphs(inputs)
+    def _capture(self, graphs: SizedGraphs, pool: Any) -> None:
         graphs.verify = captured(partial(self._verify, graphs), pool)[0]
         # What is captured has not run, and what follows reads what it leaves.
         graphs.verify.replay()
         graphs.accept = captured(partial(self._accept, graphs), pool)[0]
         for drawn, number in product((False, True), range(1, self._num_drafts + 1)):
-            run = partial(self._first, graphs, drawn) if number == 1 else partial(self._more, graphs, drawn, number)
-            graphs.draft[drawn, number] = captured(run, pool)[0]
+            graphs.draft[drawn, number] = captured(partial(self._draft, graphs, drawn, number), pool)[0]
             graphs.draft[drawn, number].replay()
-        return graphs
 
     def _verify(self, graphs: SizedGraphs) -> None:
         inputs, rows = graphs.inputs, graphs.inputs.size.rows
@@ -176,6 +187,12 @@ class DraftGraphs:
 
     def _accept(self, graphs: SizedGraphs) -> torch.Tensor:
         return graphs.inputs.accept(self._sampler.last_ids[: graphs.inputs.size.rows], self.tails)
+
+    def _draft(self, graphs: SizedGraphs, drawn: bool, number: int) -> None:
+        if number == 1:
+            self._first(graphs, drawn)
+        else:
+            self._more(graphs, drawn, number)
 
     def _first(self, graphs: SizedGraphs, drawn: bool) -> None:
         """The first draft: of the row of each sequence's last accepted token."""

@@ -5,7 +5,7 @@ them stay with the host and its launches (`Runner.settle`), as they do beside ou
 takes a host as long as some thousand rows take a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,16 +53,24 @@ class PromptGraphs:
     def capture(self, pool: Any) -> None:
         """Capture all of them, with memory from `pool`, the largest first."""
         graphs = dict[Bucket, PromptGraph]()
+        for inputs, hidden, logits in self._steps():
+            graph, _ = captured(partial(self._forward, inputs, hidden, logits), pool, ahead=not graphs)
+            graphs[inputs.bucket] = PromptGraph(inputs, graph, hidden, logits)
+        self._graphs = dict(reversed(graphs.items()))
+
+    def runs(self) -> Iterator[Callable[[], None]]:
+        """What `capture` captures."""
+        return (partial(self._forward, *step) for step in self._steps())
+
+    def _steps(self) -> Iterator[tuple[GraphInputs, torch.Tensor, torch.Tensor]]:
+        """What `_forward` takes, of every size, the largest first."""
         config, device = self._runner.config, self._backend.device
         # Of all graphs: only one of them has run last.
         hidden = torch.zeros(self._max_prompt, config.hidden_size, dtype=self._runner.dtype, device=device)
         logits = torch.zeros(CHUNKS, config.vocab_size, dtype=torch.float32, device=device)
         for size in sorted(self.sizes(), key=lambda size: (size.rows, size.keys), reverse=True):
             inputs = self._backend.graph_inputs(size, self._last_ids)
-            own = hidden[: inputs.num_rows], logits[: inputs.num_sampled]
-            graph, _ = captured(partial(self._forward, inputs, *own), pool, ahead=not graphs)
-            graphs[size] = PromptGraph(inputs, graph, *own)
-        self._graphs = dict(reversed(graphs.items()))
+            yield inputs, hidden[: inputs.num_rows], logits[: inputs.num_sampled]
 
     def _forward(self, inputs: GraphInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         inputs.begin()

@@ -35,6 +35,10 @@ class Speculation:
         self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
         self._eos_token_ids = eos_token_ids
 
+    def warm(self, plan: StepPlan) -> None:
+        """Launch what prompts do, and the first pass behind them."""
+        self.drafter.forward(plan.token_ids, self._model.hidden(plan), plan)
+
     def draft(
         self,
         step: Step,

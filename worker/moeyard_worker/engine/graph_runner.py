@@ -6,7 +6,8 @@ not know yet (`Chunk.fed`), and are copied to the host behind it.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
+from moeyard_worker.engine.compile_ahead import compile_ahead
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.in_flight import InFlight
@@ -142,19 +144,31 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all buckets, or run steps of their sizes where they are one epoch's; logs which are captured."""
-        begun = time.perf_counter()
+        begun, sampled = time.perf_counter(), below(ROWS, self._max_rows)
+        if self._of_epoch is None:
+            compile_ahead(self._runs(sampled), self._backend.device)
         self._warm_prompts()
         pool = self._steps.prepare(self.buckets())
         if self._of_epoch is not None:
             # More rows than there is room for are launched.
             self._warm_decode(above=max(self._of_epoch.rooms, default=0))
         with nothing_collected():
-            self._sampler.capture(below(ROWS, self._max_rows), pool)
+            self._sampler.capture(sampled, pool)
         num_graphs, seconds = len(self._steps.captured) + self._sampler.num_graphs, time.perf_counter() - begun
         log.info("%s", listed(self._steps.captured, num_graphs=num_graphs, seconds=seconds))
         if self._of_epoch is not None:
             rooms = ", ".join(map(str, self._of_epoch.rooms)) or "no"
             log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rooms)
+
+    def _runs(self, sampled: Sequence[int]) -> Iterator[Callable[[], object]]:
+        """What `capture` launches, but for prompts that ask the host about experts without a slot."""
+        with self._runner.model.one_layer_of_each_kind():
+            if self._captures_prompts:
+                yield from self._warm_runs()
+            yield from self._steps.runs(self.buckets())
+        yield from self._sampler.runs(sampled)
+        # Nothing of the last step is kept.
+        self._exchange.expect(PeerRows(0))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -169,6 +183,10 @@ class GraphRunner:
 
     def _warm_prompts(self) -> None:
         """Run prompts of the sizes that stay launches."""
+        for run in self._warm_runs():
+            run()
+
+    def _warm_runs(self) -> Iterator[Callable[[], object]]:
         sizes = {size for size in (*_WARM, self._max_eager) if size <= self._max_eager}
         if self._captures_prompts and self._exchange.captures:
             # What is captured runs once before it is.
@@ -177,9 +195,9 @@ class GraphRunner:
             keys = size if self._backend.flat else 0
             bucket = Bucket(prompt=size, keys=keys, width=self._max_pages, chunks=CHUNKS)
             self._exchange.expect(PeerRows(size))
-            self._forward(self._inputs(bucket))
+            yield partial(self._forward, self._inputs(bucket))
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
-        warm_scoring(self._runner.model.head, row)
+        yield partial(warm_scoring, self._runner.model.head, row)
 
     def _inputs(self, bucket: Bucket) -> GraphInputs:
         return self._backend.graph_inputs(bucket, self._sampler.last_ids)

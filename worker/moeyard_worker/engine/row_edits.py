@@ -51,7 +51,7 @@ class RowEdits:
     def warm(self, logits: torch.Tensor) -> None:
         """Have the kernels compiled that choose with edits, by a row of logits [1, V] that none changes."""
         none, off = torch.zeros(1, dtype=torch.int64, device=self._device), self._bias[0, 0, :1]
-        penalties = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64, device=self._device)
+        penalties = torch.stack((off + 1, off, off), 1)
         edits = LogitEdits(words=self._words[:1], bias=self._bias[0, :1], slots=none, penalties=penalties)
         one = {"temperature": off + 1, "top_p": off + 1, "min_p": off, "seeds": none, "top_k": none, "positions": none}
         for arguments, logprobs in product(({}, one), (None, min(MAX_TOP, self._vocab))):

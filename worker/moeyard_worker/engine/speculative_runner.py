@@ -9,8 +9,9 @@ take part each rank runs what its own rows ask for: their exchanges are the same
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.captured_sizes import CHUNKS, listed
+from moeyard_worker.engine.compile_ahead import compile_ahead
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
@@ -137,32 +139,42 @@ class SpeculativeRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture steps of output rows and of prompts alone, and have what else prompts launch compiled; logs which."""
-        begun = time.perf_counter()
-        self._warm()
+        begun, sampled = time.perf_counter(), sorted({size.rows for size in self._graphs.sizes()})
+        compile_ahead(self._runs(sampled), self._backend.device)
+        for run in self._warm_runs():
+            run()
         pool = torch.cuda.graph_pool_handle()
         with nothing_collected():
             self._prompts.capture(pool)
             self._graphs.capture(pool)
-            self._sampler.capture(sorted({size.rows for size in self._graphs.sizes()}), pool)
+            self._sampler.capture(sampled, pool)
         prompts = [*self._prompts.sizes()]
         num_graphs = len(prompts) + self._graphs.num_graphs + self._sampler.num_graphs
         seconds = time.perf_counter() - begun
         log.info("%s", listed([*self._graphs.sizes(), *prompts], num_graphs=num_graphs, seconds=seconds))
 
-    def _warm(self) -> None:
+    def _runs(self, sampled: Sequence[int]) -> Iterator[Callable[[], object]]:
+        """What `capture` launches, but for prompts that ask the host about experts without a slot."""
+        with self._runner.model.one_layer_of_each_kind():
+            if self._captures_prompts:
+                yield from self._warm_runs()
+            yield from self._prompts.runs()
+            yield from self._graphs.runs()
+        yield from self._sampler.runs(sampled)
+        # Nothing of the last step is kept.
+        self._runner.exchange.expect(PeerRows(0))
+
+    def _warm_runs(self) -> Iterator[Callable[[], object]]:
+        """What is launched kernel by kernel beside the graphs."""
         model, backend, speculation = self._runner.model, self._backend, self._runner.speculation
         assert speculation is not None, "drafts are made by a layer for that"
         for size in sorted({min(size, self._max_prompt) for size in (*_WARM, self._max_prompt)}, reverse=True):
-            bucket = Bucket(
-                prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=CHUNKS
-            )  # fmt: skip
-            inputs = backend.graph_inputs(bucket, self._sampler.last_ids)
-            inputs.begin()
+            bucket = Bucket(prompt=size, keys=size if backend.flat else 0, width=self._max_pages, chunks=CHUNKS)
             self._runner.exchange.expect(PeerRows(size))
-            speculation.drafter.forward(inputs.token_ids, model.hidden(inputs), inputs)
+            yield partial(speculation.warm, backend.graph_inputs(bucket, self._sampler.last_ids))
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=backend.device)
-        warm_scoring(model.head, row)
-        self._edits.warm(self._sampler.logits[:1])
+        yield partial(warm_scoring, model.head, row)
+        yield partial(self._edits.warm, self._sampler.logits[:1])
 
     def rows_of(self, step: Step) -> int:
         """See `StepRunner.rows_of`. No graph is looked for where nobody puts rows by their padding."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,10 +59,15 @@ class StepGraphs:
         """Steps run in these sizes from here on: they are captured, the largest first, so that the others find their
         memory in its pool, which is returned. Lazily: rows, tables and rooms are run once, which compiles them."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = tuple(sorted(sizes, key=lambda size: (size.rows, size.keys, size.width, size.peers)))
+        self._sizes = _ascending(sizes)
         with nothing_collected():
             (self._capture_all if self._of_epoch is None else self._run_some)()
         return self._pool
+
+    def runs(self, sizes: Iterable[Bucket]) -> Iterator[Callable[[], None]]:
+        """What `prepare` captures of these sizes, in its order."""
+        for size in reversed(_ascending(sizes)):
+            yield self._expected(size)[1]
 
     def _capture_all(self) -> None:
         kinds = set[tuple[bool, bool]]()
@@ -131,3 +136,7 @@ class StepGraphs:
         except RuntimeError:  # boundary: a device that has failed, of which somebody else says why
             return False
         return True
+
+
+def _ascending(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    return tuple(sorted(sizes, key=lambda size: (size.rows, size.keys, size.width, size.peers)))

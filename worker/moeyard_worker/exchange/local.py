@@ -33,7 +33,8 @@ class LocalExchange:
         """Nothing to agree on with oneself."""
 
     def expect(self, rows: PeerRows) -> None:
-        """There are no others."""
+        """There are no others; what the step before asked of the device may never have run."""
+        self._step_rows, self._prompt = (0, 0), None
 
     def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
         """Nobody is waited for."""

@@ -1,6 +1,7 @@
 """The decoder that all families share: embedding, layers of norm, attention, norm, MLP or MoE, final norm, head."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -79,8 +80,11 @@ class Decoder:
         ]
         # Behind the model's own there may be one that `drafter` is given.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
-        # The norm behind each layer: of the next, or the last of all.
-        self._following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
+        # With the norm behind each layer: of the next, or the last of all.
+        following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
+        self._walk = [*zip(self._layers, following, strict=True)]
+        kind = [(config.attention[i], layer.moe is None) for i, layer in enumerate(self._layers)]
+        self._one_of_each = [walked for i, walked in enumerate(self._walk) if kind[i] not in kind[:i]]
         self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,10 +100,19 @@ class Decoder:
             return self._idle(plan)
         residual = self.embed(plan.token_ids)
         x = self._backend.rms_norm(residual, self._layers[0].input_norm, self.eps)
-        for layer, following in zip(self._layers, self._following, strict=True):
+        for layer, following in self._walk:
             x = layer.attention.forward(x, plan)
             x, residual = layer.transform(x, residual, following, plan)
         return x
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Meanwhile steps run through no more than these: they launch whatever kernels all launch."""
+        whole, self._walk = self._walk, self._one_of_each
+        try:
+            yield
+        finally:
+            self._walk = whole
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[M, H] of M tokens."""
@@ -121,7 +134,7 @@ class Decoder:
     def _idle(self, plan: StepPlan) -> torch.Tensor:
         """A step without rows: only the exchanges, which every rank takes part in."""
         x = self._embed.new_empty(0, self._embed.shape[1])
-        for layer, following in zip(self._layers, self._following, strict=True):
+        for layer, following in self._walk:
             if layer.moe is not None:
                 layer.moe.forward(x, x, following, plan)
         return x

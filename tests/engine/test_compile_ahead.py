@@ -1,0 +1,67 @@
+"""Rehearsed steps: each is made when the one before is through, and what they keep is named. Devices are stand-ins."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moeyard_worker.engine import compile_ahead as module
+from moeyard_worker.engine.compile_ahead import compile_ahead
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Gpu:
+    """Says in order what happened; `allocated` are the bytes that it has, before and behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], gpus: int = 2) -> None:
+        self.told: list[object] = []
+        sizes = iter(allocated)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: next(sizes))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.told.append("freed"))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(module.os, "sched_getaffinity", lambda _process: range(9))
+        monkeypatch.setattr(module, "captured_meanwhile", self.captured)
+        monkeypatch.setattr(module, "compiling_only", self.compiling)
+
+    def captured(self, run: Callable[[], object], pool: object) -> object:
+        assert pool == "pool"
+        return run()
+
+    @contextmanager
+    def compiling(self, at_once: int, device: torch.device) -> Iterator[SimpleNamespace]:
+        self.told.append((at_once, device))
+        yield SimpleNamespace(count=7, found=5)
+        self.told.append("compiled")
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        for name in "ab":
+            self.told.append(f"make {name}")
+            yield lambda name=name: self.told.append(f"run {name}")
+
+
+def test_steps_are_made_one_by_one_and_gone_before_memory_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Of 9 cores 2 GPUs have 4 each; whoever was there before may have freed something.
+    gpu = Gpu(monkeypatch, allocated=(512, 0))
+    with caplog.at_level("INFO"):
+        compile_ahead(gpu.steps(), DEVICE)
+    assert gpu.told == [(4, DEVICE), "make a", "run a", "make b", "run b", "compiled", "freed"]
+    assert "compiled 7 kernels of 2 steps in" in caplog.text
+    assert "up to 4 at once; 5 more were in Triton's cache" in caplog.text
+
+
+def test_more_gpus_than_cores_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, allocated=(0, 0), gpus=16)
+    compile_ahead(gpu.steps(), DEVICE)
+    assert gpu.told[0] == (1, DEVICE)
+
+
+def test_what_a_step_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, allocated=(0, 512))
+    with pytest.raises(RuntimeError, match="512 bytes are kept of steps of which kernels were compiled only"):
+        compile_ahead(gpu.steps(), DEVICE)
