@@ -116,7 +116,9 @@ def test_a_lost_head_is_noticed_alike_everywhere(services: dict[str, Any]) -> No
 
 def test_model_is_read_only_and_shared_memory_is_large_enough(services: dict[str, Any]) -> None:
     for name in OURS[1:]:
-        assert services[name]["volumes"] == ["${MOEYARD_MODEL:-./deploy/demo}:/model:ro"]
+        model, *others = services[name]["volumes"]
+        assert model == "${MOEYARD_MODEL:-./deploy/demo}:/model:ro"
+        assert bool(others) == (name == "worker-gpu")
     for name in OURS:
         assert services[name]["shm_size"] == "1gb"
     for name in ("router", "router-gpu"):
@@ -139,6 +141,16 @@ def test_gpus_are_asked_for_by_the_profile_alone(services: dict[str, Any]) -> No
     for name in ("ray-head", "worker", "router", "router-gpu"):
         assert (services[name]["build"]["target"], services[name]["image"]) == ("cpu", "moeyard:local")
     assert router["networks"]["fleet"]["aliases"] == ["router"]
+
+
+def test_compiled_kernels_outlive_their_container(compose: dict[str, Any]) -> None:
+    name, folder = compose["services"]["worker-gpu"]["volumes"][1].split(":")
+    assert name in compose["volumes"]
+    # The volume belongs to whom the folder in the image does, and Triton's cache is in it.
+    image = stages()["cuda"]
+    assert f"TRITON_CACHE_DIR={folder}/cache" in image
+    user = re.findall(r"^USER (\d+):(\d+)$", image, re.M)[-1]
+    assert "RUN install -d -o {} -g {} {}".format(*user, folder) in image
 
 
 def stages() -> dict[str, str]:
