@@ -84,6 +84,15 @@ def ask(key: str = "ab") -> None:
     manager.get_file("launcher.so")
 
 
+def said(script: str, cache: Path) -> str:
+    """What a process of its own prints that compiles, with that cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
 def test_who_compiles_tells_and_who_loads() -> None:
     told: list[int] = []
     with before_compiling(lambda: told.append(1)):
@@ -140,13 +149,9 @@ def test_a_cache_of_others_goes_on_before_and_behind() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
 def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     counts = []
     for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, env=environment)
-        assert run.returncode == 0, run.stderr[-3000:]
-        *built, last = run.stdout.splitlines()
+        *built, last = said(TOLD, tmp_path).splitlines()
         assert any("hopper" in line for line in built)
         counts.append(int(last.removeprefix("told ")))
     # From the second process on the cache holds them, and they are loaded.
@@ -155,14 +160,8 @@ def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
 def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    said = []
-    for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, env=environment)
-        assert run.returncode == 0, run.stderr[-3000:]
-        said.append(run.stdout.strip().split(";"))
-    (compiled, again, missed, loaded, kind, *failed), (compiled_later, _, missed_later, loaded_later, *_) = said
+    compiled, again, missed, loaded, kind, *failed = said(AT_ONCE, tmp_path).strip().split(";")
+    compiled_later, _, missed_later, loaded_later, *_ = said(AT_ONCE, tmp_path).strip().split(";")
     # Both listeners hear; what is there already is neither compiled nor loaded anew, and what launches finds it.
     assert int(compiled) == int(missed) >= 3
     assert (again, loaded, compiled_later, missed_later) == ("0", "0", "0", "0")
