@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moeyard_worker.engine import compile_ahead as module
-from moeyard_worker.engine.compile_ahead import compile_ahead
+from moeyard_worker.engine.compile_ahead import compile_ahead, rehearsal
+from moeyard_worker.exchange.base import PeerRows
 
 DEVICE = torch.device("cuda", 0)
 
@@ -65,3 +67,20 @@ def test_what_a_step_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, allocated=(0, 512))
     with pytest.raises(RuntimeError, match="512 bytes are kept of steps of which kernels were compiled only"):
         compile_ahead(gpu.steps(), DEVICE)
+
+
+def test_steps_have_one_layer_of_each_kind_and_choices_no_model() -> None:
+    told: list[object] = []
+
+    @contextmanager
+    def one_layer_of_each_kind() -> Iterator[None]:
+        told.append("less")
+        yield
+        told.append("whole")
+
+    model = SimpleNamespace(one_layer_of_each_kind=one_layer_of_each_kind)
+    runner: Any = SimpleNamespace(model=model, exchange=SimpleNamespace(expect=told.append))
+    names = iter("abc")
+    for run in rehearsal(runner, *([lambda: told.append(next(names))] * count for count in (2, 1))):
+        run()
+    assert told == ["less", "a", "b", "whole", "c", PeerRows(0)]

@@ -2,18 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
 from moeyard_kernels.door.load import module
-
-
-class Compiled(Protocol):
-    """How many kernels were compiled because Triton's cache had not got them, and how many it had."""
-
-    count: int
-    found: int
+from moeyard_kernels.types.compiled import Compiled
 
 
 def before_compiling(tell: Callable[[], None]) -> AbstractContextManager[None]:

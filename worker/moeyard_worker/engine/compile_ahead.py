@@ -15,17 +15,30 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from moeyard_kernels.door.compiling import compiling_only
 from moeyard_worker.engine.device_sampler import captured_meanwhile, nothing_collected
+from moeyard_worker.engine.runner import Runner
+from moeyard_worker.exchange.base import PeerRows
 
 log = logging.getLogger(__name__)
 
 # A compilation takes some hundred MB of the host's memory.
 _MOST_AT_ONCE = 32
+
+
+def rehearsal(
+    runner: Runner, steps: Iterable[Callable[[], object]], choices: Iterable[Callable[[], object]]
+) -> Iterator[Callable[[], object]]:
+    """For `compile_ahead`: steps of the runner's model, through one layer of each kind, then choices of tokens."""
+    with runner.model.one_layer_of_each_kind():
+        yield from steps
+    yield from choices
+    # Nothing of the last step is kept.
+    runner.exchange.expect(PeerRows(0))
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) -> None:

@@ -89,7 +89,9 @@ class DraftGraphs:
     ) -> None:  # fmt: skip
         assert runner.speculation is not None, "drafts are made by a layer for that"
         self._model, self._drafter = runner.model, runner.speculation.drafter
-        self._backend, self._sampler, self._num_drafts = backend, sampler, num_drafts
+        self._backend, self._sampler = backend, sampler
+        # Whether something is drawn, and the number of the draft.
+        self._passes = [*product((False, True), range(1, 1 + num_drafts))]
         self._limit = runner.config.max_position
         self._exchange, self._has_peers = runner.exchange, runner.exchange.places_rows
         self._max_sequences, self._max_pages, self._queries = max_sequences, max_pages, sorted(queries)
@@ -129,7 +131,7 @@ class DraftGraphs:
         for graphs in self._sized():
             yield partial(self._verify, graphs)
             yield partial(self._accept, graphs)
-            for drawn, number in product((False, True), range(1, self._num_drafts + 1)):
+            for drawn, number in self._passes:
                 yield partial(self._draft, graphs, drawn, number)
 
     def _sized(self) -> Iterator[SizedGraphs]:
@@ -173,7 +175,7 @@ class DraftGraphs:
         # What is captured has not run, and what follows reads what it leaves.
         graphs.verify.replay()
         graphs.accept = captured(partial(self._accept, graphs), pool)[0]
-        for drawn, number in product((False, True), range(1, self._num_drafts + 1)):
+        for drawn, number in self._passes:
             graphs.draft[drawn, number] = captured(partial(self._draft, graphs, drawn, number), pool)[0]
             graphs.draft[drawn, number].replay()
 

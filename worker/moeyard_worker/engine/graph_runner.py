@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -17,7 +18,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.captured_sizes import CHUNKS, MAX_PROMPT, ROWS, below, decode_buckets, listed, prompt_buckets
-from moeyard_worker.engine.compile_ahead import compile_ahead
+from moeyard_worker.engine.compile_ahead import compile_ahead, rehearsal
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.in_flight import InFlight
@@ -146,7 +147,10 @@ class GraphRunner:
         """Capture all buckets, or run steps of their sizes where they are one epoch's; logs which are captured."""
         begun, sampled = time.perf_counter(), below(ROWS, self._max_rows)
         if self._of_epoch is None:
-            compile_ahead(self._runs(sampled), self._backend.device)
+            # But for prompts that ask the host about experts without a slot.
+            prompts = self._warm_runs() if self._captures_prompts else ()
+            steps = chain(prompts, self._steps.runs(self.buckets()))
+            compile_ahead(rehearsal(self._runner, steps, self._sampler.runs(sampled)), self._backend.device)
         self._warm_prompts()
         pool = self._steps.prepare(self.buckets())
         if self._of_epoch is not None:
@@ -159,16 +163,6 @@ class GraphRunner:
         if self._of_epoch is not None:
             rooms = ", ".join(map(str, self._of_epoch.rooms)) or "no"
             log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rooms)
-
-    def _runs(self, sampled: Sequence[int]) -> Iterator[Callable[[], object]]:
-        """What `capture` launches, but for prompts that ask the host about experts without a slot."""
-        with self._runner.model.one_layer_of_each_kind():
-            if self._captures_prompts:
-                yield from self._warm_runs()
-            yield from self._steps.runs(self.buckets())
-        yield from self._sampler.runs(sampled)
-        # Nothing of the last step is kept.
-        self._exchange.expect(PeerRows(0))
 
     @torch.inference_mode()
     def warm(self) -> None:

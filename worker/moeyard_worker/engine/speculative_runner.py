@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -20,7 +21,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.captured_sizes import CHUNKS, listed
-from moeyard_worker.engine.compile_ahead import compile_ahead
+from moeyard_worker.engine.compile_ahead import compile_ahead, rehearsal
 from moeyard_worker.engine.constrained import least, put, put_again
 from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.draft_graphs import DraftGraphs, IdleGraphs, SizedGraphs
@@ -140,7 +141,10 @@ class SpeculativeRunner:
     def capture(self) -> None:
         """Capture steps of output rows and of prompts alone, and have what else prompts launch compiled; logs which."""
         begun, sampled = time.perf_counter(), sorted({size.rows for size in self._graphs.sizes()})
-        compile_ahead(self._runs(sampled), self._backend.device)
+        # But for prompts that ask the host about experts without a slot.
+        prompts = self._warm_runs() if self._captures_prompts else ()
+        steps = chain(prompts, self._prompts.runs(), self._graphs.runs())
+        compile_ahead(rehearsal(self._runner, steps, self._sampler.runs(sampled)), self._backend.device)
         for run in self._warm_runs():
             run()
         pool = torch.cuda.graph_pool_handle()
@@ -148,21 +152,10 @@ class SpeculativeRunner:
             self._prompts.capture(pool)
             self._graphs.capture(pool)
             self._sampler.capture(sampled, pool)
-        prompts = [*self._prompts.sizes()]
-        num_graphs = len(prompts) + self._graphs.num_graphs + self._sampler.num_graphs
+        sizes = [*self._prompts.sizes()]
+        num_graphs = len(sizes) + self._graphs.num_graphs + self._sampler.num_graphs
         seconds = time.perf_counter() - begun
-        log.info("%s", listed([*self._graphs.sizes(), *prompts], num_graphs=num_graphs, seconds=seconds))
-
-    def _runs(self, sampled: Sequence[int]) -> Iterator[Callable[[], object]]:
-        """What `capture` launches, but for prompts that ask the host about experts without a slot."""
-        with self._runner.model.one_layer_of_each_kind():
-            if self._captures_prompts:
-                yield from self._warm_runs()
-            yield from self._prompts.runs()
-            yield from self._graphs.runs()
-        yield from self._sampler.runs(sampled)
-        # Nothing of the last step is kept.
-        self._runner.exchange.expect(PeerRows(0))
+        log.info("%s", listed([*self._graphs.sizes(), *sizes], num_graphs=num_graphs, seconds=seconds))
 
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
         """What is launched kernel by kernel beside the graphs."""
