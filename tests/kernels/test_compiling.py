@@ -68,6 +68,47 @@ launched()
 kinds = {{type(kernel).__name__ for kernel in _silu_mul_kernel.device_caches[0][0].values()}}
 print(compiled.count, again.count, heard.count(False), heard.count(True), *kinds, *failed, sep=";")
 """
+# Loads kernels of two signatures, whose launchers are as Triton 3.6's: of one name, in one module, where whoever loads
+# one finds that of who came last. Prints how many kernels there are, how many launchers were made by how many threads,
+# how many kernels have another's, and whether they were loaded by one thread.
+LOADED = f"""
+import runpy, threading, time
+from collections import Counter
+from types import SimpleNamespace
+import torch
+from moeyard_kernels.common.compiling import compiling_only
+from moeyard_kernels.elementwise.rms_norm import rms_norm
+from moeyard_kernels.elementwise.silu_mul import _silu_mul_kernel
+from triton.runtime import driver
+
+class Launcher:
+    def __init__(self, src, metadata):
+        makers[threading.get_ident()] += 1
+        self.signature = module.signature = tuple(src.signature.items())
+        time.sleep(0.01)
+        self.found = module.signature
+        every.append(self)
+
+def load_binary(*_):
+    loaders.add(threading.get_ident())
+    return 1, 1, 0, 0, 1024
+
+script = runpy.run_path({str(SCRIPT)!r})
+script["pretend"]()
+module, makers, every, loaders = SimpleNamespace(), Counter(), [], set()
+driver.active.launcher_cls = Launcher
+properties = {{"max_shared_mem": 232448}}
+driver.active.utils = SimpleNamespace(load_binary=load_binary, get_device_properties=lambda _device: properties)
+torch.cuda.set_device = lambda _device: None
+with compiling_only(4, torch.device("cuda", 0)) as compiled, script["NoStorage"]():
+    x = torch.empty(8, 1024, dtype=torch.bfloat16, device="cuda")
+    for columns in (256, 512, 1024):
+        rms_norm(x[:, :columns], x[0, :columns], 1e-6)
+        _silu_mul_kernel[(8, 1)](x, x, 1024, 512, BI=columns)
+wrong = [each for each in every[-compiled.count:] if each.found != each.signature]
+made = len(every) - makers[threading.get_ident()]
+print(compiled.count, made, len(makers) > 2, len(wrong), loaders == {{threading.get_ident()}}, sep=";")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +210,10 @@ def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
     assert kind == "CompiledKernel"
     assert len(failed) == 2
     assert all("launch" in error for error in failed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
+def test_no_kernel_is_loaded_with_the_launcher_of_another(tmp_path: Path) -> None:
+    compiled, made, *said_of_them = said(LOADED, tmp_path).strip().split(";")
+    assert int(made) == int(compiled) >= 6
+    assert said_of_them == ["True", "0", "True"]

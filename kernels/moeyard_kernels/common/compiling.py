@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode, FutureKernel, knobs
+from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
@@ -84,5 +85,12 @@ def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator
             # of the others a promise of it, which cannot be launched.
             kernels.update({key: each.result() for key, each in kernels.items() if isinstance(each, FutureKernel)})
         if device is not None:
-            # With the code that launches it, which takes a C compiler a tenth of a second.
-            list(pool.map(lambda kernel: kernel.run, {each for kernels in caches for each in kernels.values()}))
+            found = {each for kernels in caches for each in kernels.values()}
+            launcher = driver.active.launcher_cls
+            # What launches a kernel is C code, for which a compiler takes a tenth of a second (Triton 3.6): all threads
+            # have it made. What they load of it is dropped.
+            list(pool.map(lambda kernel: launcher(kernel.src, kernel.metadata), found))
+            # One thread loads: all such code has one module name, and of what was loaded before Python gives the module
+            # that came last under its name, with the functions of whoever asked last. Among threads that is another's.
+            for kernel in found:
+                _ = kernel.run
