@@ -85,12 +85,9 @@ def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator
             # of the others a promise of it, which cannot be launched.
             kernels.update({key: each.result() for key, each in kernels.items() if isinstance(each, FutureKernel)})
         if device is not None:
-            found = {each for kernels in caches for each in kernels.values()}
-            launcher = driver.active.launcher_cls
-            # What launches a kernel is C code, for which a compiler takes a tenth of a second (Triton 3.6): all threads
-            # have it made. What they load of it is dropped.
+            found, launcher = {each for kernels in caches for each in kernels.values()}, driver.active.launcher_cls
+            # What launches a kernel is C code (Triton 3.6): all threads have it made, 0.1 s each, and drop what they load.
             list(pool.map(lambda kernel: launcher(kernel.src, kernel.metadata), found))
-            # One thread loads: all such code has one module name, and of what was loaded before Python gives the module
-            # that came last under its name, with the functions of whoever asked last. Among threads that is another's.
-            for kernel in found:
-                _ = kernel.run
+            # One thread loads: all such modules have one name, and for one that was loaded before Python gives the last
+            # of that name, with the functions of whoever asked last. Among threads a kernel may get another's.
+            _ = [kernel.run for kernel in found]
