@@ -86,7 +86,7 @@ def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator
             kernels.update({key: each.result() for key, each in kernels.items() if isinstance(each, FutureKernel)})
         if device is not None:
             found, launcher = {each for kernels in caches for each in kernels.values()}, driver.active.launcher_cls
-            # What launches a kernel is C code (Triton 3.6): all threads have it made, 0.1 s each, and drop what they load.
+            # What launches a kernel is C code of Triton 3.6: threads have it made (0.1 s each) and drop what they load.
             list(pool.map(lambda kernel: launcher(kernel.src, kernel.metadata), found))
             # One thread loads: all such modules have one name, and for one that was loaded before Python gives the last
             # of that name, with the functions of whoever asked last. Among threads a kernel may get another's.
