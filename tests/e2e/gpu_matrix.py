@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One worker's line of the table; `differing` names courses and requests whose bytes were others."""
+    """One worker's line of the table; `differing` names courses and requests whose bytes were others, `failed` why it
+    has not run to its end."""
 
     worker: Loaded
     courses: int = 0
@@ -117,9 +119,11 @@ class Row:
     accepted: int = 0
     seconds: float = 0.0
     differing: list[str] = field(default_factory=list)
+    failed: str = ""
 
     def __str__(self) -> str:
         verdict = "equal" if not self.differing else f"DIFFERS: {', '.join(self.differing[:6])}"
+        verdict = f"FAILED: {self.failed}" if self.failed else verdict
         return (
             f"{self.worker.model + ' kept' * self.worker.compressed:21} {self.worker.slots:8} {self.worker.policy:5} "
             f"{'yes' if self.worker.drafts else '-':6} {self.courses:7} {self.answers:8} {self.replayed:8} "
@@ -281,19 +285,24 @@ def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded
 def rows(
     names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, kept: str, only: str
 ) -> Iterator[Row]:
-    """As they are known. A model's other workers follow the one that makes its reference."""
+    """As they are known. A model's other workers follow the one that makes its reference; one that fails is named, with
+    its traceback among the errors, and the others are run."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting: set[Future[tuple[Row, Answers]]]
         parts = {"yes": (False, True), "no": (False,), "only": (True,)}[kept]
         first = [Loaded(name, compressed=part) for name, part in itertools.product(names, parts)]
-        waiting = {pool.submit(run, worker, device, only, None) for worker in first}
+        waiting: dict[Future[tuple[Row, Answers]], Loaded]
+        waiting = {pool.submit(run, worker, device, only, None): worker for worker in first}
         while waiting:
             done = next(as_completed(waiting))
-            waiting.remove(done)
+            worker = waiting.pop(done)
+            following = others(worker, slots, speculation) if worker in first else []
+            if (error := done.exception()) is not None:
+                traceback.print_exception(error)
+                yield Row(worker=worker, failed=gpu_matrix_ranks.told(error))
+                yield from (Row(worker=each, failed="there is nothing to compare with") for each in following)
+                continue
             row, answers = done.result()
-            if row.worker in first:
-                following = others(row.worker, slots, speculation)
-                waiting |= {pool.submit(run, worker, device, only, answers) for worker in following}
+            waiting |= {pool.submit(run, each, device, only, answers): each for each in following}
             yield row
 
 
@@ -310,7 +319,7 @@ def where(device: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 when an answer differs."""
+    """Command line; 1 when an answer differs or a worker fails."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, help="all; with --ranks five of them")
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
@@ -340,12 +349,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in every:
         found.append(row)
         print(row, flush=True)
-    differing = sum(len(row.differing) for row in found)
+    differing, failed = sum(len(row.differing) for row in found), sum(bool(row.failed) for row in found)
     print(
         f"{sum(row.answers for row in found)} answers of {len(found)} workers in {time.perf_counter() - begun:.0f} s, "
-        f"{differing} differ"
+        f"{differing} differ, {failed} workers failed"
     )
-    return int(differing > 0)
+    return int(differing > 0 or failed > 0)
 
 
 if __name__ == "__main__":

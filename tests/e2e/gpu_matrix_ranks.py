@@ -28,6 +28,11 @@ COURSES: dict[Placed, tuple[int, str]] = {"shards": (2, "all"), "shuffled": (1, 
 Expected = dict[str, tuple[Any, ...]]
 
 
+def told(error: BaseException) -> str:
+    """One line of it."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:200]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One fleet's line. `differing` names requests whose bits were others, `failed` why it has not run to its end,
@@ -137,8 +142,7 @@ def rows(
                     expected = references(checkpoint(name), pool, device) if expected is None else expected
                     row = run(name, checkpoint(name), case, expected, pool, device)
                 except Exception as error:  # boundary: of whatever kind, it is this line's, and the others are run
-                    said = str(error).strip().split("\n", 1)[0][:200]
-                    row = Row(model=name, case=case, failed=f"{type(error).__name__}: {said}")
+                    row = Row(model=name, case=case, failed=told(error))
                     pool.close()
                     pool = ProcessPool()
                 yield row

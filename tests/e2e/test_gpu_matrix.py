@@ -5,6 +5,7 @@ fleets are on CPUs here.
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,35 @@ def test_what_differs_is_named(device: str, model: str) -> None:
         assert check(rank, course, wrong)[0] == [f"{course} a mixed"]
     finally:
         rank.worker.stop()
+
+
+def test_a_worker_that_fails_is_named_and_the_others_are_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a model whose first worker fails have nothing to be compared with."""
+
+    def run(worker: Loaded, *_: Any) -> tuple[gpu_matrix.Row, gpu_matrix.Answers]:
+        if worker.model == "olmoe" or worker.slots == "one":
+            raise TypeError(f"not {worker.model}\nfor a reason")
+        return gpu_matrix.Row(worker=worker, answers=2), {}
+
+    monkeypatch.setattr(gpu_matrix, "run", run)
+    monkeypatch.setattr(gpu_matrix, "ProcessPoolExecutor", lambda processes, **_: ThreadPoolExecutor(processes))
+    asked = ["--models", "mixtral", "olmoe", "--kept", "no", "--slots", "all", "one", "--device", "cpu"]
+    assert gpu_matrix.main(asked) == 1
+    said = capsys.readouterr()
+    _, _, *lines, last = said.out.splitlines()
+    verdicts = {tuple(line.split()[:3]): line[line.rindex("  ") :].strip() for line in lines}
+    first, other = gpu_matrix.KEPT
+    lost, mixtral = "FAILED: there is nothing to compare with", "FAILED: TypeError: not mixtral"
+    assert verdicts == {
+        ("mixtral", "all", first): "equal", ("mixtral", "all", other): "equal",
+        ("mixtral", "one", first): mixtral, ("mixtral", "one", other): mixtral,
+        ("olmoe", "all", first): "FAILED: TypeError: not olmoe",
+        ("olmoe", "all", other): lost, ("olmoe", "one", first): lost, ("olmoe", "one", other): lost,
+    }  # fmt: skip
+    assert re.fullmatch(r"4 answers of 8 workers in \d+ s, 0 differ, 6 workers failed", last)
+    assert said.err.count("raise TypeError") == 3
 
 
 RANKS = ["--ranks", "1", "2", "--exchange", "zmq", "--device", "cpu", "--models", "qwen3_moe"]
