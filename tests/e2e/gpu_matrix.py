@@ -122,12 +122,11 @@ class Row:
     failed: str = ""
 
     def __str__(self) -> str:
-        verdict = "equal" if not self.differing else f"DIFFERS: {', '.join(self.differing[:6])}"
-        verdict = f"FAILED: {self.failed}" if self.failed else verdict
+        ends = gpu_matrix_ranks.verdict(self.differing, self.failed)
         return (
             f"{self.worker.model + ' kept' * self.worker.compressed:21} {self.worker.slots:8} {self.worker.policy:5} "
             f"{'yes' if self.worker.drafts else '-':6} {self.courses:7} {self.answers:8} {self.replayed:8} "
-            f"{self.eager:6} {self.preemptions:8} {self.hits:7} {self.accepted:6} {self.seconds:7.1f}  {verdict}"
+            f"{self.eager:6} {self.preemptions:8} {self.hits:7} {self.accepted:6} {self.seconds:7.1f}  {ends}"
         )
 
 

@@ -33,6 +33,13 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:200]}"
 
 
+def verdict(differing: Sequence[str], failed: str) -> str:
+    """How a line of the table ends."""
+    if failed:
+        return f"FAILED: {failed}"
+    return f"DIFFERS: {', '.join(differing[:6])}" if differing else "equal"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One fleet's line. `differing` names requests whose bits were others, `failed` why it has not run to its end,
@@ -48,19 +55,12 @@ class Row:
     failed: str = ""
     left_out: str = ""
 
-    @property
-    def verdict(self) -> str:
-        if self.left_out:
-            return f"NOT RUN: {self.left_out}"
-        if self.failed:
-            return f"FAILED: {self.failed}"
-        return f"DIFFERS: {', '.join(self.differing[:6])}" if self.differing else "equal"
-
     def __str__(self) -> str:
         case = self.case
+        ends = f"NOT RUN: {self.left_out}" if self.left_out else verdict(self.differing, self.failed)
         return (
             f"{self.model:16} {case.ranks:5} {case.exchange:8} {case.placed:9} {case.deep:4} {case.slots:7} "
-            f"{self.answers:7} {self.replayed:7} {self.eager:6} {self.seconds:7.1f}  {self.verdict}"
+            f"{self.answers:7} {self.replayed:7} {self.eager:6} {self.seconds:7.1f}  {ends}"
         )
 
 
