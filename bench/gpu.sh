@@ -126,12 +126,12 @@ workers() {
   tests speculation 200 tests/engine/test_speculation_cuda.py &
   tests compaction 200 tests/engine/test_compaction_cuda.py tests/engine/test_hybrid_compaction_cuda.py &
   tests rows_of_experts 120 tests/engine/test_choices.py tests/engine/test_grammars_cuda.py \
-    tests/engine/test_launches_cuda.py &
+    tests/gpu/test_launches.py &
   # Each rank with an empty cache of its own.
-  tests compile_ahead 240 -n 7 tests/engine/test_compile_ahead_cuda.py &
-  tests parity 240 -s tests/models/test_gpu_parity.py &
+  tests compile_ahead 240 -n 7 tests/gpu/test_compile_ahead.py &
+  tests parity 240 -s tests/gpu/test_parity.py &
   wait
-  tests one_answer 240 -n 4 tests/e2e/test_one_answer_gpu.py tests/e2e/test_faults_gpu.py
+  tests one_answer 240 -n 4 tests/gpu/test_one_answer.py tests/gpu/test_faults.py
   tests on_cuda 240 tests/e2e/test_faults.py tests/e2e/test_gpu_matrix.py tests/deploy/test_bench_engine.py -k cuda
   # What takes the device that there is.
   tests on_device 240 -n 4 tests/engine/test_device_sampler.py tests/exchange/test_staged_exchange.py \
@@ -300,13 +300,13 @@ nccl() {
   step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf \
     tests/exchange/test_conformance.py -k "nccl and 2gpus and bfloat16"
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --kinds nccl --tokens 8 64 --hidden 7168 --experts 256
-  tests nccl_answer 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nccl and gqa-bfloat16"
+  tests nccl_answer 200 tests/gpu/test_one_answer_ranks.py -k "nccl and gqa-bfloat16"
   step nccl_tokens 100 python3 bench/gpu_ranks.py --exchange nccl --shape Qwen3-30B-A3B --layers 8 --streams 1 8 64 --check
-  tests nccl_failures 150 tests/e2e/test_failures_gpu_ranks.py -k nccl
+  tests nccl_failures 150 tests/gpu/test_failures.py -k nccl
 }
 # A rank is killed; then a step has a token whose embedding is NaN.
 drills() {
-  tests cluster 400 tests/e2e/test_cluster_gpu.py
+  tests cluster 400 tests/gpu/test_cluster.py
   local fault serve=(--workers 2 --serve "--device cuda")
   for fault in kill:5 exception:3; do
     step "drills_${fault%:*}" 330 python3 bench/drills.py --fault "${fault%:*}" --faults "${fault#*:}" "${serve[@]}" \
@@ -316,14 +316,14 @@ drills() {
 whole() { step whole 500 python3 -m tests.e2e.gpu_matrix --ranks 1 2 4; }
 ranks() {
   tests puts 90 -n 14 --maxschedchunk 1 tests/kernels/test_peer_exchange.py tests/kernels/test_result_rows.py
-  tests ranks 300 tests/e2e/test_one_answer_gpu_ranks.py -k "not nccl"
-  tests failures 180 tests/e2e/test_failures_gpu_ranks.py -k "not nccl"
+  tests ranks 300 tests/gpu/test_one_answer_ranks.py -k "not nccl"
+  tests failures 180 tests/gpu/test_failures.py -k "not nccl"
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
 }
 four() {
   local four=(python3 bench/gpu_ranks.py --ranks 4 --streams 1 8 16 64)
-  tests four_failures 330 tests/e2e/test_failures_gpu_ranks.py -k all_others
+  tests four_failures 330 tests/gpu/test_failures.py -k all_others
   step four_rows 80 python3 bench/nvlink.py --ranks 4 --parts eager,times,faults
   step four_qwen 260 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check \
     --uneven 8,0,0,0 --arrivals 20x512
@@ -333,8 +333,8 @@ four() {
 links() {
   tests fetch_kernel 90 tests/kernels/test_fetch_experts.py tests/kernels/test_host_experts.py
   ops fetch_launches 60 fetch_experts gather_experts
-  tests fetch 200 tests/e2e/test_one_answer_gpu_ranks.py -k "nvlink and gqa-bfloat16 and not all"
-  tests fetch_lost 120 tests/e2e/test_failures_gpu_ranks.py -k half
+  tests fetch 200 tests/gpu/test_one_answer_ranks.py -k "nvlink and gqa-bfloat16 and not all"
+  tests fetch_lost 120 tests/gpu/test_failures.py -k half
   step fetch_gain 400 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B --residency 0.25 --fetch alone shared --check
 }
 

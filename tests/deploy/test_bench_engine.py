@@ -37,8 +37,6 @@ from moeyard_worker.models.shapes import served_model, shape_model
 from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import SamplingParams, Tokens
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def parse(*flags: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", "engine", *flags])
@@ -183,7 +181,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_residency_is_measured_in_turn(device: str) -> None:
     args = parse(
         *("--shape", "moeyard-demo", "--layers", "3", "--device", device, "--streams", "2", "--prompt", "9"),
@@ -236,7 +234,7 @@ def test_table_leaves_out_what_nobody_has() -> None:
     assert table(rows, columns).splitlines() == ["case    ms   tok/s", "   a  1.23", "  bb        12,346"]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None:
     args = parse(

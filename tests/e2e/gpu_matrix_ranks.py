@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from tests.e2e.test_one_answer import check_rows, requests, run_alone, run_mixed
-from tests.e2e.test_one_answer_gpu_ranks import Case, Placed, config, placement
 from tests.fleet import ProcessPool, start_fleet
+from tests.gpu.test_one_answer_ranks import Case, Placed, config, placement
 
 from moeyard_worker.config.engine_config import ExchangeKind
 

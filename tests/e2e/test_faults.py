@@ -14,7 +14,6 @@ from tests.fleet import ProcessPool, start_fleet
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.protocol import Done
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BAD = 7
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -42,7 +41,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_request_with_logits_that_are_not_finite_is_named(
     device: str, eager: bool, kind: str, spoilt: Path, own_processes: ProcessPool
 ) -> None:

@@ -15,11 +15,9 @@ from tests.e2e import gpu_matrix, gpu_matrix_ranks
 from tests.e2e.gpu_matrix import Loaded, check, courses, load, references
 from tests.e2e.gpu_matrix_ranks import Row, cases, missing
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_differs_is_named(device: str, model: str) -> None:
     """Of pages alone, and of state per sequence, where prefixes begin behind one snapshot at a time."""
     rank = load(Loaded(model), device)

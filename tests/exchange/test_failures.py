@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from exchange_fleet import Failed, Fleet, close_full, idle, linger, run_until, talk_and_leave, use_device
 from exchange_reference import SCENARIOS
 
@@ -106,7 +105,7 @@ def test_a_rank_that_says_that_it_is_slow_is_waited_for(kind: str) -> None:
         assert all(isinstance(each, float) for each in begun), begun
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_gpus_wait_no_more_for_one_that_is_lost(number: signal.Signals, phase: str) -> None:

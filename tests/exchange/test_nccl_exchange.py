@@ -1,7 +1,7 @@
 """The exchange through torch's process groups: ranks in threads of this process, over gloo, torch's own for CPUs.
 
-In processes of their own ranks are in test_conformance.py and test_failures.py, and what a GPU adds (NCCL, streams, an
-abort) in `tests/e2e/test_one_answer_gpu_ranks.py` and test_failures_gpu_ranks.py.
+`test_conformance.py` and `test_failures.py` test ranks in processes of their own. `tests/gpu/test_one_answer_ranks.py`
+and `tests/gpu/test_failures.py` test NCCL itself, streams and an abort.
 """
 
 import os

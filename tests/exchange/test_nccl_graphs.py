@@ -1,8 +1,7 @@
 """What changes in the exchange through process groups where a graph can hold it: without one, ranks in threads.
 
-Graphs themselves, and a communicator that they hold, are of GPUs (`tests/e2e/test_one_answer_gpu_ranks.py`,
-test_failures_gpu_ranks.py); whole ranks with steps that are run again in their place are in
-`tests/engine/test_peer_steps.py`.
+Graphs and the communicators in them need GPUs (`tests/gpu/test_one_answer_ranks.py`, `tests/gpu/test_failures.py`).
+`tests/engine/test_peer_steps.py` tests whole ranks, which run steps again instead of graphs.
 """
 
 from collections.abc import Iterator, Sequence

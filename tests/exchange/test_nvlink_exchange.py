@@ -1,6 +1,6 @@
 """The exchange over memory that all ranks map: ranks in threads of this process, on CPU tensors over the oracles.
 
-What a GPU adds (launches that wait, graphs, torch's mapping) is in `tests/e2e/test_one_answer_gpu_ranks.py`.
+`tests/gpu/test_one_answer_ranks.py` tests the GPU's part: launches that wait, graphs, torch's mapping.
 """
 
 import threading

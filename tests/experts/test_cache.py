@@ -172,7 +172,7 @@ def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
         cache.validate()
 
 
-@pytest.mark.skipif(GPU.type == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2])
 def test_a_graph_decides_and_gathers(num_slots: int, policy: str) -> None:

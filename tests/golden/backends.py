@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from moeyard_kernels.backend import Backend
@@ -23,14 +24,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """make: the backend, for a page size; it serves in float32. available: whether this machine can run it.
+    """make: the backend, for a page size; it serves in float32. marks: those of its test, such as `gpu`.
 
     tolerance: the largest difference of a log-probability from transformers' that rounding explains.
     """
 
     make: Callable[[int], Backend]
-    available: Callable[[], bool]
     tolerance: float
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
@@ -68,10 +69,10 @@ def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_toke
 CANDIDATES = {
     # Measured on 2026-11-22 over all 1280 tokens (torch 2.13 and 2.15, AMD EPYC): at most 1.1e-5, 99 of 100 below
     # 4.2e-6, half below 8e-7; only the order of sums differs. One bfloat16 rounding of a logit of 8 is up to 3e-2.
-    "cpu": Candidate(make=lambda page_size: CpuBackend(page_size=page_size), available=lambda: True, tolerance=5e-5),
+    "cpu": Candidate(make=lambda page_size: CpuBackend(page_size=page_size), tolerance=5e-5),
     "cuda": Candidate(
         make=lambda page_size: CudaBackend(page_size=page_size, device=torch.device("cuda")),
-        available=torch.cuda.is_available,
         tolerance=5e-5,
+        marks=(pytest.mark.gpu,),
     ),
 }

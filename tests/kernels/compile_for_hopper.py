@@ -173,7 +173,9 @@ def main() -> None:
     """See the module."""
     most = int(sys.argv[1]) if len(sys.argv) > 1 else sys.maxsize
     built: list[tuple[Any, ...]] = []
-    seen: set[str] = set()
+    op = ""
+    # Of each op by itself: what is reported of it does not depend on which others are built.
+    seen: set[tuple[str, str]] = set()
     count: Counter[tuple[object, ...]] = Counter()
     launch = JITFunction.run
 
@@ -183,12 +185,12 @@ def main() -> None:
         variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")), kwargs.get("ONE"))
         variant += (bool(kwargs.get("E")), bool(kwargs.get("SHARED")), bool(kwargs.get("HAS_COUNTS")))
         kind = (self.__name__, kwargs.get("launch_pdl", False), kwargs.get("STATIC"), variant)
-        if count[kind] >= most:
+        if count[op, *kind] >= most:
             return
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in seen:
-            seen.add(kernel.hash)
-            count[kind] += 1
+        if (op, kernel.hash) not in seen:
+            seen.add((op, kernel.hash))
+            count[op, *kind] += 1
             built.append((*kind, kernel))
 
     JITFunction.run = build
@@ -196,6 +198,7 @@ def main() -> None:
     with NoStorage():
         models = [name for name in sys.argv[2:] if name in (*MODELS, "all")]
         for case in all_cases(Asked(ops=[name for name in sys.argv[2:] if name not in models], models=models)):
+            op = case.op
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()
                 if case.op in ("linear", "head_linear"):

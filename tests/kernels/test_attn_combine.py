@@ -73,7 +73,7 @@ def test_the_order_is_ascending() -> None:
     torch.testing.assert_close(turned, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 9])
 def test_a_graph_replays_it(batch: int) -> None:
     partial, lse = pieces(batch, 12, 4, 128)

@@ -126,7 +126,7 @@ def test_chunks_and_configs_do_not_show(
             assert_same(run_chunks(prompt, [100, 223, length], window, config=chosen), whole, f"{config} in chunks")
 
 
-@pytest.mark.skipif(not NATIVE, reason="a launch per token takes long in the interpreter")
+@pytest.mark.gpu  # The interpreter is too slow for it.
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 def test_every_position_alone(shape: tuple[int, int, int, int]) -> None:
     prompt = make_prompt(300, shape, torch.bfloat16)
@@ -252,7 +252,7 @@ def test_room_for_more_tiles_does_not_show(
     assert_same(tuple(x[:260] for x in got), wanted, f"{config}")
 
 
-@pytest.mark.skipif(not NATIVE, reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, triton_kernel.CONFIGS[0], triton_kernel.CONFIGS[2]], ids=str)
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])

@@ -25,7 +25,7 @@ def test_without_a_gpu_nothing_runs_until_it_is_asked_for() -> None:
     assert ran == [1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs run one kernel beside another")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_layers_of_products_beside_each_other(num_rows: int) -> None:
     """Memory that one layer frees is the next one's, on either stream."""

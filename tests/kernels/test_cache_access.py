@@ -159,7 +159,7 @@ def test_both_policies_are_known() -> None:
     assert set(NAMES) == set(POLICIES)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", NAMES)
 def test_a_graph_replays_it(policy: PolicyName) -> None:
     state = start_residency(policy, num_layers=3, num_experts=64, num_slots=60, device=DEVICE)

@@ -123,7 +123,7 @@ def test_padding_is_zeros_and_touches_nothing(run) -> None:  # type: ignore[no-u
     assert torch.equal(kept[[0, 1, 2, 3, 4, 6, 7, 8]], window[[0, 1, 2, 3, 4, 6, 7, 8]])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 64])
 def test_a_graph_replays_it(batch: int) -> None:
     x, weight = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((batch, 8192), (8192, 4)))

@@ -1,35 +1,33 @@
-"""Every kernel builds for an H200, on a machine that has none: what the interpreter cannot tell."""
+"""Every kernel builds for an H200 on a machine without a GPU, which the interpreter cannot show."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import hopper_builds
 
 import moeyard_kernels
-
-SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
-# A block's shared memory on Hopper (CUDA programming guide, compute capability 9.0).
-MAX_SHARED = 227 << 10
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests build and run them all")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """The first build of each kernel in the order of the bench's cases, launched early and not."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    run = subprocess.run([sys.executable, str(SCRIPT), "1"], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+def built(request: pytest.FixtureRequest) -> list[hopper_builds.Build]:
+    """Builds of each op's kernels: of changed modules made now, of the others from the record."""
+    names = hopper_builds.MODULES if request.config.getoption("all") else hopper_builds.changed()
+    record, made = hopper_builds.recorded(), hopper_builds.build(names)
+    return [line for name in hopper_builds.MODULES for line in made.get(name) or record[name]["builds"]]
 
 
-def test_every_kernel_builds(built: list[dict]) -> None:
+@pytest.mark.slow
+def test_the_record_is_up_to_date(built: list[hopper_builds.Build]) -> None:
+    """`python -m tests.kernels.hopper_builds` writes it."""
+    assert hopper_builds.changed() == []
+    assert built == [line for name in hopper_builds.MODULES for line in hopper_builds.recorded()[name]["builds"]]
+
+
+def test_every_kernel_builds(built: list[hopper_builds.Build]) -> None:
     """All that are written as kernels, by name, so that none goes without one in the bench."""
     source = "".join(file.read_text() for file in Path(moeyard_kernels.__path__[0]).glob("[aels]*/*.py"))
     written = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE))
@@ -37,7 +35,7 @@ def test_every_kernel_builds(built: list[dict]) -> None:
     assert written == {line["kernel"] for line in built}
 
 
-def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
+def test_every_kernel_waits_for_what_it_reads(built: list[hopper_builds.Build]) -> None:
     """If it is launched before the one ahead has ended. What may be read sooner is said where it is."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
     # The last two are the second product, which reads the layout, and of one token's pairs their weights too, or the
@@ -67,19 +65,19 @@ def test_every_kernel_waits_for_what_it_reads(built: list[dict]) -> None:
     assert late == attention | experts | chooses | {"attn_prefill_hopper_kernel"}
 
 
-def test_no_product_waits_for_each_of_its_steps(built: list[dict]) -> None:
+def test_no_product_waits_for_each_of_its_steps(built: list[hopper_builds.Build]) -> None:
     """ptxas does that, two or three times as slow, where something touches a sum that may still be at work."""
     assert [line["kernel"] for line in built if line["serialized"]] == []
 
 
-def test_nobody_waits_for_what_a_gate_counts(built: list[dict]) -> None:
+def test_nobody_waits_for_what_a_gate_counts(built: list[hopper_builds.Build]) -> None:
     """Additions whose result nobody reads: as RED they are on their way when the next instruction is issued."""
     for kernel in ("_topk_gate_kernel", "expert_slice_kernel"):
         gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == kernel}
         assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]}), kernel
 
 
-def test_launches_complete_in_order(built: list[dict]) -> None:
+def test_launches_complete_in_order(built: list[hopper_builds.Build]) -> None:
     """Who lets the next begin before it has waited itself has to wait in every program, and so has the next.
 
     One that is let begin so early and ended without waiting would tell the launch behind it that all is done.
@@ -93,9 +91,9 @@ def test_launches_complete_in_order(built: list[dict]) -> None:
         "expert_slice_kernel",
     } <= first
     assert {"_dispatch_kernel", "_combine_kernel"} <= first
-    # One program of it writes the choice ahead of the wait, which all come to; with a shared expert and without.
+    # One program of it writes the choice ahead of the wait, which all programs reach.
     writes = [line for line in built if line["kernel"] == "expert_slice_kernel" and line["counts"]]
-    assert len(writes) == 2
+    assert writes
     assert [line for line in built if line["triggers_first"] and not line["always_waits"]] == writes
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.

@@ -200,7 +200,7 @@ def test_bf16_keeps_its_bound(by_row: bool) -> None:
     assert relative(out, exact_rule(rows, torch.zeros_like(rows.state[0]))[0]) < 5e-3
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the kernel takes a GPU")
+@pytest.mark.gpu
 @BY_ROW
 def test_the_kernel_of_hopper_gives_the_same_bits(by_row: bool) -> None:
     """Whatever the lengths, snapshots included; rows of padding touch nothing, and a prompt's rows no other's."""

@@ -153,7 +153,7 @@ def test_a_long_output_keeps_its_precision(by_row: bool) -> None:
     assert relative(state[0], kept) < 1e-5
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @BY_ROW
 @pytest.mark.parametrize("batch", [1, 64])
 def test_a_graph_replays_it(batch: int, by_row: bool) -> None:

@@ -130,7 +130,7 @@ def test_several_queries_and_other_weights_take_three(by_row: bool) -> None:
             assert torch.equal(found, right)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @BY_ROW
 @pytest.mark.parametrize("batch", [1, 64])
 def test_a_graph_replays_it(batch: int, by_row: bool) -> None:

@@ -16,7 +16,6 @@ from moeyard_kernels.linear import linear
 from moeyard_kernels.linear.linear_configs import CONFIGS, LinearConfig, Skinny
 from moeyard_kernels.types.gate import GateRule, TokenChoice
 
-GPU_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs launch one kernel beside another")
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
 
 
@@ -75,7 +74,7 @@ def chain(
     return tuple(seen)
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "late"), [(1, False), (1, True), (8, False), (64, False), (500, False)])
 def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bool) -> None:
     """And of one row what chooses late equals what chooses ahead."""
@@ -94,7 +93,7 @@ def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bo
         assert_bits(f"replay {i}", results[-1], wanted)
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 500])
 def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None:
     """Which is what `static_weight` would promise not to happen."""
@@ -108,7 +107,7 @@ def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None
         assert_replays(step, lambda: x.copy_(rows(num_rows, 2048)))
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 @pytest.mark.parametrize("config", [c for c in CONFIGS if isinstance(c, Skinny)], ids=str)
 def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, static: bool) -> None:
@@ -124,7 +123,7 @@ def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, sta
         assert_replays(step, lambda x=x: x.copy_(torch.randn_like(x)))  # type: ignore[misc]
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, *(c for c in CONFIGS if isinstance(c, Skinny))], ids=str)
 def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> None:
     x, y, first, second = rows(5, 2048), rows(5, 2048), rows(520, 2048), rows(300, 2048)
@@ -137,7 +136,7 @@ def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> 
     assert_replays(step, lambda: x.copy_(torch.randn_like(x)))
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_sequences", "length"), [(64, 2500), (200, 700)], ids=["merged", "one split"])
 def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length: int) -> None:
     """Its programs, of several items each, let the next launch begin ahead of their last results."""

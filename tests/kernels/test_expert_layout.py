@@ -130,7 +130,7 @@ def test_no_tokens_and_int32_ids(make: Callable[..., ExpertLayout] | None) -> No
         check(layout, topk_ids, slots, 8, 16)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [9, 300, 4100], ids=["one-launch", "two-launches", "three-launches"])
 def test_a_graph_replays_it(num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 8, 64).to(DEVICE), some_slots(64, 40).to(DEVICE)

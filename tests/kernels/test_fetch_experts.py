@@ -1,7 +1,7 @@
 """Missed experts read by all ranks of a host: kernel and oracle, ranks one by one, against plain copies.
 
 Without a GPU the ranks of one process tell, read and move in turn. On real GPUs, one process each, whole ranks do
-(`tests/e2e/test_one_answer_gpu_ranks.py`).
+(`tests/gpu/test_one_answer_ranks.py`).
 """
 
 from collections.abc import Sequence

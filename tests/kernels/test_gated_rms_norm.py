@@ -75,7 +75,7 @@ def test_a_weight_in_fp32_rounds_once() -> None:
     assert relative(run_kernel(x, gate, weight, sigmoid=True), wanted) < 5e-4
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     x, gate = (torch.randn(num_rows, *shape, device=DEVICE).bfloat16() for shape in ((32, 128), (4096,)))

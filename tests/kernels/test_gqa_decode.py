@@ -74,7 +74,7 @@ def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v:
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
-@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+@pytest.mark.gpu  # The interpreter is too slow for it.
 def test_a_row_alone_is_the_row_among_4096() -> None:
     lens = [1 + 37 * i % 400 for i in range(64)]
     held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
@@ -144,7 +144,7 @@ def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
         assert relative(plain[0][row], wanted) <= 1e-2
 
 
-@pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "longest"), [(1, 512), (8, 512), (64, 512), (1, 8000), (7, 2000), (64, 2000)])
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, longest: int, static: bool) -> None:
@@ -168,7 +168,7 @@ def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, lo
     assert_replays(step, lambda: qkv.copy_(torch.randn_like(qkv)))
 
 
-@pytest.mark.skipif(not GPU, reason="slow where interpreted; the latent kernel is tested there")
+@pytest.mark.gpu  # The interpreter is too slow for it.
 def test_up_to_160_splits() -> None:
     lens = [160 * 64, 159 * 64 + 1, 7, 0]
     held = paged(lens, 64, heads=2, dims=(64, 64), dtype=torch.bfloat16)
@@ -211,7 +211,7 @@ def test_bad_arguments_are_named() -> None:
             kernel.gqa_decode(q, *held.caches, tables=long, scale=1.0)
 
 
-@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+@pytest.mark.gpu
 def test_a_captured_launch_reads_its_tables_anew() -> None:
     held = paged([3000, 2000], 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
     q, tables = queries(2, 32, 128), held.tables(torch.tensor([3000, 0]))

@@ -131,7 +131,7 @@ def test_it_is_made_wherever_it_runs(through: Any, biased: bool) -> None:
         assert_same(layer.run(through.grouped_gemm), layer.ahead(through.grouped_gemm, through.topk_gate))
 
 
-@pytest.mark.skipif(not GPU, reason="the kernels take a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_programs_choose_what_the_gate_does(name: str) -> None:
     layer = Layer(*REAL[name], exact=False)
@@ -153,7 +153,7 @@ def test_a_shared_expert_comes_with_them(through: Any) -> None:
         torch.testing.assert_close(found[3], layer.shared_ahead(), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.skipif(not GPU, reason="the kernels take a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_a_shared_expert_beside_them_is_what_its_launches_give(name: str) -> None:
     layer = Layer(*REAL[name], exact=False)

@@ -297,7 +297,7 @@ def test_few_pairs_need_no_layout(which: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(wanted.view(T * K, 24).cpu()[here], oracle[here], rtol=2**-6, atol=0)
 
 
-@pytest.mark.skipif(not GPU, reason="real shapes take a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_used", [128, 20, 8])
 @pytest.mark.parametrize("T", [1, 3, 8])
 def test_few_pairs_of_real_shapes(T: int, num_used: int) -> None:
@@ -342,7 +342,7 @@ def sequential(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.skipif(not GPU, reason="real shapes take a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("T", "K", "E", "H", "I"),
     [(64, 8, 128, 2048, 768), (8, 8, 256, 2304, 1024), (4096, 8, 16, 2048, 768), (9, 6, 64, 2048, 1408)],
@@ -368,7 +368,7 @@ def test_real_shapes_equal_the_chain_per_expert(T: int, K: int, E: int, H: int, 
         assert torch.equal(bits(sequential(h, case.down[e])), bits(whole[t, k])), f"expert {e}"
 
 
-@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 3, 300], ids=["one", "one-launch-layout", "two-launch-layout"])
 def test_a_graph_replays_other_tokens_and_experts(T: int) -> None:
     case = Experts(T, 8, 32, 256, 128, dtype=torch.bfloat16, exact=False)

@@ -17,7 +17,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 LAYOUTS = pytest.mark.parametrize("absorb", [True, False], ids=["absorb", "expand"])
-GPU_ONLY = pytest.mark.skipif(not CUDA, reason="compares the bits of a GPU's tensor cores")
 # Heads, nope, rank, Dv of DeepSeek-V2-Lite, Kimi-K2 and DeepSeek-V3, and odd ones.
 MODELS = [(16, 128, 512, 128), (64, 128, 512, 128), (128, 128, 512, 128), (3, 40, 200, 72)]
 
@@ -170,7 +169,7 @@ def test_what_no_grid_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.head_linear(x, weight)
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @LAYOUTS
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int], absorb: bool) -> None:
@@ -187,7 +186,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int
                 assert torch.equal(y, whole[part]), f"{count} rows from {start}, {config}"
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @LAYOUTS
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 @pytest.mark.parametrize("rows", [1, 17, 64, 300])

@@ -182,7 +182,7 @@ def test_a_word_is_one_place() -> None:
     assert word.here.tolist() == [1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is busy with what comes behind")
+@pytest.mark.gpu
 def test_what_a_device_counts_is_read_at_any_time() -> None:
     """In a graph, and while the rest of it still runs."""
     word = HostWord(torch.device("cuda", torch.cuda.current_device()))

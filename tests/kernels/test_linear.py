@@ -28,7 +28,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-GPU_ONLY = pytest.mark.skipif(not CUDA, reason="compares the bits of a GPU's tensor cores")
 COUNTS = (1, 2, 3, 8, 16, 17, 64, 65, 128, 300, 1024)
 # N, K of Kimi-K2's q_a and kv_a, q_b and o, and two odd ones.
 MODEL_SHAPES = [(2112, 7168), (12288, 1536), (7168, 8192), (5120, 2048), (576, 7168), (257, 200), (100, 72)]
@@ -263,7 +262,7 @@ def test_the_schedule_covers_every_column_once(tail_cost: float) -> None:
     assert schedule(4096, 7168, main=(128, 256), tail=(256, 64), tail_cost=0.6, programs=132) == Schedule(7168, 0)
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
 def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None:
     num_out, dim = shape
@@ -277,7 +276,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None
             assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", linear.CONFIGS, ids=config_id)
 def test_every_config_gives_the_same_bits(config: LinearConfig) -> None:
     for num_out, dim in MODEL_SHAPES:
@@ -292,7 +291,7 @@ def test_every_config_gives_the_same_bits(config: LinearConfig) -> None:
             assert torch.equal(y_b, plain[:count, half:]), what
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_out", "dim"), [(256, 7168), (100, 300)])
 def test_fp32_rows_and_configs_are_equal(num_out: int, dim: int) -> None:
     x, weight = draw(300, dim, dtype=FP32), draw(num_out, dim, dtype=FP32)
@@ -303,7 +302,7 @@ def test_fp32_rows_and_configs_are_equal(num_out: int, dim: int) -> None:
             assert torch.equal(linear.linear(x[:count], weight, config=config), wanted[:count]), f"{count}, {config}"
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
 def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
     x, weight = draw(64, shape[1], dtype=BF16), draw(*shape, dtype=BF16)
@@ -313,7 +312,7 @@ def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
     assert ours <= torchs * 1.01
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 def test_a_graph_replays_it() -> None:
     x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
     for config in (None, *linear.CONFIGS):
@@ -326,7 +325,7 @@ def test_a_graph_replays_it() -> None:
         assert torch.equal(y, linear.linear(x, weight))
 
 
-@GPU_ONLY
+@pytest.mark.gpu
 def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
     x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
     with launch.checked():

@@ -93,7 +93,7 @@ def test_batch_and_pages_do_not_show(heads: int, rank: int, rope: int, page: int
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
-@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+@pytest.mark.gpu  # The interpreter is too slow for it.
 @pytest.mark.parametrize("heads", [16, 64], ids=lambda h: f"heads-{h}")
 def test_a_row_alone_is_the_row_among_4096(heads: int) -> None:
     lens = [1 + 37 * i % 400 for i in range(64)]
@@ -148,7 +148,7 @@ def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) 
         assert_same(static, results[0], f"{config}, static")
 
 
-@pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("longest", [500, 3000], ids=["one split", "splits"])
 @pytest.mark.parametrize("config", kernel.configs_for(16) if GPU else (), ids=str)
@@ -261,7 +261,7 @@ def test_tables_are_checked() -> None:
         DecodeTables(page_table=table, kv_lens=table.new_ones(2, 17), page_size=16)
 
 
-@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+@pytest.mark.gpu
 def test_a_captured_launch_reads_its_tables_anew() -> None:
     held, cache = sequences([3000, 2000], 512, 64, 64, torch.bfloat16)
     q, tables = queries(2, 16, 512, 64, torch.bfloat16), held.tables(torch.tensor([3000, 0]))

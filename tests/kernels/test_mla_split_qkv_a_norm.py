@@ -47,7 +47,7 @@ def test_reference_is_two_norms_and_a_copy(dtype: torch.dtype) -> None:
     assert torch.equal(k_rope, x[:, 40:])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     x, q_weight, kv_weight = (

@@ -116,7 +116,7 @@ def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
         torch.testing.assert_close(x.cpu(), y, **tolerance)
 
 
-@pytest.mark.skipif(not GPU, reason="sizes for a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("top_k", "hidden"), [(8, 2048), (8, 4096), (6, 2048), (2, 4096), (8, 7168)])
 def test_a_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
     args = inputs(4096, top_k, hidden, torch.bfloat16)
@@ -127,7 +127,7 @@ def test_a_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
         assert_bits(f"{rows}", run(*part, args[4]), tuple(x[rows] for x in whole))
 
 
-@pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     args = inputs(num_rows, 8, 2048, torch.bfloat16)

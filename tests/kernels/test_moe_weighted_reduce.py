@@ -101,7 +101,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     assert torch.equal(bits(run_kernel(x, w, shared, config=config)), bits(wanted))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a size for a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [2048, 7168])
 def test_a_row_is_the_same_in_every_batch(hidden: int) -> None:
     x, w, shared = torch.randn(4096, 8, hidden).bfloat16(), torch.rand(4096, 8), torch.randn(4096, hidden).bfloat16()
@@ -198,7 +198,7 @@ def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
         triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=RowConfig(BLOCK=1024))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
 def test_a_graph_replays_it(num_tokens: int) -> None:
     x, shared, residual = (

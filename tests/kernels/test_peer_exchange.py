@@ -159,7 +159,7 @@ def test_the_oracle_makes_nothing_on_another_device() -> None:
     assert all(fault_of(window) == [1, DISPATCH, 7, 0b100, 2, TOO_MANY] for window in windows)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no clock")
+@pytest.mark.gpu
 def test_one_exchange_in_so_many_is_timed() -> None:
     """Where all packets are there the wait takes no time, but a launch does."""
     windows = open_ranks(2)

@@ -118,7 +118,7 @@ def test_kernel_takes_rows_out_of_wider_ones(dtype: torch.dtype) -> None:
     assert torch.equal(run_kernel(x[0, 1], weight), run_kernel(x, weight)[0, 1])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 1536, 5120, 7168])
 def test_a_row_is_the_same_in_every_batch(dim: int) -> None:
     x, weight = torch.randn(4096, dim).to(DEVICE, torch.bfloat16), torch.randn(dim).to(DEVICE, torch.bfloat16)
@@ -127,7 +127,7 @@ def test_a_row_is_the_same_in_every_batch(dim: int) -> None:
         assert torch.equal(run_kernel(x[rows].clone(), weight), whole[rows])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_them(num_rows: int) -> None:
     x, residual = (torch.randn(num_rows, 1536).to(DEVICE, torch.bfloat16) for _ in range(2))

@@ -93,7 +93,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
         assert torch.equal(run_kernel(x, phase.cos(), phase.sin(), interleaved, config), wanted)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
 def test_a_graph_replays_it(num_tokens: int) -> None:
     x, (cos, sin) = (

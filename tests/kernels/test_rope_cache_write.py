@@ -168,7 +168,7 @@ def test_more_than_a_head_is_not_rotated() -> None:
         ops.rope_cache_write_gqa(*args[:3], cos, cos, *args[5:], interleaved=False)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 65])
 def test_a_graph_replays_the_launch_with_norms(count: int) -> None:
     args, norms = normed_inputs(count, 32, 4, 128, torch.bfloat16)
@@ -290,7 +290,7 @@ def test_the_caches_may_have_any_strides() -> None:
     assert bool(plain[0].any())
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 65])
 def test_a_graph_replays_them(count: int) -> None:
     *rows, slots, cache = (

@@ -132,7 +132,7 @@ def test_a_copy_of_a_row_is_not_written_and_gives_its_bits() -> None:
         assert_bits("the chain", padded.run(CHAIN), (out, lse, *caches))
 
 
-@pytest.mark.skipif(not GPU, reason="many programs: slow where interpreted")
+@pytest.mark.gpu  # The interpreter is too slow for it.
 @pytest.mark.parametrize(("heads", "kv_heads", "normed"), [(32, 4, True), (64, 4, True), (32, 8, False)], ids=str)
 def test_rows_alone_and_among_others(heads: int, kv_heads: int, normed: bool) -> None:
     """Every length of a table of one split, at the widths of models, in every config."""
@@ -147,7 +147,7 @@ def test_rows_alone_and_among_others(heads: int, kv_heads: int, normed: bool) ->
             assert_bits(f"row {row}", alone[:2], [x[row : row + 1] for x in whole[:2]])
 
 
-@pytest.mark.skipif(not GPU, reason="only GPUs launch one kernel beside another")
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("config", ONE, ids=str)
 def test_in_a_chain_of_launches_that_begin_early(config: StepConfig, rows: int) -> None:

@@ -444,7 +444,7 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any]) -> None:
     assert chi2 < degrees + 4 * math.sqrt(2 * degrees) + 4
 
 
-@pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
+@pytest.mark.gpu
 def test_a_graph_replays_it() -> None:
     logits, sequences = mixed_rows(4096, 16, edits=True)
     options = {name: to_device(x) for name, x in arguments(sequences, 4096).items()}

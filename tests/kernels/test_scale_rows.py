@@ -47,7 +47,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
     assert torch.equal(on_device.cpu(), wanted)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     x, scale = torch.randn(num_rows, 2048, device=DEVICE).bfloat16(), torch.rand(num_rows, device=DEVICE)

@@ -35,7 +35,7 @@ def test_every_config_gives_the_same_bits_and_rows_are_independent(config: RowCo
     assert torch.equal(triton_kernel.sigmoid_mul(x[1:2], gate[1:2], config=config), wanted[1:2])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     x, gate = (torch.randn(num_rows, 4096, device=DEVICE).bfloat16() for _ in range(2))

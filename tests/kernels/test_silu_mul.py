@@ -59,7 +59,7 @@ def test_kernel_is_as_exact_as_torch() -> None:
     assert ours <= theirs * 1.0005
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     x = torch.randn(num_rows, 4096).to(DEVICE, torch.bfloat16)

@@ -135,7 +135,7 @@ def test_turns_do_not_show(queries: int, at_once: int) -> None:
     assert_same(parts, whole, "grouped")
 
 
-@pytest.mark.skipif(not GPU, reason="measures a GPU's allocator")
+@pytest.mark.gpu
 def test_a_launch_takes_what_is_said() -> None:
     """64 rows behind tables of 2560 pages, all pages the same: DeepSeek-V3's heads in three turns, V2-Lite's in one."""
     cache = torch.randn(1, 64, 576, device=DEVICE, dtype=torch.bfloat16)

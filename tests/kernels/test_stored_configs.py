@@ -62,7 +62,7 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
     assert unknown == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the shapes are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("part", range(PARTS))
 def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) -> None:
     """In parts, for each config is two builds, of which a test of all would take minutes."""

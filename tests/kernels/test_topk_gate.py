@@ -235,7 +235,7 @@ def test_entries_may_begin_anywhere() -> None:
     assert torch.equal(counts.cpu(), chosen_by(ids.cpu(), behind[1:].tolist(), num_experts))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 8, 500])
 def test_a_graph_counts_in_every_replay(num_tokens: int) -> None:
     logits, counts = torch.randn(num_tokens, 128, device=DEVICE), torch.zeros(128, dtype=torch.int64, device=DEVICE)
@@ -252,7 +252,7 @@ def test_a_graph_counts_in_every_replay(num_tokens: int) -> None:
         assert torch.equal(counts.cpu(), wanted)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
 def test_a_graph_replays_it(num_tokens: int) -> None:
     logits, bias = torch.randn(num_tokens, 256, device=DEVICE), torch.randn(256, device=DEVICE) * 0.2

@@ -18,12 +18,12 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.test_one_answer import requests, run_mixed
-from tests.e2e.test_one_answer_gpu_ranks import Case, config
 from tests.fleet import Fleet, ProcessPool, start_fleet
+from tests.gpu.test_one_answer_ranks import Case, config
 
 from moeyard_worker.config.engine_config import ExchangeKind
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.gpu(2)
 
 DEADLINE = 4.0
 # Behind the deadline the loss is seen at the next heartbeat, and ranks that do not speak are waited for.
@@ -81,7 +81,7 @@ def test_a_lost_rank_is_named_in_time_and_replaced(
     lose_one(Case(2, exchange, 2, "half" if more == "half" else "all", eager=more == "eager"), how, model, pool)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.gpu(4)
 @pytest.mark.parametrize("how", ["killed", "stopped", "silent"])
 @pytest.mark.parametrize("exchange", ["nvlink", "zmq", "nccl"])
 def test_all_others_name_the_same_rank(exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool) -> None:

@@ -35,7 +35,7 @@ from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.models.families import load_model_config
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 # (Positions of a page, pages): the scarce ones are small, so that requests outgrow theirs.
 PAGES = {"ample": (64, 64), "scarce": (16, 10)}

@@ -10,7 +10,7 @@ from tests.rank import Rank
 
 from moeyard_worker.protocol import SamplingParams
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are a GPU's")
+pytestmark = pytest.mark.gpu
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "kimi_linear": MLA}

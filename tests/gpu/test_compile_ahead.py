@@ -12,7 +12,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.engine.test_speculation import DEMO
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
+pytestmark = pytest.mark.gpu
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # Family, its fields, the rank's options.

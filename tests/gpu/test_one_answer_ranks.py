@@ -23,8 +23,8 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
-from tests.e2e.test_one_answer_gpu import MODELS
 from tests.fleet import Fleet, ProcessPool, start_fleet
+from tests.gpu.test_one_answer import MODELS
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.placement import Placement
@@ -32,7 +32,7 @@ from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.gpu(2)
 
 NUM_PAGES, PAGE_SIZE = 64, 64
 # Who has which experts: contiguous shards, any by chance, or some on two ranks, too.

@@ -19,7 +19,7 @@ from tests.fleet import ProcessPool, RankProcess, start_fleet
 
 from moeyard_worker.config.engine_config import EngineConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from moeyard_worker.engine.verify import reference_model
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"

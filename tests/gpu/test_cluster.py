@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-import torch
 from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, Command, cluster, command
 
 __all__ = ["cluster", "command"]  # fixtures
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.gpu(2),
     pytest.mark.timeout(3 * BUSY_READY_SECONDS),
 ]
 
