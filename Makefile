@@ -1,8 +1,10 @@
-# make demo [ONCE=1]   serve the bundled checkpoint on this machine and stream one chat completion
-# make test [ARGS=..]  the whole test suite, what only computes in two processes (with ARGS: one pytest with them)
+# make demo [ONCE=1]    serve the bundled checkpoint on this machine and stream one chat completion
+# make check            format, lint, types and house rules
+# make test [ARGS=..]   the checks and the fast tier of the tests (with ARGS: one pytest with them)
+# make test-all         the checks, every test, and the 50 slowest of them
+# make mutants [ARGS=..] plant faults one at a time and show which test of the fast tier sees each (ARGS: their names)
 # make drills [ARGS=..] kill and stop workers of a real fleet under load, and count what that cost (docs/reliability.md)
-# make lint            format, lint and type checks
-# make format          rewrite the files as ruff wants them
+# make format           rewrite the files as ruff wants them
 #
 # Each makes .venv first if it is absent or out of date. Needs Python 3.11 or 3.12, git, make and a package index.
 
@@ -10,38 +12,52 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
+# Processes that run tests at once. Each takes up to 2 GiB of memory.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 8 ] && n=8; echo $$n)
+PYTEST := $(VENV)/bin/python -m pytest
 # One OpenMP thread: torch's default of one per core collapses as soon as anything else runs.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test drills lint format venv venv-dev
+.PHONY: demo check test test-all mutants drills format prometheus venv venv-dev
 
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
 
-# Nothing in these measures time, so they may share two cores.
-COMPUTING := tests/kernels tests/models tests/scheduling tests/engine tests/experts tests/golden \
-	tests/e2e/test_one_answer.py tests/e2e/test_parity_http.py
+check: venv-dev
+	$(VENV)/bin/ruff format --check --quiet
+	$(VENV)/bin/ruff check --quiet
+	$(VENV)/bin/mypy --no-error-summary
+	$(PYTEST) tests/test_house.py
 
-test: venv-dev
-	-@deploy/tools/get_prometheus.sh
+# Tests that measure time run alone, behind the others.
+define run_tests
+	$(PYTEST) -n $(JOBS) -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
+	$(PYTEST) -m timing $(1) && exit $$code
+endef
+
 ifdef ARGS
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: venv-dev prometheus
+	$(PYTEST) $(ARGS)
 else
-	$(VENV)/bin/python -m pytest -n 2 $(COMPUTING) && code=0 || code=$$?; \
-	$(VENV)/bin/python -m pytest $(COMPUTING:%=--ignore=%) && exit $$code
+test: check prometheus
+	$(call run_tests)
 endif
+
+test-all: check prometheus
+	$(call run_tests,--all --durations=50)
+
+mutants: venv-dev prometheus
+	$(VENV)/bin/python -m tests.mutants.run $(ARGS)
 
 drills: venv-dev
 	$(VENV)/bin/python bench/drills.py $(ARGS)
 
-lint: venv-dev
-	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/ruff check
-	$(VENV)/bin/mypy
-
 format: venv-dev
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
+
+prometheus: venv-dev
+	-@deploy/tools/get_prometheus.sh
 
 venv:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed and none was found; set PYTHON=/path/to/python" >&2; exit 1; }

@@ -15,7 +15,7 @@ set_cpu_environment()
 
 import torch  # noqa: E402 - after its settings
 from tests import interpreter  # noqa: E402 - after its settings
-from tests.cover import part_of, part_of_this_commit  # noqa: E402 - after its settings
+from tests.cover import chosen, part_of_this_commit  # noqa: E402 - after its settings
 
 # Other processes of a machine may take its cores for a while; what a property says does not depend on that. The suite
 # tries the same examples every time: what it finds is a fault of a change. `--hypothesis-profile search` tries others.
@@ -32,35 +32,26 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run slow and rotating tests too (default: the fast tier)")
-    parser.addoption("--eighth", type=int, help="the eighth of the rotating tests to run, 0 to 7 (default: by commit)")
+    parser.addoption("--all", action="store_true", help="run every test (default: the fast tier)")
+    parser.addoption("--eighth", type=int, help="the eighth of sampled tests to run, 0 to 7 (default: by commit)")
 
 
 def chosen_eighth(config: pytest.Config) -> int:
-    """The eighth of the rotating tests that this run includes."""
+    """The eighth of sampled tests that this run includes."""
     given = config.getoption("eighth")
     return part_of_this_commit() if given is None else given
 
 
-def in_fast_tier(item: pytest.Item, eighth: int) -> bool:
-    """Whether the fast tier runs a test: neither slow nor of another eighth, or named on the command line."""
-    if any("::" in arg and item.nodeid.startswith(arg) for arg in item.config.args):
-        return True
-    if item.get_closest_marker("slow"):
-        return False
-    return item.get_closest_marker("rotating") is None or part_of(item.nodeid) == eighth
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of the other tier, and those that need more GPUs than this machine has."""
-    present, everything, eighth = torch.cuda.device_count(), config.getoption("all"), chosen_eighth(config)
-
-    def runs(item: pytest.Item) -> bool:
-        if any((mark.args or (1,))[0] > present for mark in item.iter_markers("gpu")):
-            return False
-        return everything or in_fast_tier(item, eighth)
-
-    kept = {item for item in items if runs(item)}
+    present = torch.cuda.device_count()
+    kept = {item for item in items if all((mark.args or (1,))[0] <= present for mark in item.iter_markers("gpu"))}
+    if not config.getoption("all"):
+        # A test that the command line names runs in any case.
+        named = {item for item in kept if any("::" in arg and item.nodeid.startswith(arg) for arg in config.args)}
+        sampled = [item for item in items if item in kept and item.get_closest_marker("sampled")]
+        kept -= {item for item in kept if item.get_closest_marker("slow")} | set(sampled)
+        kept |= named | chosen(sampled, chosen_eighth(config))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

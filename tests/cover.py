@@ -1,26 +1,23 @@
-"""Cases of a product of axes: the fast tier runs a pairwise cover, and by turns an eighth of the rest.
+"""Which cases of a test the fast tier runs: a small cover of its parameters, and by turns an eighth of the rest.
 
-`--all` runs the whole product. The number of commits chooses the eighth, so that eight commits in a row run all of it;
-the hash of a commit would choose some eighths twice and leave a third of them out. `--eighth N` chooses another one.
+The marker `sampled(strength)` chooses the cover: the first case (0), every value of each parameter (1), or every pair
+of values of two parameters (2). Parameters that are dataclasses count as one parameter per field. The number of commits
+chooses the eighth, so that eight commits in a row run every case; a commit's hash would leave a third of them out.
 """
 
+import dataclasses
 import itertools
 import subprocess
 import zlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from allpairspy import AllPairs
+import torch
 
 PARTS = 8
-
-
-def part_of(nodeid: str) -> int:
-    """The eighth that a rotating test belongs to, whatever else is collected."""
-    return zlib.crc32(nodeid.encode()) % PARTS
 
 
 @cache
@@ -30,22 +27,39 @@ def part_of_this_commit() -> int:
     return int(log.stdout) % PARTS if log.returncode == 0 else 0
 
 
-def pairwise(axes: Sequence[Sequence[Any]], valid: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
-    """A few rows of the product, in which each value of an axis meets each value of every other axis."""
-    rows = AllPairs(axes, filter_func=lambda row: len(row) < len(axes) or valid(*row))
-    return [tuple(row) for row in rows]
+def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
+    """(parameter, value) of a test, both as text; what has no short text counts by its place."""
+    callspec = getattr(item, "callspec", None)
+    for name, value in callspec.params.items() if callspec else ():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from ((name, field.name, repr(getattr(value, field.name))) for field in dataclasses.fields(value))
+        else:
+            short = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+            yield name, repr(value) if short else f"#{callspec.indices[name]}"
 
 
-def product(
-    axes: Sequence[Sequence[Any]],
-    *,
-    valid: Callable[..., bool] = lambda *_: True,
-    make: Callable[..., Any] = lambda *values: values,
-) -> list[Any]:
-    """The valid rows of the product, made into parameters by `make`; those outside the pairwise cover rotate."""
-    always = set(pairwise(axes, valid))
-    params = []
-    for row in filter(lambda row: valid(*row), itertools.product(*axes)):
-        value, marks = make(*row), () if row in always else (pytest.mark.rotating,)
-        params.append(pytest.param(*value if isinstance(value, tuple) else (value,), marks=marks))
-    return params
+def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:
+    """The cover of each test's cases, and those of the others that belong to this eighth."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for cases in functions.values() for item in cases if zlib.crc32(item.nodeid.encode()) % PARTS == part}
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("sampled")
+        kept |= cover(cases, *(mark.args if mark else ()))
+    return kept
+
+
+def cover(cases: list[pytest.Item], strength: int = 0) -> set[pytest.Item]:
+    """A few cases that meet every combination of so many values; greedy, in the order of the cases."""
+    if strength == 0:
+        return {cases[0]}
+    combinations = {case: set(itertools.combinations(sorted(values(case)), strength)) for case in cases}
+    left, kept = set().union(*combinations.values()), set()
+    while left:
+        best = max(cases, key=lambda case: len(combinations[case] & left))
+        if best in kept:
+            break
+        kept.add(best)
+        left -= combinations[best]
+    return kept

@@ -1,8 +1,11 @@
 """The limits on the command line become fields of RouterConfig and EngineConfig; a bad one is a line that says so."""
 
+import os
+
 import pytest
 
 from moeyard.cli import build_parser
+from moeyard.door_config import KEY_VARIABLE, door_config
 from moeyard.door_flags import door_fields
 from moeyard.flags import engine_config
 
@@ -64,3 +67,16 @@ def test_bad_flags(capsys, flags, message):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_key_is_taken_out_of_the_environment(monkeypatch):
+    """No process that the server starts inherits it."""
+    monkeypatch.setenv(KEY_VARIABLE, "sk-secret")
+    args, _ = parse()
+    assert door_config(args).api_keys == ("sk-secret",)
+    assert KEY_VARIABLE not in os.environ
+
+
+def test_the_api_listens_on_loopback_by_default():
+    args, _ = parse()
+    assert args.host == "127.0.0.1"

@@ -237,3 +237,11 @@ def test_who_is_gone_is_named_before_who_misses_it(fleet: Fleet, monkeypatch: py
     with pytest.raises(RanksLost) as lost:
         fleet.ranks.recover([1])
     assert lost.value.ranks == {2}
+
+
+def test_a_prepared_process_takes_its_place_once(fleet: Fleet) -> None:
+    """A rank that is lost again gets another process, not the one that it had."""
+    spare = fleet.make(1)
+    fleet.ranks.prepare(1, {}, spare)
+    assert fleet.ranks.spares.take(1) is not None
+    assert fleet.ranks.spares.take(1) is None

@@ -10,6 +10,7 @@ a third keeps a part of long prompts only, which has answers of its own.
 import itertools
 import operator
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,34 +183,45 @@ def check_rows(fleet: Fleet, num_answers: int) -> None:
     assert again == 0 if once else again >= 0, (computed, rows, stats)
 
 
+Answers = dict[str, tuple[Any, ...]]
+
+
+class Expected(dict[str, Answers]):
+    """The answers of a kind's checkpoint by request, computed when a test asks for the kind."""
+
+    def __init__(self, compute: Callable[..., Answers]) -> None:
+        self.compute = compute
+
+    def __missing__(self, kind: str) -> Answers:
+        self[kind] = self.compute(kind)
+        return self[kind]
+
+
 @pytest.fixture(scope="session")
-def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, dict[str, tuple[Any, ...]]]:
+def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> Expected:
     """Each request alone on one rank, everything resident, whole prompts, no prefix cache."""
-    out = {}
-    for kind, model in checkpoints.items():
-        case = Case(1, "shm", "all", "slru", 2048, "ample")
-        answers = {}
+
+    def compute(kind: str, *, compressed: bool = False) -> Answers:
+        case, answers = Case(1, "shm", "all", "slru", 2048, "ample"), {}
         for name in requests():
-            with start_fleet(processes, config(case, model)) as fleet:
-                answers[name] = run_alone(fleet, "reference", name, 0)
-        out[kind] = answers
-    return out
+            with start_fleet(processes, config(case, checkpoints[kind])) as fleet:
+                answers[name] = run_alone(fleet, "reference", name, 0, compressed=compressed)
+        return answers
+
+    return Expected(compute)
 
 
 @pytest.fixture(scope="session")
-def expected_compressed(
-    processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, dict[str, tuple[Any, ...]]]
-) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """What is answered likewise to what is kept of prompts; another answer where something is not."""
-    case, out = Case(1, "shm", "all", "slru", 2048, "ample"), {}
-    for kind in COMPRESSED_CASES:
-        answers = {}
+def expected_compressed(expected: Expected) -> Expected:
+    """The answers to what is kept of prompts; they differ where something is not kept."""
+
+    def compute(kind: str) -> Answers:
+        answers = expected.compute(kind, compressed=True)
         for name, (prompt, _) in requests().items():
-            with start_fleet(processes, config(case, checkpoints[kind])) as fleet:
-                answers[name] = run_alone(fleet, "reference", name, 0, compressed=True)
             assert (answers[name] != expected[kind][name]) == (len(prompt) > KEPT.budget)
-        out[kind] = answers
-    return out
+        return answers
+
+    return Expected(compute)
 
 
 def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
@@ -234,6 +246,7 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_mla(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
     check(case, processes, checkpoints["mla"], expected["mla"])
@@ -248,6 +261,7 @@ TWO_DEEP_CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["mla", "gqa_bf16"])
 @pytest.mark.parametrize("case", TWO_DEEP_CASES, ids=str)
 def test_two_steps_in_flight(
@@ -264,6 +278,7 @@ SPECULATED_CASES = [
 ]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", SPECULATED_CASES, ids=str)
 def test_speculation(
     case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
@@ -281,6 +296,7 @@ GQA_CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", GQA_CASES, ids=str)
 def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
     check(case, processes, checkpoints["gqa"], expected["gqa"])
@@ -312,6 +328,7 @@ HYBRID_CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in HYBRID_CASES for case in HYBRID_CASES[kind]],
@@ -347,6 +364,7 @@ BF16_CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in BF16_CASES for case in BF16_CASES[kind]],
@@ -383,6 +401,7 @@ COMPRESSED_CASES = {
 }
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in COMPRESSED_CASES for case in COMPRESSED_CASES[kind]],

@@ -193,6 +193,7 @@ def check(ranks: int, case: tuple[Path, list[list[int]]], processes: ProcessPool
         assert choice["token_ids"] == tokens, f"prompt of {len(ids)} tokens"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", FAMILIES, indirect=True)
 def test_greedy_tokens(ranks: int, case: tuple[Path, list[list[int]]], processes: ProcessPool) -> None:
@@ -200,6 +201,7 @@ def test_greedy_tokens(ranks: int, case: tuple[Path, list[list[int]]], processes
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers with no shared expert
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", VARIANTS, indirect=True)
 def test_variants(ranks: int, case: tuple[Path, list[list[int]]], processes: ProcessPool) -> None:

@@ -75,6 +75,7 @@ def expected(model: Path) -> dict[int, list[int]]:
         return by_layer([loads(rank)])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("eager", "deep"), [(False, 2), (False, 1), (True, 2)], ids=str)
 def test_a_rank_counts_what_a_cpu_does(model: Path, expected: dict[int, list[int]], eager: bool, deep: int) -> None:
     """Captured and launched, with padding and without; what was run to have kernels compiled does not count."""
@@ -154,6 +155,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ONE_PROCESS = pytest.mark.skipif(GPU, reason="ranks of one process share no GPU")
 
 
+@pytest.mark.sampled(0)
 @ONE_PROCESS
 @pytest.mark.parametrize("kind", ["alone", "shards", "uneven", "copies"])
 def test_a_fleet_tells_what_one_of_cpus_does(small: Path, processes: ProcessPool, start: Starter, kind: str) -> None:

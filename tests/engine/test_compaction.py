@@ -81,6 +81,7 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
     assert expected["greedy"].token_ids != expected["shared"].token_ids
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"prefill_chunk": 16}, {"prefill_chunk": 23, "max_in_flight": 2}, {"max_batch_tokens": 64},
     {"prefix_caching": False, "prefill_chunk": 17}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},

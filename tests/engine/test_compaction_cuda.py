@@ -58,6 +58,7 @@ def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[st
     same(expected, on_a_cpu)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"num_drafts": 1, "prefill_chunk": 16}, {"num_drafts": 2, "max_in_flight": 2},
     {"max_in_flight": 2, "prefill_chunk": 23}, {"num_drafts": 0, "num_pages": 17, "max_in_flight": 2},
@@ -96,6 +97,7 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield first, second
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"prefill_chunk": 23, "max_in_flight": 2}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},
 ], ids=str)  # fmt: skip

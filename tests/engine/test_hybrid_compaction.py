@@ -72,6 +72,7 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
         assert whole != expected[name]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"prefill_chunk": 95, "max_in_flight": 2}, {"max_batch_tokens": 100}, {"prefix_caching": False},
     {"num_pages": 13}, {"num_pages": 13, "max_in_flight": 2, "prefill_chunk": 100},

@@ -49,11 +49,13 @@ def captured(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
         yield rank
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
 def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
     same(expected, on_a_cpu)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"max_in_flight": 2, "prefill_chunk": 100}, {"num_pages": 13, "max_in_flight": 2}, {"num_drafts": 0},
 ], ids=str)  # fmt: skip

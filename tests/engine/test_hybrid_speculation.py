@@ -77,6 +77,7 @@ def drafting(model: Path) -> Iterator[Rank]:
         yield rank
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 64, "max_in_flight": 2}, {"adaptive_drafts": True},
     {"num_pages": 11}, {"num_pages": 11, "num_drafts": 2, "max_in_flight": 2}, {"prefix_caching": False},

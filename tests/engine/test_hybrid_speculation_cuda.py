@@ -43,6 +43,7 @@ def expected(model: Path) -> dict[str, Told]:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"max_in_flight": 2}, {"num_pages": 11, "max_in_flight": 2}, {"prefill_chunk": 64, "max_in_flight": 2},
 ], ids=str)  # fmt: skip

@@ -146,6 +146,7 @@ def schedulers(fleet: Fleet) -> Iterator[Scheduler]:
         yield worker.scheduler
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any], start: Starter) -> None:
     wanted = expected(plain, start)
@@ -171,6 +172,7 @@ def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any
         assert sum(e.stats.bytes_sent for e in counted) == sum(e.stats.bytes_received for e in counted) > 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_replaced_finds_the_others_graphs_as_they_were(plain: dict[str, Any], start: Starter) -> None:
     wanted, case = expected(plain, start), Case(2, 2)
     fleet = start(settings(case))

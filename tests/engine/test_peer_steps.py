@@ -282,6 +282,7 @@ def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
         fleet.close()
 
 
+@pytest.mark.sampled(0)
 def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
     """Alone, beside an idle rank, spread over ranks of other sizes, deep and not, in graphs and launched."""
     names = list(requests())
@@ -304,6 +305,7 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
         fleet.close()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("family", "options"), [("qwen3_next", {"head_dim": 32}), ("kimi_linear", {})])
 def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tmp_path: Path, start: Starter) -> None:
     """Each rank keeps the state of its own sequences: spread evenly, all but one on the last rank, and there again
@@ -321,6 +323,7 @@ def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tm
     assert all(fleet.runner(rank).num_replayed >= 10 for rank in range(2))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("copied", [False, True], ids=["shuffled", "copied"])
 def test_one_answer_whoever_has_an_expert(
     copied: bool, model: Path, start: Starter, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -429,6 +432,7 @@ def bytes_of(fleet: Fleet, direction: str) -> list[float]:
     return found
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("fetch", "ranks"), [("auto", 2), ("alone", 2), ("shared", 3)])
 def test_partial_residency_launches_what_has_prompts_on_any_rank(
     fetch: str, ranks: int, model: Path, alone: dict[str, Any], start: Starter
@@ -483,6 +487,7 @@ def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[
     return lambda: monkeypatch.setattr(worker_module, "lending", right)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
 def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
     lends: bool, model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch,
@@ -524,6 +529,7 @@ def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
     assert {loss["ranks"] for loss in losses} == {(0,)}
 
 
+@pytest.mark.sampled(0)
 def test_where_one_rank_has_slots_for_all_the_others_read_alone(
     model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,6 +549,7 @@ def test_where_one_rank_has_slots_for_all_the_others_read_alone(
     assert sorted(fleet.house.memory["moeyard-fetch"]) == [0]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
 def test_one_answer_through_process_groups(
     captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,14 @@ def test_other_sizes_move_no_more_than_they_must(placed: Placement, size: int) -
             assert min(counts[before:]) >= max(counts) - 1, counts
 
 
+def test_copies_stay_when_a_fleet_is_resized() -> None:
+    placed = Placement(LAYERS, WHOLE.owners, (((0, 1), (5, 2)), (), ((11, 0),)))
+    assert placed.resized(5).copies == placed.copies
+    smaller = placed.resized(2)
+    assert smaller.copies == (((0, 1),), (), ()), "the copies on rank 2 are gone"
+    assert smaller.owners[2][11] == 0, "the rank with the copy becomes the owner"
+
+
 def test_there_and_back_again_is_even() -> None:
     back = WHOLE.resized(6).resized(3)
     assert {row.count(rank) for row in back.owners for rank in range(3)} == {4}

@@ -81,6 +81,7 @@ def drafting() -> Iterator[Rank]:
         yield rank
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 7}, {"prefill_chunk": 16, "max_in_flight": 2},
     {"num_pages": 8}, {"adaptive_drafts": True}, {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},

@@ -66,6 +66,7 @@ def runner(rank: Rank) -> SpeculativeRunner:
     return found
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {"num_drafts": 1}, {"num_drafts": 2}, {}, {"max_in_flight": 2}, {"num_drafts": 1, "max_in_flight": 2},
     {"prefill_chunk": 16, "max_in_flight": 2}, {"num_pages": 9, "max_in_flight": 2},
@@ -139,6 +140,7 @@ def test_drafts_are_those_that_launches_make(drafting: Rank) -> None:
     assert counts[2].accepted[0] > 0.5 * counts[2].drafts[0]
 
 
+@pytest.mark.slow
 def test_few_expert_slots_change_nothing(expected: dict[str, Told]) -> None:
     with load(speculate="mtp", draft_tokens=2, expert_slots=9) as rank:
         told, stats = rank.run(requests(), max_in_flight=2)

@@ -153,6 +153,7 @@ def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
     assert "--max-num-seqs " in str(caught.value).partition("would fit: ")[2]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("drafts", [{}, {"speculate": "mtp", "draft_tokens": 2}], ids=["plain", "drafts"])
 def test_steps_make_no_more_than_was_planned(drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a rank of the demo model runs, captured or launched, by the tables that its attention is asked with."""

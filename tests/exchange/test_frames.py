@@ -152,3 +152,10 @@ def test_errors_say_what_is_wrong() -> None:
         encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5, num_prompt=-1))
     with pytest.raises(FrameError, match="256 drafts"):
         encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5, num_drafts=256))
+
+
+@pytest.mark.parametrize("version", [5, 7])
+def test_a_frame_of_the_version_before_or_behind_is_refused(version: int) -> None:
+    frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
+    with pytest.raises(FrameError, match=f"frame version {version}, this side speaks 6"):
+        decode_tag(frame[:2] + bytes([version]) + frame[3:])

@@ -149,6 +149,7 @@ def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch
     return out
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:

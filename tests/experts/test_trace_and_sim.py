@@ -82,6 +82,7 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
     return cache
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 3, 9, 17, 18, 99])
 def test_simulated_counters_are_the_engines(tmp_path: Path, policy: str, num_slots: int) -> None:

@@ -97,12 +97,6 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double().cpu() - wanted.cpu()).norm() / wanted.norm().cpu()).item()
 
 
-def poison(count: int, dtype: torch.dtype) -> None:
-    """Leave a freed block of NaN for the allocator to hand out next."""
-    block = torch.full((count,), float("nan"), dtype=dtype, device=DEVICE)
-    del block
-
-
 def assert_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
     """Equal bytes of (out, lse)."""
     assert_bits(what, got, wanted)

@@ -326,6 +326,7 @@ def test_a_call_over_its_own_tensors() -> None:
     assert own_q.untyped_storage().data_ptr() == own_k.untyped_storage().data_ptr(), "views of one tensor"
 
 
+@pytest.mark.slow
 def test_every_run_holds_its_tensors_as_arguments() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), *sys.path))

@@ -56,6 +56,7 @@ if DEVICE.type == "cuda":
     SHAPES += [(48, 128, 8, 3072), (61, 384, 8, 9000)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("num_layers", "num_experts", "top_k", "num_slots"), SHAPES, ids=str)
 def test_kernel_oracle_and_policy_decide_alike(

@@ -23,8 +23,6 @@ def run_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, the states behind it), of a copy of the states."""
     on_device, state = rows.to(DEVICE), rows.state.to(DEVICE, copy=True)
-    poison = torch.full((4 * rows.qkv.numel(),), float("nan"), device=DEVICE)
-    del poison
     op = triton_kernel.kda_chunk_prefill if rows.dt_bias.dim() == 2 else triton_kernel.gdn_chunk_prefill
     # Of products of whole blocks what lies above the diagonal may be beyond fp32: nothing reads it.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -54,6 +54,7 @@ def kernel(by_row: bool) -> Any:
     return triton_kernel.kda_step if by_row else triton_kernel.gdn_step
 
 
+@pytest.mark.sampled(1)
 @BY_ROW
 @HEADS
 @DTYPES
@@ -72,6 +73,7 @@ def test_two_launches_have_the_bits_of_three(heads: Heads, dtype: torch.dtype, b
         assert not got[2].isnan().any()
 
 
+@pytest.mark.sampled(0)
 @BY_ROW
 @pytest.mark.parametrize("config", TWO, ids=str)
 def test_every_config_gives_the_same_bits(config: TwoLaunches, by_row: bool) -> None:

@@ -13,6 +13,7 @@ if DEVICE == "cuda":
     SHAPES += [(2, 16, 2048, 768, 20)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_layers", "num_experts", "hidden", "inner", "num_slots"), SHAPES, ids=str)

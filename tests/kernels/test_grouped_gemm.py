@@ -270,6 +270,7 @@ def test_tiles_of_prompts_go_by_rows_of_an_expert() -> None:
     assert tile("down", 512, *qwen) == tile("down", 170, *kimi) == ("stream", 256, 8)
 
 
+@pytest.mark.sampled(1)
 @DTYPES
 @pytest.mark.parametrize("which", ["one-pair", "even", "some-here", "all-to-one", "two-blocks", "none-here"])
 def test_few_pairs_need_no_layout(which: str, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, poison, relative, torch_chain
+from tests.kernels.decode_cases import DEVICE, Paged, assert_same, exact, paged, relative, torch_chain
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
@@ -35,7 +35,6 @@ def queries(rows: int, heads: int, rank: int, rope: int, dtype: torch.dtype) -> 
 def attend(
     q: tuple[torch.Tensor, torch.Tensor], cache: torch.Tensor, tables: DecodeTables, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    poison(q[0].numel(), q[0].dtype)
     scale = cache.shape[-1] ** -0.5
     return kernel.mla_decode(*q, cache, tables=tables, scale=scale, **{**TRUE, **options})  # type: ignore[arg-type]
 

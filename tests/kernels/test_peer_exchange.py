@@ -76,6 +76,7 @@ def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
 COUNTS = [(1, 1), (0, 3), (5, 2, 0), (0, 0, 0, 0), (1, 0, 4, 6), (6, 6, 6, 6), (2, 0, 5, 1, 6, 0, 0, 3)]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_kernel_and_oracle_put_the_same(counts: tuple[int, ...], dtype: torch.dtype) -> None:

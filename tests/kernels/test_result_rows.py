@@ -81,6 +81,7 @@ if DEVICE.type == "cpu":
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
+@pytest.mark.sampled(1)
 @DTYPES
 @pytest.mark.parametrize("block_rows", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -91,6 +92,7 @@ def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dt
     ranks.assert_same()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
 def test_by_any_tile(block_rows: int) -> None:
     for config in triton_kernel.candidates("down", block_rows, torch.bfloat16):

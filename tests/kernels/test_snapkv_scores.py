@@ -81,6 +81,7 @@ def test_what_is_kept_is_what_a_cpu_keeps(
         assert torch.equal(together, snapkv(q, k, length=length, scale=0.3, budget=budget, shared=True))
 
 
+@pytest.mark.sampled(0)
 @DTYPES
 @SHAPES
 def test_bits_do_not_depend_on_where_keys_lie(

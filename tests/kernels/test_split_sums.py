@@ -107,6 +107,7 @@ def test_rows_that_are_launched_have_less_room() -> None:
         assert (tables.num_sequences, tables.num_positions, tables.most) == (70, 704, LAUNCHED)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("queries", [1, 2], ids=lambda q: f"queries-{q}")
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_turns_do_not_show(queries: int, at_once: int) -> None:

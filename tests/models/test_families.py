@@ -241,6 +241,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers with no shared expert
 @pytest.mark.parametrize("case", CASES)
 def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:

@@ -220,6 +220,12 @@ def test_stop_ids_join_both_files(tmp_path: Path) -> None:
     assert config.bos_token_id == 1
 
 
+def test_stop_ids_of_config_json_count_beside_others(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", eos_token_id=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert load_model_config(tmp_path).eos_token_ids == (9, 7)
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
     "llama3": {

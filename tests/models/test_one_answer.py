@@ -56,6 +56,7 @@ def alone(runner: Runner, prompts: list[list[int]]) -> tuple[list[int], torch.Te
     return greedy_tokens(runner, prompts[0], NUM_TOKENS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, 64])
 def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
     tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size)
@@ -147,6 +148,7 @@ def scored_chunk(ids: list[int], start: int, size: int, *, first_page: int = 0, 
     return replace(chunk, num_sampled=0, scoring=scoring)
 
 
+@pytest.mark.sampled(0)
 def test_scores_of_a_prompt(runner: Runner, prompts: list[list[int]]) -> None:
     """Log-probability bits: whatever the chunks, the blocks that the head sees, and the prompts beside."""
     ids, other = prompts[0], prompts[2]

@@ -308,3 +308,13 @@ def test_rejected_by_the_worker(service, reason, status, stream):
     # When a queue will have room the router has measured; anything else the worker knows best.
     waits = range(1, 61) if reason.startswith("queue") else (3,)
     assert int(answer.headers["retry-after"]) in waits
+
+
+@pytest.mark.parametrize("reason", ["queue_full", "queue_timeout"])
+def test_a_worker_need_not_say_when_to_come_back(service, reason):
+    """The router measures when the fleet has room again, and adds Retry-After."""
+    for worker in service.workers:
+        worker.reject = Rejected(request_id="", reason=reason, message="full")
+    answer = service.post(COMPLETIONS, prompt="x")
+    check_error(answer, 429, None)
+    assert 1 <= int(answer.headers["retry-after"]) <= 60

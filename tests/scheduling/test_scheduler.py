@@ -173,6 +173,18 @@ def test_a_preempted_request_has_started_and_does_not_expire() -> None:
     harness.drain()
 
 
+def test_a_request_preempted_within_its_prompt_has_started_too() -> None:
+    harness = Harness(replace(CONFIG, num_pages=8, max_batch_tokens=2, max_num_seqs=2, max_queue_seconds=1.0))
+    for request in (submit("p", 4, 12), submit("q", 24, 1)):
+        assert harness.submit(request) is None
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
+    [waiting] = harness.scheduler._roster.waiting
+    assert (waiting.request_id, waiting.output) == ("q", []), "the preempted request has no output yet"
+    assert harness.scheduler.expire(now=1e9) == []
+    harness.drain()
+
+
 def test_an_id_is_taken_per_client_while_it_lives() -> None:
     harness = Harness(CONFIG)
     assert harness.submit(submit("r", 5), b"a") is None
