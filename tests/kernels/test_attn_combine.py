@@ -91,3 +91,11 @@ def test_bad_arguments_are_named() -> None:
         ops.attn_combine(partial, lse, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"partial float32 \[2, 3, 4, 8\] with strides .* is not contiguous"):
         ops.attn_combine(torch.zeros(2, 4, 3, 8).transpose(1, 2), lse)
+
+
+def test_the_larger_of_two_distant_splits_is_the_result() -> None:
+    partial, lse = pieces(1, 2, 3, 16)
+    lse[:, 0], lse[:, 1] = 0.0, 200.0
+    out, out_lse = kernel.attn_combine(partial, lse, dtype=torch.float32)
+    assert torch.equal(out, partial[:, 1])
+    assert torch.equal(out_lse, lse[:, 1])

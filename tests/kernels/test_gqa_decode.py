@@ -236,3 +236,22 @@ def test_a_padding_row_under_a_window_reads_no_page() -> None:
         assert torch.equal(out[seen], alone[0])
         assert not out[1 - seen].any()
         assert (lse[1 - seen] == -torch.inf).all()
+
+
+def test_queries_of_one_sequence_on_both_sides_of_a_block() -> None:
+    """A block that one query sees and another does not leaves the second one's sums alone."""
+    held, q = paged([66], 16, heads=1, dims=(32, 32), dtype=torch.float32), queries(4, 2, 32, torch.float32)
+    lens = torch.tensor([63, 64, 65, 66])
+    out, lse = attend(q, held, held.tables(lens[None]), **ONE_TILE)
+    for row in range(4):
+        alone = attend(q[[row]], held, held.tables(lens[[row]], [0]), **ONE_TILE)
+        assert_same(alone, (out[[row]], lse[[row]]), f"query {row}")
+
+
+def test_a_cache_with_pages_of_another_size_is_refused() -> None:
+    held = paged([64], 16, heads=1, dims=(32, 32), dtype=torch.float32, slack=0)
+    cache = held.caches[0].new_zeros(1, 4, 32, 32)
+    with pytest.raises(ValueError, match="pages of"):
+        ops.gqa_decode(
+            queries(1, 2, 32, torch.float32), cache, cache, tables=held.tables(torch.tensor([64])), scale=1.0
+        )

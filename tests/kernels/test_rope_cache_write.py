@@ -346,3 +346,10 @@ def test_bad_arguments_are_named() -> None:
     norms = {"q_norm": q[0, 0], "k_norm": q[0, 0, :4]}
     with pytest.raises(ValueError, match=r"weight float32 \[4\] does not fit x float32 \[2, 4, 8\]"):
         ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, **norms)
+
+
+def test_the_first_slot_of_the_cache_is_written() -> None:
+    q, k, v = (torch.randn(2, 2, 8) for _ in range(3))
+    caches = [torch.zeros(2, 1, PAGE, 8) for _ in range(2)]
+    *_, v_cache = run_gqa([q, k, v, *angles(2, 4, torch.float32), torch.tensor([0, -1]), *caches], False)
+    assert torch.equal(v_cache[:, 0, 0], v[0])
