@@ -105,7 +105,7 @@ step() {
 }
 # One -q, that of pyproject.toml, leaves the line that counts.
 tests() { local name=$1 limit=$2; shift 2
-  step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -p no:cacheprovider -p no:benchmark \
+  step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest --all -p no:cacheprovider -p no:benchmark \
     -p tests.named_at_once -rfE --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done

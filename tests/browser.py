@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANG_SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-START_SECONDS = 30.0
-CALL_SECONDS = 15.0
 
 
 def find_browser() -> str | None:
@@ -56,16 +56,16 @@ class Browser:
         self._ids = itertools.count(1)
         self._buffer = b""
         self.events: list[dict[str, Any]] = []
-        self.call("Browser.getVersion", seconds=START_SECONDS)
+        self.call("Browser.getVersion")
 
-    def call(self, method: str, session: str | None = None, seconds: float = CALL_SECONDS, **params: Any) -> Any:
+    def call(self, method: str, session: str | None = None, **params: Any) -> Any:
         """Run one command of the DevTools protocol; events that come meanwhile are kept in `events`."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
         if session is not None:
             message["sessionId"] = session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             answer = self._read(deadline, method)
             if answer.get("id") == number:
@@ -137,9 +137,9 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 15.0) -> Any:
-        """Until a JavaScript expression is true; its value."""
-        deadline = time.monotonic() + seconds
+    def wait(self, expression: str) -> Any:
+        """Wait until a JavaScript expression is true; return its value."""
+        deadline = time.monotonic() + HANG_SECONDS
         while not (value := self.run(expression)):
             text = self.run("document.body ? document.body.innerText.slice(0, 800) : ''")
             assert time.monotonic() < deadline, f"{expression} is not true:\n{text}"

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import zmq
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -42,7 +43,7 @@ from moeyard_worker.protocol import (
 from moeyard_worker.sockets import make_keys, unlock
 from moeyard_worker.wire import decode, encode
 
-CALL_SECONDS = 60.0
+CALL_SECONDS = HANG_SECONDS  # bench/gpu_ranks.py and bench/gpu_http.py set another
 
 
 def serve(connection: Connection) -> None:
@@ -161,14 +162,14 @@ class RankProcess:
         """Have the process print where its threads are, to its standard error."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.2)
+            time.sleep(0.2)  # Nothing says when the last line is written.
 
     def hang_up(self) -> None:
         """Tell the process to end, without waiting for it."""
         self._connection.close()
 
     def join(self) -> None:
-        self.process.join(5)
+        self.process.join(HANG_SECONDS)
         if self.process.is_alive():
             self.kill()
 
@@ -320,20 +321,16 @@ class Client:
     def wait(self, *request_ids: str, timeout: float = CALL_SECONDS) -> list[Answer]:
         """Pump until these requests (all by default) have ended."""
         ids = request_ids or tuple(self.answers)
-        deadline = time.monotonic() + timeout
-        while any(self.answers[i].end is None for i in ids):
-            left = deadline - time.monotonic()
-            open_ids = [i for i in ids if self.answers[i].end is None]
-            assert left > 0, f"no end of {open_ids} within {timeout} s"
-            self.pump(left)
+        self.wait_for(lambda: all(self.answers[i].end is not None for i in ids), timeout)
         return [self.answers[i] for i in ids]
 
-    def wait_for(self, done: Any, timeout: float = CALL_SECONDS) -> None:
+    def wait_for(self, done: Callable[[], bool], timeout: float = CALL_SECONDS) -> None:
         """Pump until `done()` is true."""
         deadline = time.monotonic() + timeout
         while not done():
             left = deadline - time.monotonic()
-            assert left > 0, f"not reached within {timeout} s"
+            open_ids = [name for name, answer in self.answers.items() if answer.end is None]
+            assert left > 0, f"not reached within {timeout} s; without an end: {open_ids}"
             self.pump(left)
 
     def close(self) -> None:
@@ -362,7 +359,7 @@ class Fleet:
     def start_again(self, ranks: Sequence[int]) -> None:
         """New processes in the place of dead ones load their shards, while the others serve."""
         for rank in ranks:
-            self.ranks[rank].join()
+            self.ranks[rank].kill()
             self.ranks[rank] = RankProcess()
             self.ranks[rank].send("setup", _spec(self.config, rank, 0, self.keys, self.whole, self.hosts))
         for rank in ranks:
@@ -412,7 +409,7 @@ class Fleet:
         losses = losses or [self.ranks[rank].call("wait") for rank in survivors]
         epoch = secrets.randbits(31)
         for rank in dead:
-            self.ranks[rank].join()
+            self.ranks[rank].kill()
             self.ranks[rank] = self.make(rank)
             self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts))
         for rank in survivors:

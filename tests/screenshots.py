@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 from tests.browser import Browser, find_browser
+from tests.limits import HANG_SECONDS
 
 WINDOWS = {
     "dashboard-1280-light": (1280, 900, False),
@@ -29,7 +30,7 @@ TOPICS = ("the union", "the sea", "a good harvest", "the war", "liberty", "my de
 def load(url: str, stop: threading.Event, seed: int) -> None:
     """One client that asks again and again."""
     chance = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         while not stop.is_set():
             text = f"Write about {chance.choice(TOPICS)}. " * chance.randint(1, 12)
             body = {
@@ -88,7 +89,7 @@ def main() -> None:
             page.wait("!document.querySelector('#heat-body').hidden")
             page.run("document.querySelector('#prompt').value = 'Give a short address to the farmers of this country.'")
             page.run("document.querySelector('#send').click()")
-            page.wait("document.querySelector('.say.assistant small, .say.error') !== null", 60)
+            page.wait("document.querySelector('.say.assistant small, .say.error') !== null")
             page.run("scrollTo({top: 0, behavior: 'instant'})")
             path = args.out / f"{name}.png"
             page.picture(path)

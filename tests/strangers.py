@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 
 import zmq
+from tests.limits import HANG_SECONDS
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
@@ -30,7 +31,7 @@ def huge(size: int = 1 << 30) -> bytes:
 def knock(address: str) -> Iterator[socket.socket]:
     """A TCP connection to tcp://host:port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
         yield connection
 
 
@@ -51,12 +52,12 @@ def say(address: str, *parts: bytes) -> None:
 
 
 def one_byte_and_gone(address: str, kind: bytes = b"PAIR") -> None:
-    """What aborted a rank: a handshake as a peer's, one byte, and the end."""
+    """Do what aborted a rank: a handshake as a peer's, one byte, and the end."""
     say(address, GREETING, ready(kind), frame(b"x"))
 
 
 def rubbish(kind: bytes) -> list[tuple[bytes, ...]]:
-    """What else is tried at a door: no ZMTP, half a greeting, a pickle, a gigabyte, a gigabyte before the handshake."""
+    """Other tries at a door: no ZMTP, half a greeting, a pickle, a gigabyte, a gigabyte before the handshake."""
     pickle = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
     return [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64),),
@@ -77,7 +78,7 @@ def try_key(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, 
         client.setsockopt(zmq.CURVE_SERVERKEY, server)
         monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         client.connect(address)
-        assert monitor.poll(10_000), "no answer"
+        assert monitor.poll(1000 * HANG_SECONDS), "no answer"
         event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
         client.disable_monitor()
         monitor.close(0)

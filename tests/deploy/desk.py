@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from tests.limits import HANG_SECONDS
+
 from moeyard.rank import Event
 from moeyard.supervisor import Supervisor
 from moeyard.upkeep import Refused, Upkeep
@@ -78,4 +80,4 @@ class Asked:
         self.thread.start()
 
     def end(self) -> str | Refused:
-        return self._end.get(timeout=5)
+        return self._end.get(timeout=HANG_SECONDS)

@@ -111,6 +111,7 @@ def answers(subject: Subject) -> dict[str, list[int]]:
     return told
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The same graphs, back to back and oftener than 50 times; the streams were measured before, and nobody sees it."""
@@ -199,6 +200,7 @@ def test_residency_is_measured_in_turn(device: str) -> None:
         assert row["of_bound"] == pytest.approx(max(full["took_ms"], row["link_ms"]) / row["took_ms"])
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["cpu", "gpu steps"])
 @pytest.mark.parametrize(("chunk", "steps"), [("1", 20), ("32", 1)])
 def test_a_prompt_by_rows_of_one(chunk: str, steps: int, kind: str) -> None:

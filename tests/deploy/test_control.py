@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard import control
 from moeyard.cli import main
@@ -154,7 +155,7 @@ def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None
     left, done = threading.Event(), threading.Event()
 
     def slow(fields: Mapping[str, Any], say: Say) -> str:
-        assert left.wait(5)
+        assert left.wait(HANG_SECONDS)
         for _ in range(100):
             say("x" * 1000)
         done.set()
@@ -165,7 +166,7 @@ def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None
         end.connect(str(door._path))
         end.sendall(b'{"command": "drain"}\n')
     left.set()
-    assert done.wait(5)
+    assert done.wait(HANG_SECONDS)
 
 
 def test_the_fields_of_commands() -> None:

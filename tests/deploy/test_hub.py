@@ -1,7 +1,6 @@
 """Models by their id on the hub: a cache built by hand, a hub of a few lines of HTTP, and none at all."""
 
 import json
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from tests.deploy.test_serve import free_port
 
 from moeyard.api_flags import api_settings
 from moeyard.cli import build_parser, main
@@ -33,11 +33,9 @@ MORE = {"chat_template.jinja": "x", "README.md": "no", "consolidated.safetensors
 @pytest.fixture(autouse=True)
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of this test's own, and no hub to reach."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
     for name, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", False)):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
-    use_hub(monkeypatch, f"http://127.0.0.1:{closed}")
+    use_hub(monkeypatch, f"http://127.0.0.1:{free_port()}")
     # transformers' oracle, loaded by other tests, switches the bars off for its whole process; a machine may for all.
     bars = sys.modules["huggingface_hub.utils.tqdm"]  # by attribute this name is the class in it
     monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
@@ -45,7 +43,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """What HF_ENDPOINT does to a program that starts."""
+    """Do what HF_ENDPOINT does to a program that starts."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

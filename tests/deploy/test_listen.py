@@ -5,6 +5,8 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from tests.deploy.test_serve import free_port
+from tests.limits import HANG_SECONDS
 
 from moeyard.listen import bind
 from moeyard_router.http.process import SharedAddress
@@ -23,7 +25,7 @@ def listening(address: SharedAddress) -> socket.socket:
 
 def visit(server: socket.socket) -> None:
     """One connection that the server closes first, so that its side of it is in TIME_WAIT for a minute."""
-    with socket.create_connection(server.getsockname()[:2], timeout=5) as client:
+    with socket.create_connection(server.getsockname()[:2], timeout=HANG_SECONDS) as client:
         accepted, _ = server.accept()
         accepted.close()
         assert client.recv(1) == b""
@@ -53,29 +55,29 @@ def others_get_in(port: int, host: str = "127.0.0.1") -> bool:
 )
 def test_nobody_takes_a_port_that_is_kept_for_routers(host: str) -> None:
     """Not while a model is loaded, and not between routers; who knocks meanwhile is refused and does not wait."""
-    with bind(host, 0, shared=True) as kept:
+    with bind(host, free_port(), shared=True) as kept:
         address = SharedAddress.of(kept)
         assert not others_get_in(port_of(kept))
         assert not others_get_in(port_of(kept), "0.0.0.0")
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port_of(kept)), timeout=5)
+            socket.create_connection(("127.0.0.1", port_of(kept)), timeout=HANG_SECONDS)
         with ExitStack() as routers:
             first, _ = (routers.enter_context(listening(address)) for _ in range(2))
             assert not others_get_in(port_of(kept))
-            socket.create_connection(("127.0.0.1", port_of(first)), timeout=5).close()
+            socket.create_connection(("127.0.0.1", port_of(first)), timeout=HANG_SECONDS).close()
         assert not others_get_in(port_of(kept))
     assert others_get_in(address.address[1])
 
 
 def test_a_port_is_kept_beside_what_an_earlier_server_left() -> None:
     """Connections of routers that have ended change nothing; those of another program leave all but its safety."""
-    with bind("127.0.0.1", 0, shared=True) as kept, listening(SharedAddress.of(kept)) as router:
+    with bind("127.0.0.1", free_port(), shared=True) as kept, listening(SharedAddress.of(kept)) as router:
         port = port_of(kept)
         visit(router)
     with bind("127.0.0.1", port, shared=True) as kept:
         assert not others_get_in(port)
         listening(SharedAddress.of(kept)).close()
-    with bind("127.0.0.1", 0) as other:
+    with bind("127.0.0.1", free_port()) as other:
         port = port_of(other)
         visit(other)
     with bind("127.0.0.1", port, shared=True) as kept, listening(SharedAddress.of(kept)) as router:

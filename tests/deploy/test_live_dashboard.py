@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,22 +15,14 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from tests.deploy.test_serve import free_port, get, post
+from tests.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Fewer slots than a rank's 48 experts (16 of each of 3 layers), so that there are misses and evictions.
 EXPERT_SLOTS = 16
-READY_SECONDS = 120
-QUERY_SECONDS = 60
 # More than one page, so that its repetition is found in the prefix index.
 PREFIX = "There are more experts than there is fast memory. Those that are used often should stay near. " * 4
-
-pytestmark = pytest.mark.timeout(READY_SECONDS + 2 * QUERY_SECONDS + 60)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Running:
@@ -51,21 +42,21 @@ class Running:
                 start_new_session=True,
             )
 
-    def wait_for(self, url: str, seconds: float) -> None:
-        """Until `url` answers 200; fails when the process ends or the time is over."""
-        deadline = time.monotonic() + seconds
+    def wait_for(self, url: str) -> None:
+        """Wait until `url` answers 200, or the process ends."""
+        deadline = time.monotonic() + HANG_SECONDS
         last = "no answer yet"
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.tail()}"
             try:
-                response = httpx.get(url, timeout=5)
+                response = get(url)
                 if response.status_code == 200:
                     return
                 last = f"{response.status_code} {response.text}"
             except httpx.TransportError as error:
                 last = str(error)
-            time.sleep(0.2)
-        raise AssertionError(f"{url} not ready within {seconds} s ({last}):\n{self.tail()}")
+            time.sleep(0.05)
+        raise AssertionError(f"{url} is not ready ({last}):\n{self.tail()}")
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
@@ -74,7 +65,7 @@ class Running:
         """End it and return its exit code; whatever is left of its group is killed."""
         self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(30)
+            return self.process.wait(HANG_SECONDS)
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -90,7 +81,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     running = Running(command, tmp_path_factory.mktemp("fleet") / "log")
     url = f"http://127.0.0.1:{port}"
     try:
-        running.wait_for(f"{url}/readyz", READY_SECONDS)
+        running.wait_for(f"{url}/readyz")
         yield url
     finally:
         code = running.stop()
@@ -113,7 +104,7 @@ def prometheus(fleet: str, program: Callable[[str], str], tmp_path_factory: pyte
     running = Running(command, folder / "log")
     url = f"http://127.0.0.1:{port}"
     try:
-        running.wait_for(f"{url}/-/ready", 20)
+        running.wait_for(f"{url}/-/ready")
         yield url
     finally:
         running.stop()
@@ -123,7 +114,7 @@ def chat(fleet: str, question: str) -> None:
     """One streamed chat completion of 16 tokens behind the common prefix."""
     messages = [{"role": "user", "content": PREFIX + question}]
     body = {"messages": messages, "stream": True, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
-    with httpx.stream("POST", f"{fleet}/v1/chat/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{fleet}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as response:
         lines = [line for line in response.iter_lines() if line]
     assert response.status_code == 200, lines
     assert lines[-1] == "data: [DONE]", lines[-1]
@@ -131,7 +122,7 @@ def chat(fleet: str, question: str) -> None:
 
 def too_long(fleet: str) -> None:
     """One prompt over the model's limit: refused, and counted as such."""
-    response = httpx.post(f"{fleet}/v1/completions", json={"prompt": [5] * 100_000, "max_tokens": 1}, timeout=30)
+    response = post(f"{fleet}/v1/completions", json={"prompt": [5] * 100_000, "max_tokens": 1})
     assert response.status_code == 400, response.text
 
 
@@ -160,7 +151,7 @@ def traffic(fleet: str) -> Iterator[None]:
 
 def evaluate(prometheus: str, query: str) -> list[float]:
     """Finite values of an instant query; raises on one that Prometheus refuses."""
-    answer: dict[str, Any] = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=10).json()
+    answer: dict[str, Any] = get(f"{prometheus}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
     result = answer["data"]["result"]
     values = [float(sample["value"][1]) for sample in result]
@@ -168,21 +159,18 @@ def evaluate(prometheus: str, query: str) -> list[float]:
 
 
 def wait_until_all_have_values(prometheus: str, queries: dict[str, str]) -> None:
-    deadline = time.monotonic() + QUERY_SECONDS
-    empty = queries
-    while empty and time.monotonic() < deadline:
-        time.sleep(1)
-        empty = {title: query for title, query in empty.items() if not evaluate(prometheus, query)}
-    assert empty == {}
+    deadline = time.monotonic() + HANG_SECONDS
+    while queries := {title: query for title, query in queries.items() if not evaluate(prometheus, query)}:
+        assert time.monotonic() < deadline, queries
+        time.sleep(1)  # Prometheus scrapes once a second
 
 
 @pytest.mark.usefixtures("traffic")
 def test_every_target_is_up(prometheus: str) -> None:
-    up = {"moeyard-worker": 2, "moeyard-router": 1}
-    wait_until_all_have_values(
-        prometheus, {job: f'count(up{{job="{job}"}} == 1) == {count}' for job, count in up.items()}
-    )
-    assert evaluate(prometheus, "up == 0") == []
+    counts = {"moeyard-worker": 2, "moeyard-router": 1}
+    up = {job: f'count(up{{job="{job}"}} == 1) == {count}' for job, count in counts.items()}
+    # One scrape may miss its second on a busy machine.
+    wait_until_all_have_values(prometheus, {**up, "none is down": "absent(up == 0)"})
 
 
 @pytest.mark.usefixtures("traffic")
@@ -212,7 +200,7 @@ def test_every_known_metric_is_exported(
 
 @pytest.mark.usefixtures("traffic")
 def test_no_alert_fires_on_a_healthy_fleet(prometheus: str) -> None:
-    answer = httpx.get(f"{prometheus}/api/v1/alerts", timeout=10).json()
+    answer = get(f"{prometheus}/api/v1/alerts").json()
     assert [alert for alert in answer["data"]["alerts"] if alert["state"] == "firing"] == []
-    rules = httpx.get(f"{prometheus}/api/v1/rules", timeout=10).json()["data"]["groups"]
+    rules = get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]
     assert [rule for group in rules for rule in group["rules"] if rule["health"] == "err"] == []

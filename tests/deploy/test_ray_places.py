@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.deploy.test_serve import BUSY_READY_SECONDS, cluster
+from tests.deploy.test_serve import cluster
+from tests.limits import HANG_SECONDS
 
 from moeyard import ray_actor
 from moeyard.ray_actor import RankActor
@@ -17,9 +18,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 
 __all__ = ["cluster"]  # its fixture
 
-pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
-
-# What `moeyard serve --device cuda --ray-address ADDRESS` does before it sets ranks up. Processes die, too.
+# The steps of `moeyard serve --device cuda --ray-address ADDRESS` before it sets ranks up. Processes die, too.
 SEATS = """
 import json
 import sys
@@ -41,7 +40,7 @@ for rank, seat in enumerate(told):
     places.seats.take(rank, seat)
 for actor in actors:
     ray.kill(actor)
-# Whoever comes first would have the first GPU, if places had none of their own.
+# The first process would have the first GPU, if places had none of their own.
 again = [ray.get(actor.seat.remote()) for actor in [places.actor(rank) for rank in (1, 0)]]
 print(json.dumps({"told": told, "peers": places.gpus(0, 2), "again": again[::-1]}))
 places.close()
@@ -51,7 +50,7 @@ places.close()
 def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> None:
     """Where Ray shows each process its own GPU only, no GPU reaches another's memory; both must see both."""
     done = subprocess.run(
-        [sys.executable, "-c", SEATS, cluster], capture_output=True, text=True, timeout=BUSY_READY_SECONDS, check=False
+        [sys.executable, "-c", SEATS, cluster], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -103,7 +102,7 @@ class SetUp(Exception):
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *, peer_gpus: tuple[int, ...]) -> dict[str, Any]:
-    """What comes of the setup of a rank that was on GPU 1 here, and is on GPU 3 there."""
+    """Return the setup of a rank that was on GPU 1 here, and is on GPU 3 there."""
 
     def worker(spec: Any) -> None:
         raise SetUp(spec)

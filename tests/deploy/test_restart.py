@@ -1,39 +1,18 @@
 """Every rank of a real `moeyard serve` drained and restarted under load: no request fails, all answers are the same."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, Command, command
+from tests.deploy.test_serve import DEMO, Command, command, get
+from tests.limits import HANG_SECONDS
 
-pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 240)
 __all__ = ["command"]  # the fixture
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of control doors, so that servers of other tests are not found."""
-    with tempfile.TemporaryDirectory() as name:
-        monkeypatch.setenv("TMPDIR", name)
-        yield name
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """`moeyard` with these words."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(
-        [sys.executable, "-m", "moeyard", *words], capture_output=True, text=True, timeout=180, env=environment
-    )
 
 
 def ask(url: str, i: int, tokens: int = 60) -> dict[str, Any]:
@@ -50,7 +29,7 @@ def ask(url: str, i: int, tokens: int = 60) -> dict[str, Any]:
     ids: list[int] = []
     logprobs: list[float] = []
     text = ""
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_SECONDS) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line and line != "data: [DONE]":
@@ -63,9 +42,7 @@ def ask(url: str, i: int, tokens: int = 60) -> dict[str, Any]:
     return {"ids": ids, "text": text, "logprobs": logprobs}
 
 
-def test_a_rolling_restart_under_load_changes_nothing(
-    command: Callable[..., Command], folder: str, tmp_path: Path
-) -> None:
+def test_a_rolling_restart_under_load_changes_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
     server = command("serve", str(model), "--workers", "2", "--port", "0", "--served-model-name", "demo")
@@ -75,20 +52,20 @@ def test_a_rolling_restart_under_load_changes_nothing(
         expected = list(pool.map(lambda i: ask(server.url, i), range(streams)))
         assert all(len(each["ids"]) == 60 + 5 * i for i, each in enumerate(expected))
         before = {process.pid for process in server.workers()}
-        done: list[subprocess.CompletedProcess[str]] = []
+        over = threading.Event()
 
         def load(i: int) -> int:
             count = 0
-            while not done:
+            while not over.is_set():
                 assert ask(server.url, i) == expected[i]
                 count += 1
             return count
 
         loads = [pool.submit(load, i) for i in range(streams)]
         try:
-            restarted = run("restart", "--drain-timeout", "0.2", "--prefill-chunk", "64")
+            restarted = server.run("restart", "--drain-timeout", "0.2", "--prefill-chunk", "64")
         finally:
-            done.append(restarted)
+            over.set()
         assert restarted.returncode == 0, server.report(restarted.stderr)
         counts = [each.result() for each in loads]
     assert min(counts) >= 1
@@ -96,26 +73,26 @@ def test_a_rolling_restart_under_load_changes_nothing(
     assert "rank 0 takes no new requests, and has " in restarted.stderr
     assert not before & {process.pid for process in server.workers()}, "each is another process"
     assert len(server.workers()) == 2
-    page = httpx.get(f"{server.url}/v1/fleet/incidents").json()["incidents"]
+    page = get(f"{server.url}/v1/fleet/incidents").json()["incidents"]
     assert [(each["planned"], each["reason"], each["launcher"]["planned"]) for each in page] == [
         (True, f"worker {rank} is being restarted", True) for rank in (1, 0)
     ]
 
-    # What cannot start is found out before anything is taken away.
+    # A restart that cannot succeed is refused before anything is taken away.
     weights = next(model.glob("*.safetensors"))
     weights.rename(tmp_path / "elsewhere")
     alive = {process.pid for process in server.workers()}
-    refused = run("restart", "--worker", "0")
+    refused = server.run("restart", "--worker", "0")
     assert refused.returncode == 1, refused.stdout
     assert "moeyard: the next process of rank 0 does not start: " in refused.stderr
     assert "has " not in refused.stderr, "it was not drained"
-    server.wait_for(lambda: {process.pid for process in server.workers()} == alive, 20)
+    server.wait_for(lambda: {process.pid for process in server.workers()} == alive)
     assert ask(server.url, 0) == expected[0]
     (tmp_path / "elsewhere").rename(weights)
 
-    drained = run("drain", "--worker", "1", "--drain-timeout", "0")
+    drained = server.run("drain", "--worker", "1", "--drain-timeout", "0")
     assert drained.returncode == 0, drained.stderr
-    fleet = httpx.get(f"{server.url}/v1/fleet").json()
+    fleet = get(f"{server.url}/v1/fleet").json()
     assert [worker["draining"] for worker in fleet["workers"]] == [False, True]
     assert ask(server.url, 3) == expected[3], "its experts are there"
     for words, code, said in (
@@ -123,11 +100,11 @@ def test_a_rolling_restart_under_load_changes_nothing(
         (("drain", "--worker", "5"), 2, "there is no rank 5"),
         (("restart", "--worker", "1", "--threads", "3"), 2, "threads must be 1 or 2"),
     ):
-        refused = run(*words)
+        refused = server.run(*words)
         assert (refused.returncode, refused.stderr.count("\n")) == (code, 1)
         assert said in refused.stderr
-    assert run("undrain", "--worker", "1").returncode == 0
+    assert server.run("undrain", "--worker", "1").returncode == 0
     server.process.terminate()
     server.check_end(0)
-    assert os.listdir(f"{folder}/moeyard-control-{os.getuid()}") == []
-    assert run("undrain", "--worker", "1").returncode == 1, "nobody is there any more"
+    assert list(server.temporary.glob("moeyard-control-*/*")) == []
+    assert server.run("undrain", "--worker", "1").returncode == 1, "nobody is there any more"

@@ -1,4 +1,4 @@
-"""What the launcher hears of its routers, message by message: their processes are played here."""
+"""The launcher's view of its routers, message by message: their processes are played here."""
 
 import dataclasses
 import os
@@ -11,6 +11,7 @@ from multiprocessing.connection import Pipe
 
 import psutil
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard import routers
 from moeyard.routers import RouterProcesses
@@ -113,5 +114,5 @@ def test_a_router_that_stands_still_does_not_keep_us_from_ending(monkeypatch: py
     begun = time.monotonic()
     made.run()
     stopper.join()
-    assert time.monotonic() - begun < 30.0
+    assert time.monotonic() - begun < HANG_SECONDS
     assert not [child for child in psutil.Process().children() if "router" in child.name()]

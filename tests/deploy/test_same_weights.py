@@ -5,19 +5,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
-from tests.deploy.test_restart import folder, run
-from tests.deploy.test_serve import BUSY_READY_SECONDS, Command, command
+from tests.deploy.test_serve import Command, command, post
+from tests.limits import HANG_SECONDS
 
 from moeyard.rank import Unrecoverable
 from moeyard.same_weights import SameWeights
 
-pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
-__all__ = ["command", "folder"]  # fixtures
+__all__ = ["command"]  # the fixture
 
 ONE, EDITED, OTHER = ({"m": ("a", "1")}, {"m": ("a", "2")}, {"m": ("b", "1")})
 
@@ -33,9 +31,10 @@ def test_on_one_host_times_count_and_content_everywhere() -> None:
     weights.check(7, {"node": "z", "weights": EDITED})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takeover", ["auto", "never"])
 def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
-    command: Callable[..., Command], folder: str, tmp_path: Path, takeover: str
+    command: Callable[..., Command], tmp_path: Path, takeover: str
 ) -> None:
     """A restart that would bring them is refused, and the rank stays; a loss ends the fleet by the file's name."""
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", tokenizer=True)
@@ -45,7 +44,7 @@ def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
     body = {"prompt": [5, 6, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     def answer() -> str:
-        return json.dumps(httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"])
+        return json.dumps(post(f"{served.url}/v1/completions", json=body).json()["choices"])
 
     before = answer()
     # As docs/security.md says to: by renaming.
@@ -53,12 +52,12 @@ def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
     save_file(weights, tmp_path / "new", metadata={"format": "pt"})
     os.replace(tmp_path / "new", model / "model.safetensors")
     assert answer() == before
-    told = run("restart", "--worker", "1")
+    told = served.run("restart", "--worker", "1")
     assert told.returncode == 1
     named = "model.safetensors is another for rank 1 than for the fleet before"
     assert f"the next process of rank 1 does not start: {named}" in told.stderr
     assert answer() == before
     served.workers()[1].kill()
-    assert served.process.wait(BUSY_READY_SECONDS) == 1, served.report("another end")
+    assert served.process.wait(HANG_SECONDS) == 1, served.report("another end")
     last = served.err.read_text().strip().splitlines()[-1]
     assert "model.safetensors is another for rank" in last, served.report("unnamed")

@@ -4,17 +4,16 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
-from tests.deploy.test_restart import ask, folder, run
-from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, Command, command
+from tests.deploy.test_restart import ask
+from tests.deploy.test_serve import DEMO, Command, command, get
 
-pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 300)
-__all__ = ["command", "folder"]  # fixtures
+__all__ = ["command"]  # the fixture
 TOKENS = 25
 
 
-def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -> None:
+@pytest.mark.slow
+def test_two_four_two_under_load(command: Callable[..., Command]) -> None:
     server = command("serve", DEMO, "--workers", "2", "--port", "0", "--served-model-name", "demo")
     server.wait_ready()
     streams = 4
@@ -32,27 +31,27 @@ def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -
             return count
 
         def fleet() -> list[tuple[int, str]]:
-            workers = httpx.get(f"{server.url}/v1/fleet").json()["workers"]
+            workers = get(f"{server.url}/v1/fleet").json()["workers"]
             return [(worker["rank"], worker["state"]) for worker in workers]
 
         loads = [pool.submit(load, i) for i in range(streams)]
         told: list[subprocess.CompletedProcess[str]] = []
         try:
-            told.append(run("scale", "4"))
+            told.append(server.run("scale", "4"))
             assert told[0].returncode == 0, server.report(told[0].stderr)
-            server.wait_for(lambda: fleet() == [(rank, "ready") for rank in range(4)], 30)
+            server.wait_for(lambda: fleet() == [(rank, "ready") for rank in range(4)])
             assert before < {process.pid for process in server.workers()}, "those that were there are the same"
-            targets = httpx.get(f"{server.url}/metrics/targets").json()
+            targets = get(f"{server.url}/metrics/targets").json()
             assert [each["labels"]["worker"] for each in targets] == ["0", "1", "2", "3"]
-            assert all("moeyard_" in httpx.get(f"http://{each['targets'][0]}/metrics").text for each in targets)
+            assert all("moeyard_" in get(f"http://{each['targets'][0]}/metrics").text for each in targets)
             # Those that came serve: every rank has had rows of its own, beside a canary's two.
-            server.wait_for(lambda: all(count > 4 for count in sampled(server)), 60)
-            told.append(run("scale", "2", "--drain-timeout", "0.2"))
+            server.wait_for(lambda: all(count > 4 for count in sampled(server)))
+            told.append(server.run("scale", "2", "--drain-timeout", "0.2"))
             assert told[1].returncode == 0, server.report(told[1].stderr)
         finally:
             over.append(True)
         counts = [each.result() for each in loads]
-        server.wait_for(lambda: {process.pid for process in server.workers()} == before, 20)
+        server.wait_for(lambda: {process.pid for process in server.workers()} == before)
         assert fleet() == [(0, "ready"), (1, "ready")]
         assert ask(server.url, 0, TOKENS) == expected[0]
     assert min(counts) >= 1
@@ -60,7 +59,7 @@ def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -
     assert "starting rank 2, rank 3\n" in told[0].stderr
     assert told[1].stdout.startswith("2 workers in place of 4, after "), told[1].stdout
     assert "ranks 2 and 3 take no new requests, and have " in told[1].stderr
-    page = httpx.get(f"{server.url}/v1/fleet/incidents").json()["incidents"]
+    page = get(f"{server.url}/v1/fleet/incidents").json()["incidents"]
     assert [(each["planned"], each["reason"], each["launcher"]["planned"]) for each in page] == [
         (True, f"going on with {size} workers", True) for size in (2, 4)
     ]
@@ -68,7 +67,7 @@ def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -
         (("scale", "2"), 0, "there are 2 workers already"),
         (("scale", "1000"), 2, "every rank must own one; the fleet goes on with 2 workers"),
     ):
-        answer = run(*words)
+        answer = server.run(*words)
         assert answer.returncode == code, answer
         assert said in answer.stdout + answer.stderr
     server.process.terminate()
@@ -78,8 +77,8 @@ def test_two_four_two_under_load(command: Callable[..., Command], folder: str) -
 def sampled(server: Command) -> list[float]:
     """Tokens of each worker."""
     found = []
-    for target in httpx.get(f"{server.url}/metrics/targets").json():
-        page = httpx.get(f"http://{target['targets'][0]}/metrics").text
+    for target in get(f"{server.url}/metrics/targets").json():
+        page = get(f"http://{target['targets'][0]}/metrics").text
         name = "moeyard_generation_tokens_total"
         found.append(sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)))
     return found

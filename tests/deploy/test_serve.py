@@ -1,18 +1,22 @@
 """The real `moeyard serve` and `moeyard demo`, Ray included: ready line, requests, sockets, memory, idle time, ends."""
 
 import contextlib
+import fcntl
 import ipaddress
 import json
 import os
+import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +25,17 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from tests.checkpoints import edit_tensors, make_checkpoint
+from tests.limits import HANG_SECONDS
 from tests.strangers import mechanism
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "deploy" / "demo")
 MARKER = "MOEYARD_TEST_MARKER"
-# The promise is 20 s on two cores that nothing else uses; a shared machine may take longer without telling anything.
-READY_SECONDS = 20.0
-BUSY_READY_SECONDS = 120.0
-STOP_SECONDS = 10.0
-# The same of a start, on cores that nothing else uses.
-SOON_SECONDS = 2.0
 MAX_WORKER_BYTES = 700 * 1024**2
-# A second, of each worker, and of launcher and router together. Of a worker's 150 Ray's main loop has 100.
+# Per second, of each worker, and of launcher and router together. Ray's main loop has 100 of a worker's 150.
 MAX_IDLE_WAKE_UPS = 200
 MAX_IDLE_CORES = 0.06
+# Only time shows that nothing wakes: after the last request, and then for the measurement.
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
     r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) "
@@ -44,108 +44,154 @@ READY = re.compile(
     r"up to \d+ tokens, after \d+\.\d s\n"
 )
 
-pytestmark = pytest.mark.timeout(BUSY_READY_SECONDS + 120)
+LONG_ANSWER = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+get, post = partial(httpx.get, timeout=HANG_SECONDS), partial(httpx.post, timeout=HANG_SECONDS)
+
+
+def free_port() -> int:
+    """A free port that the kernel gives to no other process, and Ray to no worker (10002 to 19999)."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20000, 32000))) as probe:
+            return int(probe.getsockname()[1])
+
+
+def marked(marker: str, word: str = "") -> list[psutil.Process]:
+    """Processes that inherited `marker`, orphans included, with `word` in their command lines.
+
+    A process that SIGKILL is about to end is left out: it may have to wait for a core.
+    """
+    found = []
+    for process in psutil.process_iter():
+        folder = Path(f"/proc/{process.pid}")
+        try:
+            inherited = marker.encode() in (folder / "environ").read_bytes().split(b"\0")
+            if inherited and word.encode() in (folder / "cmdline").read_bytes():
+                pending = re.findall(r"^S\w+Pnd:\s*(\w+)$", (folder / "status").read_text(), re.M)
+                if not any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending):
+                    found.append(process)
+        except OSError:
+            continue  # the process has ended, or another user owns it
+    return found
 
 
 class Command:
     """A running command line whose every process can be found by a marker in its environment."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self._marker = f"{MARKER}={secrets.token_hex(8)}"
+        value = secrets.token_hex(8)
+        self._marker = f"{MARKER}={value}"
         self.out, self.err = folder / "out", folder / "err"
+        # pytest's own folders have names that are too long for Ray's sockets.
+        self.temporary = Path(tempfile.mkdtemp())
         folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
         # Where nothing is installed, what it needs is on the caller's path.
         folders += os.pathsep + os.environ.get("PYTHONPATH", "")
-        name, value = self._marker.split("=")
-        self.quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
-        self.shared_before = shared_files()
-        self.begun = time.monotonic()
+        self._environment = {**os.environ, "PYTHONPATH": folders, "TMPDIR": str(self.temporary)}
+        self._shared_before = shared_files()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "moeyard", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": folders, name: value},
+                env={**self._environment, MARKER: value},
                 start_new_session=True,
             )
         self.url = ""
 
-    def processes(self) -> list[psutil.Process]:
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Another command line to its end; it finds this server's control door and no other."""
+        command = [sys.executable, "-m", "moeyard", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=self._environment)
+
+    def processes(self, word: str = "") -> list[psutil.Process]:
         """All living processes of this command, orphans included."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self._marker.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    found.append(process)
-            except OSError:
-                continue  # it has ended, or it is not ours to read
-        return found
+        return marked(self._marker, word)
 
     def workers(self) -> list[psutil.Process]:
         """The ranks' processes."""
-        return [p for p in self.processes() if "".join(p.cmdline()).startswith("ray::RankActor")]
+        return self.processes("ray::RankActor")
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The process of each rank that is there: it listens at the endpoint that the fleet tells."""
+        workers = get(f"{self.url}/v1/fleet").json()["workers"]
+        ports = {each["rank"]: int(each["endpoint"].rpartition(":")[2]) for each in workers if each["endpoint"]}
+        return {rank: process for rank, port in ports.items() for process in self.workers() if listens(process, port)}
 
     def router(self) -> psutil.Process:
         """The process that has the API's port, if it is the only one."""
-        (found,) = (p for p in self.processes() if "multiprocessing.spawn" in " ".join(p.cmdline()))
+        (found,) = self.processes("multiprocessing.spawn")
         return found
 
-    def wait_ready(self) -> float:
-        """Seconds until the ready line."""
-        self.wait_for(lambda: READY.search(self.out.read_text()) is not None, BUSY_READY_SECONDS)
+    def wait_ready(self) -> None:
+        """Wait for the ready line."""
+        self.wait_for(lambda: READY.search(self.out.read_text()) is not None)
         match = READY.search(self.out.read_text())
         assert match is not None
         self.url = match["url"]
-        return time.monotonic() - self.begun
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def is_ready(self) -> bool:
+        """Whether a router answers, and says so."""
+        with contextlib.suppress(httpx.TransportError):
+            return get(f"{self.url}/readyz").status_code == 200
+        return False
+
+    def wait_whole(self, times: int = 1) -> None:
+        """Wait until the fleet has recovered this often, and is ready."""
+        self.wait_for(lambda: self.err.read_text().count(" the fleet is whole again ") == times)
+        self.wait_for(self.is_ready)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
         while not condition():
             assert self.process.poll() is None, self.report("it ended")
-            assert time.monotonic() < deadline, self.report(f"not within {seconds} s")
+            assert time.monotonic() < deadline, self.report("it hangs")
             time.sleep(0.05)
 
     def report(self, what: str) -> str:
-        """What happened, with the command's own words."""
+        """Return `what` with the command's own words."""
         return f"{what}; code {self.process.poll()}\n{self.out.read_text()}\n{self.err.read_text()}"
 
-    def check_end(self, code: int, within: float = STOP_SECONDS) -> float:
-        """Seconds until it has ended in an orderly way: its code, no process, nothing in shared memory."""
-        begun = time.monotonic()
+    def check_end(self, code: int) -> None:
+        """Wait for an orderly end: its code, no process, no name in shared memory and of sockets."""
         try:
-            assert self.process.wait(within) == code, self.report("another code")
+            assert self.process.wait(HANG_SECONDS) == code, self.report("another code")
         except subprocess.TimeoutExpired:
-            raise AssertionError(self.report(f"still running after {within} s")) from None
-        seconds = time.monotonic() - begun
+            raise AssertionError(self.report("it hangs")) from None
         left = [(p.pid, p.cmdline()) for p in self.processes()]
         assert not left, self.report(f"still running: {left}")
         assert "Traceback" not in self.err.read_text(), self.err.read_text()
-        assert shared_files() <= self.shared_before | other_shared_files(self.shared_before), "shared memory is left"
-        return seconds
+        self.check_names()
+        assert not list(self.temporary.glob("*moeyard-sockets-*")), "a folder of sockets is left"
+
+    def check_names(self) -> None:
+        """No new name in shared memory is left. Processes of other tests hold locks on theirs."""
+        assert not [path for path in shared_files() - self._shared_before if is_left(path)], "shared memory is left"
 
     def close(self) -> None:
         """End what a failed test has left."""
         for process in self.processes():
             process.kill()
-        self.process.wait(STOP_SECONDS)
+        self.process.wait(HANG_SECONDS)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def shared_files() -> set[Path]:
     return set(Path("/dev/shm").glob("moeyard-*"))
 
 
-def own_folders() -> set[Path]:
-    """Where ranks that meet have their sockets."""
-    return set(Path(tempfile.gettempdir()).glob("moeyard-sockets-*"))
+def is_left(path: Path) -> bool:
+    """Whether the process that made this file has ended: a living one has it locked (leftovers.py)."""
+    with contextlib.suppress(OSError), path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
-def other_shared_files(before: set[Path]) -> set[Path]:
-    """New files that vanish by themselves: fleets of other tests have them for the moments in which ranks meet."""
-    new = shared_files() - before
-    if new:
-        time.sleep(5)
-    return new - shared_files()
+def listens(process: psutil.Process, port: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections("tcp"))
+    return False
 
 
 @pytest.fixture
@@ -167,19 +213,36 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """One fleet of two workers for all tests that do not harm it; the last of them ends it."""
     served = Command(tmp_path_factory.mktemp("serve"), "serve", DEMO, "--workers", "2", "--port", "0")
     try:
-        seconds = served.wait_ready()
-        print(f"ready after {seconds:.1f} s, load {os.getloadavg()[0]:.1f}")
-        if served.quiet:
-            assert seconds < READY_SECONDS
+        served.wait_ready()
         yield served
     finally:
         served.close()
 
 
+@contextlib.contextmanager
+def stream_of(served: Command, **body: Any) -> Iterator[Iterator[str]]:
+    """The data of a streamed completion's events, one by one."""
+    body = {**body, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=HANG_SECONDS) as answer:
+        yield (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+
+def text_of(stream: Iterable[str]) -> str:
+    """The text of a stream that came to its end."""
+    *events, last = stream
+    assert last == "[DONE]", last
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def answer(served: Command, **other: Any) -> str:
+    """The text of the long answer, whole."""
+    return str(post(f"{served.url}/v1/completions", json=LONG_ANSWER | other).json()["choices"][0]["text"])
+
+
 def chat(url: str, **body: Any) -> httpx.Response:
     messages = [{"role": "user", "content": "Hello"}]
     fields = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0, **body}
-    return httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=30)
+    return post(f"{url}/v1/chat/completions", json=fields)
 
 
 def test_one_ready_line(service: Command) -> None:
@@ -202,18 +265,18 @@ def test_requests(service: Command) -> None:
     assert lines[-1] == "[DONE]"
     pieces = [httpx.Response(200, text=line).json()["choices"][0]["delta"].get("content", "") for line in lines[:-1]]
     assert "".join(pieces) == text
-    (model,) = httpx.get(f"{service.url}/v1/models").json()["data"]
+    (model,) = get(f"{service.url}/v1/models").json()["data"]
     assert model["id"] == "demo"
-    assert httpx.get(f"{service.url}/readyz").status_code == 200
-    assert httpx.get(f"{service.url}/livez").status_code == 200
+    assert get(f"{service.url}/readyz").status_code == 200
+    assert get(f"{service.url}/livez").status_code == 200
 
 
 def test_metrics(service: Command) -> None:
     """The router's page, and the workers' pages under the addresses that it tells Prometheus."""
     chat(service.url)
-    assert "moeyard_time_to_first_token_seconds_bucket" in httpx.get(f"{service.url}/metrics").text
-    targets = [t for group in httpx.get(f"{service.url}/metrics/targets").json() for t in group["targets"]]
-    pages = [httpx.get(f"http://{target}/metrics").text for target in targets]
+    assert "moeyard_time_to_first_token_seconds_bucket" in get(f"{service.url}/metrics").text
+    targets = [t for group in get(f"{service.url}/metrics/targets").json() for t in group["targets"]]
+    pages = [get(f"http://{target}/metrics").text for target in targets]
     assert sum("moeyard_exchange_seconds_bucket" in page for page in pages) == 2
 
 
@@ -238,8 +301,8 @@ def test_listens_on_loopback_only(service: Command) -> None:
 
 
 def test_workers_are_locked(service: Command) -> None:
-    """Nobody but the router is heard, on one host too."""
-    endpoints = [worker["endpoint"] for worker in httpx.get(f"{service.url}/v1/fleet").json()["workers"]]
+    """They hear the router alone, on one host too."""
+    endpoints = [worker["endpoint"] for worker in get(f"{service.url}/v1/fleet").json()["workers"]]
     assert len(endpoints) == 2
     for endpoint in endpoints:
         assert mechanism(endpoint) == b"CURVE".ljust(20, b"\0")
@@ -264,19 +327,11 @@ def test_a_killed_router_finds_the_fleet_again(service: Command) -> None:
         router.kill()
         with pytest.raises(httpx.TransportError):
             list(lines)
-    begun = time.monotonic()
-
-    def ready() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{service.url}/readyz").status_code == 200
-        return False
-
-    service.wait_for(ready, 60)
-    print(f"ready {time.monotonic() - begun:.1f} s after its router was killed")
+    service.wait_for(service.is_ready)
     assert chat(service.url).json()["choices"] == answer
     assert {worker.pid for worker in service.workers()} == workers
     ranks = f"{service.url}/v1/fleet/live"
-    service.wait_for(lambda: not httpx.get(ranks).json()["totals"]["num_running"], 10)
+    service.wait_for(lambda: not get(ranks).json()["totals"]["num_running"])
     assert len(re.findall(r"router 0 ended by itself \(exit code -9\)", service.err.read_text())) == 1
 
 
@@ -294,6 +349,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(p.cpu_times()[:2]) for p in processes)
 
 
+@pytest.mark.timing
 def test_idle_fleet_sleeps(service: Command) -> None:
     """Workers, launcher and router; Ray's own daemons are shown beside them."""
     time.sleep(SETTLE_SECONDS)
@@ -310,20 +366,17 @@ def test_idle_fleet_sleeps(service: Command) -> None:
     print("idle, wake-ups per second:", woken, "cores:", cores)
     assert woken["workers"] < len(workers) * MAX_IDLE_WAKE_UPS
     assert woken["router"] < MAX_IDLE_WAKE_UPS
-    # Nobody spins. A wake-up costs 65 us where nobody else works, and twice that on a busy host.
+    # No process spins. A wake-up costs 65 us on an idle host, and twice that on a busy one.
     assert cores["workers"] + cores["router"] < MAX_IDLE_CORES
 
 
 def test_ctrl_c_in_a_terminal(service: Command) -> None:
     """It reaches every process of the group, Ray's included. The last test of the shared fleet."""
     os.killpg(service.process.pid, signal.SIGINT)
-    print(f"ended in {service.check_end(0):.1f} s")
+    service.check_end(0)
     assert READY.fullmatch(service.out.read_text())
     with pytest.raises(httpx.ConnectError):
-        httpx.get(service.url)
-
-
-LONG_ANSWER = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        get(service.url)
 
 
 def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None:
@@ -333,66 +386,59 @@ def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None
     """
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
-    expected = httpx.post(f"{served.url}/v1/completions", json=LONG_ANSWER, timeout=60).json()["choices"][0]["text"]
+    expected, victim = answer(served), served.workers()[1]
     with stream_of(served, **LONG_ANSWER) as lines:
-        text = [next(lines)]
-        served.workers()[1].kill()
-        text += lines
-    assert text.pop() == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in text) == expected
-    served.wait_for(lambda: " the fleet is whole again " in served.err.read_text(), BUSY_READY_SECONDS)
-    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, BUSY_READY_SECONDS)
-    back, lost = httpx.get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+        first = next(lines)
+        victim.kill()
+        assert text_of([first, *lines]) == expected
+    served.wait_whole()
+    back, lost = get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
     assert re.search(r"rank [01] lost (at|after) step \d+", json.dumps(lost)), lost
     assert re.search(r"rank [01] is back", json.dumps(back)), back
     then = r"(.*\n)* ?.* the fleet is whole again [\d.]+ s after rank \1 is back"
     assert re.search(rf" serves without rank ([01]) [\d.]+ s after rank \1 lost {then}", served.err.read_text())
     for worker in served.workers():
         worker.kill()
-    served.wait_for(lambda: "recovering" in httpx.get(f"{served.url}/readyz").text, 10)
-    assert httpx.get(f"{served.url}/livez").status_code == 200
+    served.wait_for(lambda: "recovering" in get(f"{served.url}/readyz").text)
+    assert get(f"{served.url}/livez").status_code == 200
     served.process.send_signal(signal.SIGINT)
-    served.check_end(0, within=2 * STOP_SECONDS)
+    served.check_end(0)
 
 
+@pytest.mark.slow
 def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> None:
     """With one line and a code that a restart policy sees; what was open ends by name."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--restart-limit", "1")
     served.wait_ready()
+    victim = served.workers()[1]
     with stream_of(served, **LONG_ANSWER) as lines:
         next(lines)
-        served.workers()[1].kill()
+        victim.kill()
         *_, last = lines
     how = r"(rank [01] lost|the process of rank [01] has|worker [01] at \S+ is gone)"
     said = rf"rank [01] was lost 1 times in 60 s: {how}"
     assert re.search(rf'"error".*{said}', last), last
-    served.check_end(1, within=2 * STOP_SECONDS)
+    served.check_end(1)
     assert len(re.findall(rf" moeyard.supervisor the fleet has failed: {said}", served.err.read_text())) == 1
 
 
+@pytest.mark.slow
 def test_without_rays_head_it_serves_until_a_worker_is_lost(command: Callable[..., Command]) -> None:
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
-    (head,) = (process for process in served.processes() if process.name() == "gcs_server")
+    (head,) = served.processes("/gcs_server")
     head.kill()
     told = r" moeyard.ray_fleet Ray's gcs_server has ended: serving goes on, but a rank that is lost now cannot be rep"
-    served.wait_for(lambda: re.search(told, served.err.read_text()) is not None, 10)
+    served.wait_for(lambda: re.search(told, served.err.read_text()) is not None)
     assert chat(served.url).status_code == 200
-    assert [httpx.get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]
+    assert [get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]
     served.workers()[1].kill()
-    served.check_end(1, within=2 * STOP_SECONDS)
+    served.check_end(1)
     said = r" the fleet has failed: .*; Ray's gcs_server has ended, and without it no rank can be started\n"
     assert len(re.findall(said, served.err.read_text())) == 1
 
 
-@contextlib.contextmanager
-def stream_of(served: Command, **body: Any) -> Iterator[Iterator[str]]:
-    """The data of a streamed completion's events, one by one."""
-    body = {**body, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=120) as answer:
-        yield (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-
-
+@pytest.mark.slow
 def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_path: Path) -> None:
     """A token whose embedding is NaN: the request that has it ends by name, others are served by a new process."""
     model = make_checkpoint(tmp_path / "spoilt", "qwen3_moe", tokenizer=True)
@@ -403,25 +449,24 @@ def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_p
     served = command("serve", str(model), "--workers", "1", "--port", "0", "--served-model-name", "demo")
     served.wait_ready()
     body = {"prompt": [5, 6, 8], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    before = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"]
+    before = post(f"{served.url}/v1/completions", json=body).json()["choices"]
     (worker,) = served.workers()
-    bad = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": [5, 7]}, timeout=30)
+    bad = post(f"{served.url}/v1/completions", json={**body, "prompt": [5, 7]})
     named = r"rank 0: logits of step \d+ are not finite: request cmpl-\w+-0"
     assert bad.status_code == 503
     assert re.search(named, bad.json()["error"]["message"])
     end = rf"process {worker.pid} still runs, and is killed"
     lost, whole = rf" lost rank 0: {named}; replacing; rank 0: {end}\n", r" the fleet is whole again [\d.]+ s after "
     again = rf"{lost}(.*\n)* ?.*{whole}{named} \(losses .* s\)\n"
-    served.wait_for(lambda: re.search(again, served.err.read_text()) is not None, BUSY_READY_SECONDS)
-    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
-    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    served.wait_for(lambda: re.search(again, served.err.read_text()) is not None)
+    served.wait_for(served.is_ready)
+    assert post(f"{served.url}/v1/completions", json=body).json()["choices"] == before
     (replaced,) = served.workers()
     assert replaced.pid != worker.pid
     # A worker that is killed is started again too.
     replaced.kill()
-    served.wait_for(lambda: served.err.read_text().count("is whole again") == 2, BUSY_READY_SECONDS)
-    served.wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 200, 10)
-    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    served.wait_whole(2)
+    assert post(f"{served.url}/v1/completions", json=body).json()["choices"] == before
     served.process.send_signal(signal.SIGINT)
     served.check_end(0)
 
@@ -430,13 +475,11 @@ def test_sigterm_ends_streams(command: Callable[..., Command]) -> None:
     """As a service manager stops it, with a client in the middle of an answer."""
     served = command("serve", DEMO, "--workers", "1", "--port", "0")
     served.wait_ready()
-    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
-        lines = answer.iter_lines()
+    with stream_of(served, prompt="x", max_tokens=1000, ignore_eos=True) as lines:
         next(lines)
         served.process.send_signal(signal.SIGTERM)
-        *_, last = (line for line in lines if line)
-    assert last == "data: [DONE]" or "stopping" in last or "shutting down" in last, last
+        *_, last = lines
+    assert last == "[DONE]" or "stopping" in last or "shutting down" in last, last
     served.check_end(0)
 
 
@@ -446,26 +489,27 @@ def test_serves_a_shape_without_a_checkpoint(command: Callable[..., Command]) ->
     served.wait_ready()
     assert "prompts are token ids" in served.err.read_text()
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).json()
+    answer = post(f"{served.url}/v1/completions", json=body).json()
     assert answer["model"] == "moeyard-demo"
     assert len(answer["choices"][0]["token_ids"]) == 4
-    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "text"}, timeout=30).status_code == 400
+    assert post(f"{served.url}/v1/completions", json={"prompt": "text"}).status_code == 400
     # As a terminal that is closed does: to the whole group.
     os.killpg(served.process.pid, signal.SIGHUP)
     served.check_end(0)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("after", ["starting Ray", "starting 1 worker", "weights are there"])
 def test_three_interrupts_while_starting(command: Callable[..., Command], after: str) -> None:
     """In a terminal they reach Ray's processes too; whatever was being started, it ends in good order and at once."""
     started = command("serve", DEMO, "--workers", "1", "--port", "0")
-    started.wait_for(lambda: after in started.err.read_text(), 60)
+    started.wait_for(lambda: after in started.err.read_text())
     for pause in (0.2, 0.05, 0.0):
         os.killpg(started.process.pid, signal.SIGINT)
         time.sleep(pause)  # as fingers do: all of it while Ray starts or is stopped
     started.check_end(130)
     assert started.out.read_text() == ""
-    # What was on its way when the handler ran may come behind it; what would have come next does not.
+    # A line that was on its way when the handler ran may come behind it; no later stage does.
     said = started.err.read_text().splitlines()
     assert "stopping" in said
     assert not [line for line in said if line.startswith("ready: ")]
@@ -474,34 +518,29 @@ def test_three_interrupts_while_starting(command: Callable[..., Command], after:
 def test_sigterm_while_starting(command: Callable[..., Command]) -> None:
     """In the middle of ray.init; what it had started is gone too."""
     started = command("serve", DEMO, "--workers", "1", "--port", "0")
-    started.wait_for(lambda: any("gcs_server" in process.name() for process in started.processes()), 60)
+    started.wait_for(lambda: bool(started.processes("/gcs_server")))
     started.process.send_signal(signal.SIGTERM)
-    seconds = started.check_end(130)
-    print(f"ended in {seconds:.1f} s, load {os.getloadavg()[0]:.1f}")
-    assert not started.quiet or seconds < SOON_SECONDS
+    started.check_end(130)
     # A thread that Ray's gRPC begins just as the process ends is refused, of which it tells once in many starts.
     said = [line for line in started.err.read_text().splitlines() if "thd.cc" not in line]
     assert said == ["starting Ray", "stopping"]
 
 
+@pytest.mark.slow
 def test_a_metrics_port_that_is_taken(command: Callable[..., Command]) -> None:
     """One rank fails after it has reserved what its host shares: nothing of that stays."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        before = own_folders()
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         started = command("serve", DEMO, "--workers", "2", "--port", "0", "--metrics-port-base", str(port - 1))
-        started.process.wait(BUSY_READY_SECONDS)
         started.check_end(2)
     last = started.err.read_text().splitlines()[-1]
     assert re.fullmatch(
         rf"moeyard: metrics of worker 1 cannot listen on 127\.0\.0\.1:{port}: .* --metrics-port-base", last
     )
-    assert own_folders() <= before
 
 
 def test_demo_once(command: Callable[..., Command]) -> None:
     shown = command("demo", "--once", "--port", "0")
-    assert shown.process.wait(BUSY_READY_SECONDS) == 0, shown.report("it failed")
     shown.check_end(0)
     out = shown.out.read_text()
     assert "Fellow-Citizens of the Senate and House of Representatives" in out
@@ -519,9 +558,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        # Ray wants its port outside 10002 to 19999, where it places workers; the kernel's own range lies above.
-        port = probe.getsockname()[1]
+    port = free_port()
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     start = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--num-gpus=2"]
     with (tmp_path / "ray").open("wb") as log:
@@ -529,18 +566,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             [*ray, *start, "--block", "--include-dashboard=false"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
     try:
-        deadline = time.monotonic() + BUSY_READY_SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while b"Ray runtime started" not in (tmp_path / "ray").read_bytes():
             assert head.poll() is None, (tmp_path / "ray").read_text()
             assert time.monotonic() < deadline, (tmp_path / "ray").read_text()
-            time.sleep(0.1)
+            time.sleep(0.05)
         yield f"127.0.0.1:{port}"
     finally:
         children = psutil.Process(head.pid).children(recursive=True)
         head.terminate()
-        head.wait(STOP_SECONDS)
-        for process in psutil.wait_procs(children, timeout=STOP_SECONDS)[1]:
-            process.kill()
+        head.wait(HANG_SECONDS)
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command: Callable[..., Command]) -> None:
@@ -549,7 +587,7 @@ def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command
     )
     served.wait_ready()
     body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+    answer = post(f"{served.url}/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 4
     served.process.send_signal(signal.SIGINT)
     served.check_end(0)
@@ -558,6 +596,6 @@ def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command
         "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
     )
     again.wait_ready()
-    assert httpx.post(f"{again.url}/v1/completions", json=body, timeout=60).json()["choices"] == answer["choices"]
+    assert post(f"{again.url}/v1/completions", json=body).json()["choices"] == answer["choices"]
     again.process.send_signal(signal.SIGINT)
     again.check_end(0)

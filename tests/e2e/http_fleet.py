@@ -16,6 +16,7 @@ import httpx
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fleet import Fleet, ProcessPool, start_fleet
+from tests.limits import HANG_SECONDS
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
@@ -24,7 +25,6 @@ from moeyard_worker.models.families import load_model_config
 
 MODEL_NAME = "tiny"
 PAGE = 16
-READY_SECONDS = 30.0
 
 
 def engine_config(model: Path, *, num_workers: int, num_pages: int = 128, **overrides: Any) -> EngineConfig:
@@ -83,7 +83,7 @@ class HttpFleet:
 
     def samples(self, name: str) -> list[dict[tuple[str, ...], float]]:
         """Each rank's series of one metric: label values in the order of their names, without `rank` -> value."""
-        return [_series(httpx.get(e["metrics_url"]).text, name) for e in self.fleet.endpoints]
+        return [_series(httpx.get(e["metrics_url"], timeout=HANG_SECONDS).text, name) for e in self.fleet.endpoints]
 
     def total(self, name: str) -> float:
         """One counter summed over ranks and labels."""
@@ -100,16 +100,15 @@ def _series(page: str, name: str) -> dict[tuple[str, ...], float]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> float:
-    """Poll until `condition` holds; the seconds that took. Fails with `what`."""
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Poll until `condition` holds. Fails with `what`."""
     begun = time.monotonic()
     while not condition():
-        assert time.monotonic() - begun < seconds, f"{what}: not within {seconds} s"
+        assert time.monotonic() - begun < HANG_SECONDS, f"{what}: not within {HANG_SECONDS} s"
         time.sleep(0.01)
-    return time.monotonic() - begun
 
 
-def wait_until_idle(http: HttpFleet, seconds: float = 5.0) -> None:
+def wait_until_idle(http: HttpFleet) -> None:
     """Until every rank runs nothing and has all its pages back."""
 
     def idle() -> bool:
@@ -118,7 +117,7 @@ def wait_until_idle(http: HttpFleet, seconds: float = 5.0) -> None:
             for s in http.snapshots()
         )
 
-    wait_for(idle, "an idle fleet", seconds)
+    wait_for(idle, "an idle fleet")
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -148,7 +147,7 @@ def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Ite
             "keys": fleet.keys.of_router(),
         }
         with _route(RouterConfig(**{**options, **overrides})) as (url, failures):
-            with httpx.Client(base_url=url, timeout=60) as client:
+            with httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
                 yield HttpFleet(url, client, fleet, failures)
             assert failures == []
 
@@ -167,9 +166,9 @@ def _route(config: RouterConfig) -> Iterator[tuple[str, list[str]]]:
     thread = threading.Thread(target=run, name="router")
     thread.start()
     try:
-        assert ready.wait(READY_SECONDS), f"the router was not ready: {failures}"
+        assert ready.wait(HANG_SECONDS), f"the router was not ready: {failures}"
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", failures
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive(), "the router did not stop"

@@ -9,6 +9,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.http_fleet import engine_config
 from tests.fleet import Fleet, ProcessPool, start_fleet
+from tests.limits import HANG_SECONDS
 from tests.strangers import one_byte_and_gone, rubbish, say, try_key
 
 from moeyard_worker.protocol import Done
@@ -26,7 +27,8 @@ def fleet(processes: ProcessPool, checkpoints: dict[str, Path]) -> Iterator[Flee
 
 def refused(fleet: Fleet, rank: int) -> dict[tuple[str, str], float]:
     """What a rank's page says was refused, by door and reason."""
-    families = text_string_to_metric_families(httpx.get(fleet.endpoints[rank]["metrics_url"]).text)
+    page = httpx.get(fleet.endpoints[rank]["metrics_url"], timeout=HANG_SECONDS).text
+    families = text_string_to_metric_families(page)
     samples = next(family.samples for family in families if family.name == "moeyard_refused")
     return {(sample.labels["door"], sample.labels["reason"]): sample.value for sample in samples}
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
 from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import CpuDevice
@@ -25,14 +26,15 @@ from moeyard_worker.engine.doors import STALL
 from moeyard_worker.engine.faults import RankFault
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.protocol import Done
+from moeyard_worker.protocol import Done, Hello
 
-DEADLINE = 1.0
-# What a reply may take beyond the deadline on a machine whose two cores are shared with the rest of a test run.
-SLACK = 1.0
+# A process that a busy machine does not run for a second or two is not lost.
+DEADLINE = 2.5
+# A test that waits for it hangs, so a loss that is named meanwhile was noticed at once.
+NEVER = 2 * HANG_SECONDS
 LONG = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
 PER_RANK = 6
-# Who is gone, in the words of the router or of a rank that missed it, whichever come first.
+# The lost rank, in the words of the router or of a rank that missed it, whichever come first.
 GONE = r"(worker {0} at tcp://\S+ is gone|rank {0} (lost|silent) at step)"
 # The step and the place in it where a rank was missed: between the layers, or in one of them.
 PLACE = r"step \d+(, layer \d+, (dispatch|combine)|, plan)"
@@ -44,24 +46,24 @@ def model(checkpoints: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """No shared memory, no socket file and no folder of ours stays behind, whoever was killed."""
-    before = leftovers()
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that no shared memory, socket file or folder of this test's ranks stays behind, whoever was killed."""
+    names, send = set[str](), RankProcess.send
+
+    def listen(rank: RankProcess, name: str, *args: Any) -> None:
+        # Ranks that meet are told each other's names.
+        names.update(re.findall(r"(?:/[\w.-]+)*/moeyard-[\w-]+", repr(args) if name == "connect" else ""))
+        send(rank, name, *args)
+
+    monkeypatch.setattr(RankProcess, "send", listen)
     yield
-    # Other fleets of this machine may be meeting right now; their names go within seconds, a leftover stays.
-    new = leftovers() - before
-    wait_for(lambda: not new & leftovers(), f"{new} must be removed", 20.0)
-
-
-def leftovers() -> set[Path]:
-    """What a mesh gives a name while its ranks meet."""
-    return {*Path("/dev/shm").glob("moeyard-*"), *Path("/tmp").glob("moeyard-*")}
+    assert not [name for name in names if Path(name).exists()]
 
 
 def kill(rank: RankProcess) -> None:
     assert rank.process.pid is not None
     os.kill(rank.process.pid, signal.SIGKILL)
-    rank.process.join(5)
+    rank.process.join(HANG_SECONDS)
 
 
 @contextlib.contextmanager
@@ -95,26 +97,34 @@ def error_of(answer: Answer) -> str:
     return answer.end.error
 
 
-def failure_of(client: Client, *ranks: int, timeout: float = DEADLINE + SLACK) -> str:
+def failure_of(client: Client, *ranks: int) -> str:
     """Wait until these ranks have lost a peer; the one name that they give it."""
-    client.wait_for(
-        lambda: all(r in client.snapshots and client.snapshots[r].state == "recovering" for r in ranks), timeout
-    )
+    client.wait_for(lambda: all(r in client.snapshots and client.snapshots[r].state == "recovering" for r in ranks))
     (failure,) = {client.snapshots[rank].failure for rank in ranks}
     assert failure is not None
     return failure
 
 
+def check_silence(client: Client, *ranks: int) -> None:
+    """The next word of these ranks is the answer to a question."""
+    counts = [len(answer.token_ids) for answer in client.answers.values()]
+    client.snapshots.clear()
+    for rank in ranks:
+        client.send(rank, Hello())
+    client.wait_for(lambda: client.snapshots.keys() == set(ranks))
+    assert [len(answer.token_ids) for answer in client.answers.values()] == counts, "words after the loss"
+    assert all(answer.end is None for answer in client.answers.values())
+
+
 def test_rank_killed_while_decoding(processes: ProcessPool, model: Path) -> None:
     """The ranks that live name the dead one and the place where it was missed, and end nothing."""
-    with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=DEADLINE)) as fleet:
+    with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=NEVER)) as fleet:
         fleet.client.hello()
-        names = submit_everywhere(fleet)
+        submit_everywhere(fleet)
         kill(fleet.ranks[2])
         # One loss has one name, wherever it was seen first.
         assert re.fullmatch(rf"rank 2 lost at {PLACE}", failure_of(fleet.client, 0, 1))
-        assert not fleet.client.pump(0.1), "words after the loss"
-        assert all(fleet.client.answers[name].end is None for name in (*names[0], *names[1]))
+        check_silence(fleet.client, 0, 1)
         losses = [fleet.ranks[rank].call("wait") for rank in (0, 1)]
         assert [(loss["rank"], loss["ranks"], loss["running"]) for loss in losses] == [
             (0, (2,), PER_RANK),
@@ -133,7 +143,7 @@ def test_stopped_rank_is_named_at_the_deadline(processes: ProcessPool, model: Pa
             took = time.monotonic() - begun
             assert re.fullmatch(rf"rank 1 lost at {PLACE}", error)
             assert took > 0.8 * DEADLINE, f"given up after {took:.2f} s"
-        assert re.match(r"rank [01] lost at step", failure_of(fleet.client, 1, timeout=SLACK))
+        assert re.match(r"rank [01] lost at step", failure_of(fleet.client, 1))
 
 
 def test_a_slow_rank_is_waited_for(processes: ProcessPool, model: Path) -> None:
@@ -163,13 +173,11 @@ def test_a_slow_rank_is_waited_for(processes: ProcessPool, model: Path) -> None:
 
 def test_a_rank_that_lives_and_sends_nothing_is_named(processes: ProcessPool, model: Path) -> None:
     """Its process answers, its engine hangs before a layer's rows: given up by all others after twelve deadlines."""
-    deadline = DEADLINE / 4
+    deadline = 0.3 * DEADLINE
     with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=deadline)) as fleet:
         names = submit_everywhere(fleet)
         fleet.ranks[1].call("fall_silent")
-        begun = time.monotonic()
         losses = [fleet.ranks[rank].call("wait") for rank in (0, 2)]
-        assert time.monotonic() - begun < STALL * deadline + SLACK
         (reason,) = {loss["reason"] for loss in losses}
         assert re.fullmatch(rf"rank 1 silent at step \d+, layer \d+, dispatch \({STALL * deadline:.1f} s\)", reason), (
             reason
@@ -222,8 +230,8 @@ def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
 
 
 def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
-    """Nobody was stepping: the others notice at once."""
-    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
+    """No rank was stepping: the others notice at once."""
+    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=NEVER)) as fleet:
         fleet.client.hello()
         fleet.client.wait_for(lambda: len(fleet.client.snapshots) == 2)
         kill(fleet.ranks[0])
@@ -260,7 +268,7 @@ def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[Worker
 
 def test_broken_invariant_ends_its_rank_alone(processes: ProcessPool, model: Path) -> None:
     """A bug in one rank: it ends, the others name it in its words, and no request hears of it from them."""
-    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
+    config = engine_config(model, num_workers=2, step_deadline=NEVER)
     with worker_here(config, processes.take(1)) as (worker, client):
         client.hello()
         for rank in (0, 1):
@@ -276,8 +284,7 @@ def test_broken_invariant_ends_its_rank_alone(processes: ProcessPool, model: Pat
         assert re.fullmatch(r"rank 0 failed at step \d+: AssertionError: page 7 is owned twice", error)
         with pytest.raises(RankFault, match="AssertionError: page 7 is owned twice"):
             worker.wait()
-        assert not client.pump(0.1)
-        assert all(answer.end is None for answer in client.answers.values())
+        check_silence(client, 1)
 
 
 @pytest.mark.parametrize("deep", [1, 2])
@@ -303,10 +310,11 @@ def test_logits_that_are_not_finite_end_whose_they_are(model: Path, deep: int, t
             return logits
 
         worker.runner.launch, worker.runner.model.sampled = seen, broken
-        (answer,) = client.wait("r1", timeout=SLACK)
+        (answer,) = client.wait("r1")
         assert re.fullmatch(r"rank 0: logits of step \d+ are not finite: request r1", error_of(answer))
         with pytest.raises(RankFault, match=r"request r1$"):
             worker.wait()
+        # The rank has ended and answers no question, so only time shows that nothing else was on its way.
         assert not client.pump(0.1)
         assert [client.answers[name].end for name in ("r0", "r2")] == [None, None]
 
@@ -332,10 +340,8 @@ def stream(http: HttpFleet, lines: list[str], **body: Any) -> None:
         lines.extend(line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
-def check_lost_over_http(
-    http: HttpFleet, harm: contextlib.AbstractContextManager[None], *, named: str, seconds: float
-) -> None:
-    """Streams and whole answers in flight, a loss, and what clients see of it within `seconds`: the pattern `named`."""
+def check_lost_over_http(http: HttpFleet, harm: contextlib.AbstractContextManager[None], *, named: str) -> None:
+    """Streams and whole answers in flight, a loss, and how clients see it: the pattern `named`."""
     streams: list[list[str]] = [[] for _ in range(8)]
     whole: list[Any] = []
     threads = [threading.Thread(target=stream, args=(http, lines)) for lines in streams]
@@ -344,13 +350,11 @@ def check_lost_over_http(
         thread.start()
     wait_for(lambda: all(streams) and http.num_running() >= len(threads), "all requests decode")
     assert http.client.get("/readyz").status_code == 200
-    begun = time.monotonic()
     with harm:
-        wait_for(lambda: http.client.get("/readyz").status_code == 503, "not ready any more", seconds)
+        wait_for(lambda: http.client.get("/readyz").status_code == 503, "not ready any more")
         for thread in threads:
-            thread.join(seconds)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive(), "a client hangs"
-        assert time.monotonic() - begun < seconds
         messages = [answer.json()["error"]["message"] for answer in whole]
         for lines in streams:
             (error,) = [line for line in lines if "error" in line]
@@ -376,18 +380,18 @@ def killed(rank: RankProcess) -> Iterator[None]:
 
 
 def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
-    with serve_http(processes, config, step_deadline=DEADLINE) as http:
-        check_lost_over_http(http, killed(http.fleet.ranks[1]), named=GONE.format(1), seconds=SLACK)
+    config = engine_config(model, num_workers=2, step_deadline=NEVER)
+    with serve_http(processes, config, step_deadline=NEVER) as http:
+        check_lost_over_http(http, killed(http.fleet.ranks[1]), named=GONE.format(1))
 
 
 def test_rank_stopped_behind_a_router(processes: ProcessPool, model: Path) -> None:
     config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
     with serve_http(processes, config, step_deadline=DEADLINE) as http:
-        check_lost_over_http(http, stopped(http.fleet.ranks[1]), named=GONE.format(1), seconds=DEADLINE + SLACK)
+        check_lost_over_http(http, stopped(http.fleet.ranks[1]), named=GONE.format(1))
 
 
 def test_only_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    config = engine_config(model, num_workers=1, step_deadline=DEADLINE)
-    with serve_http(processes, config, step_deadline=DEADLINE) as http:
-        check_lost_over_http(http, killed(http.fleet.ranks[0]), named=GONE.format(0), seconds=SLACK)
+    config = engine_config(model, num_workers=1, step_deadline=NEVER)
+    with serve_http(processes, config, step_deadline=NEVER) as http:
+        check_lost_over_http(http, killed(http.fleet.ranks[0]), named=GONE.format(0))

@@ -3,8 +3,9 @@
 Two ranks over a tiny pool of pages and few expert slots, recording their routing all the while.
 """
 
+import json
 import re
-import time
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE
 from tests.e2e.http_fleet import PAGE, HttpFleet, engine_config, events, serve_http, wait_for, wait_until_idle
 from tests.fleet import ProcessPool
+from tests.limits import HANG_SECONDS
 
+from moeyard_router.fleet import loads
 from moeyard_worker.experts.sim import simulate
 
 NUM_PAGES = 24
@@ -36,7 +39,9 @@ def fleet(processes: ProcessPool, checkpoints: dict[str, Path], recording: Path)
     config = engine_config(
         checkpoints["mla"], num_workers=2, num_pages=NUM_PAGES, expert_slots=SLOTS, record_routing=str(recording)
     )
-    with serve_http(processes, config, canary_interval=600.0) as http:
+    with pytest.MonkeyPatch.context() as patch, serve_http(processes, config, canary_interval=600.0) as http:
+        # A rank on a busy machine may need more than a second to tell its experts' rows.
+        patch.setattr(loads, "_ANSWER_SECONDS", HANG_SECONDS)
         yield http
 
 
@@ -58,7 +63,7 @@ def test_prefix_hit_is_visible(http: HttpFleet) -> None:
     assert cached[0] == 0
     assert set(cached) == {0, 64}
     assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
-    wait_for(lambda: http.total(name) == before + sum(cached), "the hits in the metrics", 2.0)
+    wait_for(lambda: http.total(name) == before + sum(cached), "the hits in the metrics")
 
 
 def _read_some(answer: httpx.Response) -> int:
@@ -74,21 +79,22 @@ def test_client_that_leaves_frees_its_slot(http: HttpFleet, stream: bool) -> Non
             assert _read_some(answer) == 5
             wait_for(lambda: http.num_running() == 1, "the request in the snapshots")
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            http.client.post("/v1/completions", json=body, timeout=0.25)
-    wait_until_idle(http, seconds=1.0)
-    wait_for(lambda: http.total("moeyard_num_requests_running") == 0, "the gauge", 1.0)
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", http.client.base_url.port)) as sock:
+            sock.sendall(head.encode() + data)
+            wait_for(lambda: http.num_running() == 1, "the request in the snapshots")
+    wait_until_idle(http)
+    wait_for(lambda: http.total("moeyard_num_requests_running") == 0, "the gauge")
     num_tokens = http.total("moeyard_generation_tokens_total") - begun
     assert 0 < num_tokens < body["max_tokens"], "the request ran to its end"
 
 
 def test_request_that_never_fits_is_refused_at_once(http: HttpFleet) -> None:
-    long = {**GREEDY, "max_tokens": 300, "stream": True}
+    long = {**GREEDY, "max_tokens": MAX_MODEL_LEN - len(PROMPT), "stream": True}
     with http.client.stream("POST", "/v1/completions", json=long):
         wait_for(lambda: http.num_running() == 1, "the request in the snapshots")
-        begun = time.monotonic()
         answer = http.post(prompt=[1] * 300, max_tokens=MAX_MODEL_LEN - 299)
-        assert time.monotonic() - begun < 0.5
         assert http.num_running() == 1, "it should be refused while the other runs, not after it"
     assert answer.status_code == 400
     assert str(MAX_MODEL_LEN) in answer.json()["error"]["message"]
@@ -110,7 +116,7 @@ def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFle
         "the metrics": lambda: metrics_totals(http),
         "the simulator": lambda: simulated_totals(recording),
     }.items():
-        wait_for(equal(sources, lambda: engine_totals(http)), f"{name} and the engine's counters equal", 2.0)
+        wait_for(equal(sources, lambda: engine_totals(http)), f"{name} and the engine's counters equal")
     for hits, misses, evictions in engine_totals(http):
         assert min(sum(hits.values()), *misses.values()) > 0
         assert misses["decode",] == sum(evictions.values()) > 0, "slots are full, and only decode's misses take them"
@@ -129,11 +135,11 @@ def test_router_says_of_the_ranks_what_they_say_themselves(http: HttpFleet) -> N
         page = http.client.get("/metrics").text
         return all(fleet_series(page, name) == by_rank(http, name) for name in names)
 
-    wait_for(alike, "the router's figures equal the ranks'", 6.0)
+    wait_for(alike, "the router's figures equal the ranks'")
     assert len(fleet_series(http.client.get("/metrics").text, "expert_cache_hits")) == 2
     # 7 rows of the prompt and 11 of the tokens that were fed back, each to 2 experts of every layer.
     grown = 2 * (len(PROMPT) + 11)
-    wait_for(lambda: rows_per_layer(http) == [rows + grown for rows in before], "the experts' rows", 6.0)
+    wait_for(lambda: rows_per_layer(http) == [rows + grown for rows in before], "the experts' rows")
 
 
 def fleet_series(page: str, name: str) -> dict[str, float]:

@@ -9,22 +9,25 @@ from typing import Any
 import pytest
 from tests.e2e.http_fleet import engine_config
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.protocol import Done
 
 # A killed process is noticed at once; a busy machine must not make one look stopped.
 DEADLINE = 20.0
+# Tokens of a request that must still run when its rank is lost.
+LONG = 400
 PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
 
 
-def sampling(i: int) -> dict[str, Any]:
+def sampling(i: int, max_tokens: int = 60) -> dict[str, Any]:
     """A bit of everything: greedy and seeded, log-probabilities of both sides, penalties."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 7 + i, "logprobs": 3},
         {"temperature": 0.8, "seed": i, "presence_penalty": 0.5, "repetition_penalty": 1.1, "prompt_logprobs": 2},
     ]
-    return {"max_tokens": 60, "ignore_eos": True, **kinds[i % len(kinds)]}
+    return {"max_tokens": max_tokens, "ignore_eos": True, **kinds[i % len(kinds)]}
 
 
 def submit_all(fleet: Fleet) -> None:
@@ -44,9 +47,10 @@ def kill(fleet: Fleet, rank: int) -> None:
     pid = fleet.ranks[rank].process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    fleet.ranks[rank].process.join(5)
+    fleet.ranks[rank].process.join(HANG_SECONDS)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -93,7 +97,7 @@ def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpo
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         client.hello()
-        client.submit(0, "early", PROMPTS[0], **sampling(1))
+        client.submit(0, "early", PROMPTS[0], **sampling(1, LONG))
         client.wait_for(lambda: bool(client.answers["early"].token_ids))
         kill(fleet, 1)
         client.wait_for(lambda: client.snapshots[0].state == "recovering")
@@ -124,7 +128,7 @@ def test_survivors_keep_the_kv_of_what_they_run(
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         for rank, name in enumerate(prompts):
-            client.submit(rank, name, prompts[name], **sampling(rank))
+            client.submit(rank, name, prompts[name], **sampling(rank, LONG))
         client.wait_for(lambda: all(len(answer.token_ids) > 4 for answer in client.answers.values()))
         before = fleet.ranks[0].call("stats")
         assert before["prefill_tokens"] == len(prompts["stays"])
@@ -141,7 +145,7 @@ def test_survivors_keep_the_kv_of_what_they_run(
         assert len(prompts["moves"]) <= moved["prefill_tokens"] <= len(prompts["moves"]) + told_before
         client.answers.clear()
         for rank, name in enumerate(prompts):
-            client.submit(rank, name, prompts[name], **sampling(rank))
+            client.submit(rank, name, prompts[name], **sampling(rank, LONG))
         assert told(client.wait()) == answers
 
 

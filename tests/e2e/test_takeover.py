@@ -25,6 +25,7 @@ def begin(fleet: Fleet, tokens: int) -> Client:
     return client
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "options",
     [{}, {"async_scheduling": True, "expert_slots": 4}, {"exchange": "zmq-tcp", "expert_policy": "lru"}],
@@ -112,6 +113,7 @@ def test_who_has_a_copy_takes_over_without_reading(processes: ProcessPool, check
         assert told(client.wait()) == expected
 
 
+@pytest.mark.slow
 def test_fleets_grow_and_shrink(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """Two of four ranks leave, whose requests go on at the others, and come back; experts in slots or not."""
     config = engine_config(checkpoints["mla"], num_workers=4, expert_slots=3, step_deadline=DEADLINE)

@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from tests.limits import HANG_SECONDS
 from tests.strangers import one_byte_and_gone, rubbish, say, try_key
 
 from moeyard_worker.engine.frontend import Frontend
@@ -50,7 +51,7 @@ class Door:
     def until(self, done: Callable[[list[Message]], bool]) -> list[Message]:
         """What was received until `done` of it is true."""
         heard: list[Message] = []
-        poller, limit = zmq.Poller(), perf_counter() + 10
+        poller, limit = zmq.Poller(), perf_counter() + HANG_SECONDS
         for each in (self.frontend.socket, self.frontend.monitor):
             poller.register(each, zmq.POLLIN)
         while not done(heard):
@@ -146,7 +147,7 @@ def test_a_replay_is_refused_and_counted(door: Door) -> None:
     client.send(encode(Abort(request_id="again")))
     assert door.until(bool) == [Abort(request_id="again")]
     client.close()
-    tap.join(10)
+    tap.join(HANG_SECONDS)
 
 
 def submit(tokens: int = 3, **changes: Any) -> Submit:

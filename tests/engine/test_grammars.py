@@ -13,6 +13,7 @@ import pytest
 import torch
 from bench.structured import Answer, Bench, asked_for, fault, random_schema
 from tests.checkpoints import make_checkpoint
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler
@@ -272,7 +273,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
     assert again.reason == "duplicate"
     assert (len(waiting), waiting.num_tokens) == (2, 6)
     for _ in range(2):
-        assert woken.acquire(timeout=30)
+        assert woken.acquire(timeout=HANG_SECONDS)
     (good, made), (bad, refused) = waiting.ready(4.0)
     assert (good.submit.request_id, good.arrived, bad.submit.request_id) == ("good", 1.0, "bad")
     assert isinstance(made, Constraint)
@@ -289,7 +290,7 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
     slow, compile_one = Grammar(kind="regex", text="slow[0-9]"), grammars._compile
 
     def compile_slowly(grammar: Grammar) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(HANG_SECONDS)
         return compile_one(grammar)
 
     monkeypatch.setattr(grammars, "_compile", compile_slowly)
@@ -322,7 +323,7 @@ def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Gr
     for client, name in ((b"gone", "first"), (b"gone", "second"), (b"here", "third")):
         assert waiting.add(client, submit(name, bad), 0.0) is None
     for _ in range(3):
-        assert woken.acquire(timeout=30)
+        assert woken.acquire(timeout=HANG_SECONDS)
     told = []
     for each, _ in waiting.ready(1.0):
         told.append(each.submit.request_id)
@@ -340,7 +341,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
     def compile_slowly(grammar: Grammar) -> Any:
         begun.append(grammar.text)
         started.release()
-        assert go_on.wait(30)
+        assert go_on.wait(HANG_SECONDS)
         return compile_one(grammar)
 
     monkeypatch.setattr(grammars, "_compile", compile_slowly)
@@ -352,7 +353,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
             assert waiting.add(client, submit(f"f{number}", grammar), 0.0) is None
         assert waiting.add(b"b", submit("shares", flood[5]), 9.0) is None
         for _ in range(2):  # it has two threads
-            assert started.acquire(timeout=30)
+            assert started.acquire(timeout=HANG_SECONDS)
         waiting.abort_client(b"gone")
         for number in range(1, 12, 3):
             assert waiting.abort(b"a", f"f{number}") is not None
@@ -363,7 +364,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
         go_on.set()
     results = {}
     for each in list(waiting._waiting.values()):
-        each.compiled.result(timeout=30)
+        each.compiled.result(timeout=HANG_SECONDS)
     for each, made in waiting.ready(12.0):
         results[each.submit.request_id] = made
     assert {name: type(made) for name, made in results.items()} == {"shares": Constraint, "again": Constraint}
@@ -434,15 +435,19 @@ def test_requests_without_grammars_are_left_alone() -> None:
 def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:
     """llguidance lets go of the interpreter's lock: while a large enum is compiled others go on, many times.
 
-    For a tenth of a second: with nothing else on the machine that is a thousand turns, beside busy processes some.
+    Each enum takes a tenth of a second, in which a busy machine may keep this thread from running.
     """
-    grammar = Grammar(kind="json_schema", text=json.dumps({"enum": [f"value {i} of many" for i in range(20_000)]}))
-    compiled, turns = grammars.compile(grammar), 0
-    while not compiled.done():
-        turns += 1
-        time.sleep(0)
-    assert compiled.exception() is None
-    assert turns > 3
+
+    def turns_beside(number: int) -> int:
+        enum = [f"value {i} of many, {number}" for i in range(20_000)]
+        compiled, turns = grammars.compile(Grammar(kind="json_schema", text=json.dumps({"enum": enum}))), 0
+        while not compiled.done():
+            turns += 1
+            time.sleep(0)
+        assert compiled.exception() is None
+        return turns
+
+    assert any(turns_beside(number) > 3 for number in range(5))
 
 
 def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:

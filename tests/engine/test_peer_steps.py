@@ -7,7 +7,6 @@ host had said when they were captured, and launches meet at a barrier (`test_nvl
 import re
 import secrets
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -22,6 +21,7 @@ from tests.e2e.test_one_answer import SNAPSHOTS, bits, dealt, dealt_evenly, requ
 from tests.engine.captured_on_cpu import rehearsed
 from tests.exchange.test_nvlink_exchange import DEADLINE, Memory, Turns, together
 from tests.fleet import Client
+from tests.limits import HANG_SECONDS
 
 from moeyard_kernels import ops as kernel_ops
 from moeyard_kernels.cuda.backend import CudaBackend
@@ -33,9 +33,9 @@ from moeyard_worker.engine import worker as worker_module
 from moeyard_worker.engine.device import CudaDevice
 from moeyard_worker.engine.graph_runner import GraphRunner
 from moeyard_worker.engine.worker import Worker
-from moeyard_worker.exchange import factory, nvlink
-from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
+from moeyard_worker.exchange import factory, nvlink, peer_counts
 from moeyard_worker.exchange.row_group import TorchGroup
+from moeyard_worker.experts import cache
 from moeyard_worker.models.families import load_model_config
 
 NUM_PAGES, PAGE_SIZE = 64, 64
@@ -163,6 +163,8 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
         monkeypatch.setattr(module, "captured", captured)
     monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Recorded(run, runs=False))
     monkeypatch.setattr(graph_runner, "to_host", torch.clone)
+    monkeypatch.setattr(peer_counts, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(cache, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(graph_runner, "compile_ahead", rehearsed)
     return found
 
@@ -368,11 +370,10 @@ def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> 
         pytest.skip("the same for every attention")
     fleet = start(config(model, ranks=2, exchange="nvlink"))
     fleet.answers("first", {name: i % 2 for i, name in enumerate(requests())})
-    # What was counted is looked at behind a step, a few times a second.
-    time.sleep(2 * LOOK_SECONDS)
+    # What was counted is looked at behind a step.
     fleet.answers("then", {"c": 0})
     for worker in fleet.workers:
-        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=DEADLINE) as response:
+        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
         found = dict(re.findall(r'^moeyard_exchange_bytes_total\{direction="(\w+)",rank="\d"\} (\S+)$', page, re.M))
         assert sorted(found) == ["received", "sent"]
@@ -393,11 +394,9 @@ def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Sta
     fleet.workers[0].rejoin(loss["steps"])
     mesh = fleet.workers[0]._mesh
     assert mesh.failure is None
-    time.sleep(0.5)
-    begun = time.monotonic()
+    # Its word to the other has come: it waits.
+    assert fleet.workers[1]._mesh._open_wires()._sockets[0].poll(1000 * HANG_SECONDS)
     fleet.workers[0].stop()
-    # A round of telling the other, which does not listen.
-    assert time.monotonic() - begun < fleet.config.step_deadline / 2
     assert mesh.failure == "rank 0 was stopped at step 0, meeting"
 
 
@@ -421,11 +420,10 @@ def alone(model: Path, start: Starter) -> dict[str, tuple[Any, ...]]:
 
 def bytes_of(fleet: Fleet, direction: str) -> list[float]:
     """Of each rank's page of metrics."""
-    time.sleep(2 * LOOK_SECONDS)
     fleet.answers(f"counted {direction}", {"c": 0})
     found = []
     for worker in fleet.workers:
-        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=DEADLINE) as response:
+        with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
         pattern = rf'^moeyard_expert_cache_bytes_total\{{direction="{direction}",rank="\d"\}} (\S+)$'
         found.append(sum(float(count) for count in re.findall(pattern, page, re.M)))

@@ -1,6 +1,5 @@
 """Captured steps of one epoch: when they are let go, and when they stay. Graphs and events are stand-ins."""
 
-import time
 from typing import Any, cast
 
 import pytest
@@ -97,9 +96,7 @@ def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
     size = found.find(Bucket(decode=1, width=3), 3)
     assert size is not None
     held = found.graph(size)
-    begun = time.monotonic()
     exchange.forget()
-    assert time.monotonic() - begun < 5
     assert not found.captured
     assert cast(Any, held.graph).resets == goes
     assert (len(found._left) == 0) == goes

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import zmq
 from exchange_reference import Observed, Scenario, expert_outputs, generator, make_layer, random_rows
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange, ExchangeError, PeerRows
@@ -23,8 +24,6 @@ from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
-
-REPLY_TIMEOUT_S = 60
 
 
 @dataclass(slots=True)
@@ -78,17 +77,8 @@ class Fleet:
 
     def result(self, rank: int) -> Any:
         """What the rank's oldest unanswered call returned, or a `Failed`."""
-        assert self.pipes[rank].poll(REPLY_TIMEOUT_S), f"no reply of rank {rank}"
+        assert self.pipes[rank].poll(HANG_SECONDS), f"no reply of rank {rank}"
         return self.pipes[rank].recv()
-
-    def end(self, rank: int) -> float:
-        """When the process of a rank that was killed has ended, in the seconds of `Failed`.
-
-        Its connections end then. The kernel may take seconds for it (1.8 on a busy machine that pages, 2026-11-27).
-        """
-        self.processes[rank].join(REPLY_TIMEOUT_S)
-        assert not self.processes[rank].is_alive(), f"rank {rank} goes on"
-        return time.perf_counter()
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run function(Rank, *args) on all ranks at once; their results by rank."""
@@ -156,7 +146,7 @@ def connect_exchange(
     state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint], placement: Placement, device: str
 ) -> None:
     """Second phase."""
-    state.mesh.connect(endpoints)
+    state.mesh.connect(endpoints, HANG_SECONDS)
     if device != "cpu":
         state.device = torch.device(device, state.mesh.members.index(state.rank))
         torch.cuda.set_device(state.device)
@@ -202,22 +192,21 @@ def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int,
     return seen
 
 
-def die(state: Rank, number: int) -> None:
-    """Tell the test when, then stop for good: `number` is SIGKILL or SIGSTOP."""
-    state.pipe.send(time.perf_counter())
-    os.kill(os.getpid(), number)
+def meet_death(state: Rank, victim: int, number: int) -> None:
+    """Let rank `victim` tell the test when and stop for good: `number` is SIGKILL or SIGSTOP.
 
-
-def await_frames(state: Rank) -> None:
-    """Wait until every peer sent its frame of this phase, for which it needed ours of the last: that one has left."""
-    if isinstance(state.exchange, NcclExchange):
+    It waits for every peer's frame of this phase. A peer sends it after it got the victim's frame of the last phase.
+    """
+    if state.rank == victim:
+        while len(state.mesh.arrived()) < len(state.mesh.peers):
+            time.sleep(0.001)
+        # The peers get time to block in their wait, which is what must be interrupted. Nothing depends on its length.
+        time.sleep(0.05)
+        state.pipe.send(time.perf_counter())
+        os.kill(os.getpid(), number)
+    elif isinstance(state.exchange, NcclExchange):
         # Its rows take other ways than the mesh.
-        time.sleep(0.3)
-        return
-    while len(state.mesh.arrived()) < len(state.mesh.peers):
-        time.sleep(0.001)
-    # The others have time to be deep in their wait: that is what must be interrupted.
-    time.sleep(0.05)
+        state.mesh.send(victim, b"a frame")
 
 
 def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, phase: str, number: int) -> None:
@@ -228,15 +217,12 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
         for layer in range(2):
             made = make_layer(shape, scenario, state.rank, layer)
             x, ids = made.x.to(state.device), made.topk_ids.to(state.device)
-            fatal = state.rank == victim and (step, layer) == (2, 1)
-            if fatal and phase == "dispatch":
-                await_frames(state)
-                die(state, number)
+            if (step, layer, phase) == (2, 1, "dispatch"):
+                meet_death(state, victim, number)
             got = state.exchange.dispatch(x, ids, layer=layer, num_prompt=made.num_prompt)
             state.exchange.drain()
-            if fatal:
-                await_frames(state)
-                die(state, number)
+            if (step, layer, phase) == (2, 1, "combine"):
+                meet_death(state, victim, number)
             outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer).to(state.device)
             state.exchange.combine(outputs, got.handle)
             state.exchange.drain()
@@ -276,16 +262,16 @@ def use_device(state: Rank) -> int:
 
 
 def idle(state: Rank, seconds: float) -> float:
-    """Wait for a peer as an idle engine does; returns the process's CPU seconds in that time."""
+    """Wait for a peer as an idle engine does; returns the share of that time that the process used a CPU."""
     lockstep = Lockstep(state.mesh)
     poller = zmq.Poller()
     for socket in state.mesh.poll_sockets():
         poller.register(socket, zmq.POLLIN)
-    start, limit = time.process_time(), time.perf_counter() + seconds
-    while (remaining := limit - time.perf_counter()) > 0:
+    used, begun = time.process_time(), time.perf_counter()
+    while (remaining := begun + seconds - time.perf_counter()) > 0:
         poller.poll(int(remaining * 1000) + 1)
         assert not lockstep.peer_started(0)
-    return time.process_time() - start
+    return (time.process_time() - used) / (time.perf_counter() - begun)
 
 
 def join_when_started(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:

@@ -4,6 +4,9 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.mesh import Mesh
@@ -35,12 +38,23 @@ def opener(**defaults: object) -> Iterator[Opener]:
             mesh.close()
 
 
-def connect_all(
-    ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = 20.0
-) -> list[str | None]:
+def before_first(mesh: Mesh, name: str, act: Callable[[Any], object]) -> None:
+    """Call `act` once, with the first argument, when method `name` of the mesh's wires is called next."""
+    wires = mesh._wires
+    call = getattr(wires, name)
+
+    def first(*args: Any) -> Any:
+        setattr(wires, name, call)
+        act(args[0])
+        return call(*args)
+
+    setattr(wires, name, first)
+
+
+def connect_all(ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None) -> list[str | None]:
     """Connect all ranks at once; what each raised, if anything."""
     endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
-    return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
+    return failures_of(*(functools.partial(mesh.connect, endpoints, HANG_SECONDS) for mesh in ranks))
 
 
 def failures_of(*calls: Callable[[], object]) -> list[str | None]:

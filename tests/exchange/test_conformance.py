@@ -105,6 +105,7 @@ def connected(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Fleet, li
         assert fleet.call(close) == [None] * setup.ranks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_same_bits_as_the_reference(connected: tuple[Setup, Fleet, list[int]], scenario: Scenario) -> None:
     setup, fleet, steps = connected

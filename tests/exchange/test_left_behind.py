@@ -5,12 +5,15 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import zmq
+from tests.limits import HANG_SECONDS
 
+from moeyard_worker.exchange import leftovers, slab
 from moeyard_worker.exchange.leftovers import Folder, make_file, sweep
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
@@ -22,11 +25,13 @@ def names() -> set[Path]:
     return {*Path("/dev/shm").glob("moeyard-*"), *Path(tempfile.gettempdir()).glob("moeyard-*")}
 
 
-def _rank(rank: int, pipe: Connection) -> None:
+def _rank(rank: int, pipe: Connection, directory: str | None = None) -> None:
+    if directory is not None:
+        tempfile.tempdir = leftovers.SHARED_DIRECTORY = slab.SHARED_DIRECTORY = directory
     mesh = Mesh(rank=rank, world_size=2, slab_bytes=1 << 16)
     assert mesh._folder is not None
     pipe.send((mesh.endpoint(), mesh._folder.path))
-    mesh.connect(pipe.recv(), timeout=60)
+    mesh.connect(pipe.recv(), timeout=HANG_SECONDS)
     pipe.send("met")
     pipe.recv()
 
@@ -56,45 +61,54 @@ def test_a_rank_that_is_killed_leaves_nothing() -> None:
             process.kill()
 
 
-def test_what_was_killed_before_it_met_goes_with_the_next_one() -> None:
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in place of those of the host, which tests beside this one sweep, too. Paths of sockets are short."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        for module in (leftovers, slab):
+            monkeypatch.setattr(module, "SHARED_DIRECTORY", name)
+        yield Path(name)
+
+
+def test_what_was_killed_before_it_met_goes_with_the_next_one(directory: Path) -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    rank = context.Process(target=_rank, args=(0, theirs), daemon=True)
+    rank = context.Process(target=_rank, args=(0, theirs, str(directory)), daemon=True)
     rank.start()
     try:
         endpoint, folder = pipe.recv()
         killed = {Path(endpoint.slab_path), Path(folder)}
         sweep()
-        assert killed <= names(), "they were taken from a rank that lives"
+        assert killed == set(directory.iterdir()), "they were taken from a rank that lives"
         os.kill(rank.pid or 0, signal.SIGKILL)
         rank.join()
-        assert killed <= names()
+        assert killed == set(directory.iterdir())
         mesh = Mesh(rank=0, world_size=2, slab_bytes=1 << 16)
-        assert not killed & names()
-        assert Path(mesh.endpoint().slab_path) in names()
+        assert not killed & set(directory.iterdir())
+        assert Path(mesh.endpoint().slab_path) in directory.iterdir()
         mesh.close()
-        assert Path(mesh.endpoint().slab_path) not in names()
+        assert not list(directory.iterdir())
     finally:
         rank.kill()
 
 
-def test_only_what_nobody_holds_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    held, left, other = Folder(), tmp_path / f"moeyard-sockets-{1:016x}", tmp_path / "moeyard-sockets-notes"
-    young, old = tmp_path / f".moeyard-sockets-{2:016x}", tmp_path / f".moeyard-slab-{3:032x}"
+def test_only_what_nobody_holds_is_swept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, left, other = Folder(), directory / f"moeyard-sockets-{1:016x}", directory / "moeyard-sockets-notes"
+    young, old = directory / f".moeyard-sockets-{2:016x}", directory / f".moeyard-slab-{3:032x}"
     (left / "sockets").mkdir(parents=True)
     for path in (other, young, old):
         path.touch()
-    path, fd = make_file(str(tmp_path))
+    path, fd = make_file(str(directory))
     now = time.time()
-    assert set(sweep()) & set(tmp_path.iterdir()) == set()
-    assert sorted(tmp_path.iterdir()) == sorted((Path(held.path), Path(path), other, young, old))
+    assert sweep() == [left]
+    assert sorted(directory.iterdir()) == sorted((Path(held.path), Path(path), other, young, old))
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     os.close(fd)
     sweep()
-    assert sorted(tmp_path.iterdir()) == sorted((Path(held.path), other))
+    assert sorted(directory.iterdir()) == sorted((Path(held.path), other))
     held.remove()
-    assert list(tmp_path.iterdir()) == [other]
+    assert list(directory.iterdir()) == [other]
 
 
 def test_a_mesh_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import pytest
 import zmq
+from tests.limits import HANG_SECONDS
 from tests.strangers import mechanism, one_byte_and_gone, rubbish, say, try_key
 
 from moeyard_worker.exchange.base import ExchangeError
@@ -17,6 +18,7 @@ from moeyard_worker.exchange.frames import Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.keys import KeyPair
+from moeyard_worker.refusals import LINES, SECONDS
 from moeyard_worker.sockets import make_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ class Pair:
         self.address = self.ranks[0].endpoint().tcp[1]
         self.step = 0
 
-    def connect(self, timeout: float = 20.0) -> list[str]:
+    def connect(self, timeout: float = HANG_SECONDS) -> list[str]:
         """Both at once; what they raised."""
         endpoints, errors = [mesh.endpoint() for mesh in self.ranks], list[str]()
 
@@ -112,17 +114,18 @@ def drill(encryption: str) -> dict[str, int]:
 @pytest.mark.parametrize("encryption", ["on", "off", "none"])
 def test_strangers_at_a_working_mesh_kill_nobody(encryption: str) -> None:
     """The handshake of a PAIR, one byte and the end aborted a rank of old, `Assertion failed: !_io_error`."""
-    code = f"import json, test_locks\ntest_locks.DEADLINE = 1.0\nprint(json.dumps(test_locks.drill({encryption!r})))"
+    code = f"import json, test_locks\ntest_locks.DEADLINE = 2.0\nprint(json.dumps(test_locks.drill({encryption!r})))"
     path = [str(ROOT), *(str(ROOT / f) for f in ("worker", "kernels")), str(Path(__file__).parent)]
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    begun = perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     refused = json.loads(done.stdout)
     if encryption != "none":
         assert refused.keys() == {"handshake"}
         assert refused["handshake"] >= STRANGERS + 1
         # Many come, few lines are written.
-        assert done.stderr.count("refused (handshake)") <= 5 * (1 + DEADLINE)
+        assert done.stderr.count("refused (handshake)") <= LINES * (1 + (perf_counter() - begun) / SECONDS)
 
 
 @pytest.mark.parametrize("fleet_lock", ["on"], indirect=True)
@@ -133,8 +136,7 @@ def test_a_key_of_ones_own_opens_nothing_and_is_counted(pair: Pair, fleet_lock: 
         # The public key alone lets nobody in.
         event = try_key(context, zmq.PAIR, pair.address, fleet_lock.keys.own.public)
         assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    until = perf_counter() + 10
-    while not pair.ranks[0].refused and perf_counter() < until:
+    while not pair.ranks[0].refused:
         pair.exchange()
     assert pair.ranks[0].refused == {"unknown_key": 1}
     pair.exchange()
@@ -146,7 +148,8 @@ def test_a_rank_of_another_fleet_stays_outside(fleet_lock: MeshLock) -> None:
     try:
         errors = pair.connect(timeout=1.0)
         assert len(errors) == 2, errors
-        assert pair.ranks[0].refused
+        while not pair.ranks[0].refused:
+            pair.ranks[0]._wires.poll(HANG_SECONDS)  # type: ignore[union-attr]
     finally:
         pair.close()
 

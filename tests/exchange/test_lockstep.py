@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 from exchange_fleet import Fleet, agree, join_when_started
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
@@ -20,9 +21,9 @@ def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh
     """Two connected ranks in this process."""
     first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=4, transport=transport) for rank in range(2))
     endpoints = [first.endpoint(), second.endpoint()]
-    thread = threading.Thread(target=second.connect, args=(endpoints,))
+    thread = threading.Thread(target=second.connect, args=(endpoints, HANG_SECONDS))
     thread.start()
-    first.connect(endpoints)
+    first.connect(endpoints, HANG_SECONDS)
     thread.join()
     return first, second
 
@@ -96,7 +97,7 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     starter = threading.Thread(target=lambda: busy.append(Lockstep(second).agree(0, 9, 3, num_prompt=4, num_rows=16)))
     starter.start()
     while not idle.peer_started(0):
-        first.poll_sockets()[0].poll(10_000)
+        first.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     assert idle.peer_started(0)
     agreed = ((0, 9), 3, PeerRows(16, (0, 4), (0, 16)))
     assert idle.agree(0, 0) == agreed, "all ranks make the passes, and the room, that one wants"
@@ -124,12 +125,12 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
 def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: bytes, message: str) -> None:
     first, second = pair
     second.send(0, frame)
-    first.poll_sockets()[0].poll(10_000)
+    first.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     with pytest.raises(ExchangeError, match=message):
         Lockstep(first).peer_started(5)
     assert first.finding is not None
     assert first.finding.ranks == (1,), "not the one that got it"
-    second.poll_sockets()[0].poll(10_000)
+    second.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     with pytest.raises(ExchangeError, match=message):
         second.check_peers()
 

@@ -8,7 +8,7 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -16,14 +16,15 @@ from time import perf_counter
 import msgpack
 import pytest
 import zmq
-from tests.exchange.meshes import Opener, connect_all, failures_of, opener
+from tests.exchange.meshes import Opener, before_first, connect_all, failures_of, opener
+from tests.limits import HANG_SECONDS
 
+from moeyard_worker.exchange.agreement import Agreement
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.finding import Finding
 from moeyard_worker.exchange.frames import (
     NO_LAYER,
     SETTLED,
-    Frame,
     Handshake,
     Phase,
     PoisonFrame,
@@ -102,7 +103,7 @@ def test_a_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, fr
 
 
 def test_a_duplicate_is_named(meshes: Opener) -> None:
-    ranks = meshes(2, deadline=0.5)
+    ranks = meshes(2)
     for _ in range(2):
         ranks[1].send(0, tag(1, phase=Phase.DISPATCH))
     receive(ranks[0], Phase.DISPATCH)
@@ -112,31 +113,31 @@ def test_a_duplicate_is_named(meshes: Opener) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_silence_is_named_at_the_deadline(meshes: Opener, transport: str) -> None:
-    ranks = meshes(4, transport=transport, deadline=0.2)
+    ranks = meshes(4, transport=transport, deadline=1.0)
     ranks[1].send(0, tag(1))
     ranks[2].send(0, tag(2))
     start = perf_counter()
     with pytest.raises(ExchangeError) as raised:
         receive(ranks[0])
-    assert str(raised.value) == "rank 3 silent at step 812, layer 17, combine (0.2 s)"
-    assert perf_counter() - start >= 0.2
+    assert str(raised.value) == "rank 3 silent at step 812, layer 17, combine (1.0 s)"
+    assert perf_counter() - start >= 1.0
     # Nobody answered: each rank that was away takes over what was settled without it.
     for other in ranks[1:]:
         wait_for_event(other)
-        with pytest.raises(ExchangeError, match=r"^rank 3 silent at step 812, layer 17, combine \(0.2 s\)$"):
+        with pytest.raises(ExchangeError, match=r"^rank 3 silent at step 812, layer 17, combine \(1.0 s\)$"):
             other.check_peers()
 
 
 def test_all_silent_ranks_are_named(meshes: Opener) -> None:
-    ranks = meshes(4, deadline=0.1)
+    ranks = meshes(4, deadline=1.0)
     ranks[2].send(0, tag(2))
-    with pytest.raises(ExchangeError, match=r"^ranks 1, 3 silent at step 812, layer 17, combine \(0.1 s\)$"):
+    with pytest.raises(ExchangeError, match=r"^ranks 1, 3 silent at step 812, layer 17, combine \(1.0 s\)$"):
         receive(ranks[0])
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport: str) -> None:
-    ranks = meshes(3, transport=transport, deadline=0.5)
+    ranks = meshes(3, transport=transport, deadline=2.0)
     for peer in (1, 2):
         ranks[peer].send(0, tag(peer))
     ranks[1].close()
@@ -168,7 +169,7 @@ def wait_for_event(mesh: Mesh) -> None:
     poller = zmq.Poller()
     for end in mesh.poll_sockets():
         poller.register(end, zmq.POLLIN)
-    assert poller.poll(10_000), "no event"
+    assert poller.poll(1000 * HANG_SECONDS), "no event"
 
 
 def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
@@ -185,29 +186,12 @@ def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
     assert failures_of(*(mesh.check_peers for mesh in ranks)) == [reason] * 3
 
 
-def before_first_word(mesh: Mesh, act: Callable[[int], None]) -> None:
-    """Call `act` (with the peer) once, when the mesh, which has made its own finding, is about to tell the first peer.
-
-    What the others find until then cannot be known here: findings cross, every time.
-    """
-    wires = mesh._wires
-    assert wires is not None
-    send = wires.send
-
-    def first(peer: int, frame: Frame) -> bool:
-        wires.send = send  # type: ignore[method-assign]
-        act(peer)
-        return send(peer, frame)
-
-    wires.send = first  # type: ignore[method-assign]
-
-
 def wait_until_lost(mesh: Mesh, *peers: int) -> None:
     """The end of a connection may take a moment to be seen; what waits for a peer's frame then finds it lost."""
     wires = mesh._wires
     assert wires is not None
     while not wires.lost.keys() >= set(peers):
-        assert wires.poll(10), "no event"
+        assert wires.poll(HANG_SECONDS), "no event"
 
 
 PLACES = [(None, Phase.PLAN), (1, Phase.DISPATCH), (1, Phase.COMBINE), (0, Phase.COMBINE), (3, Phase.DISPATCH)]
@@ -232,11 +216,11 @@ def test_findings_that_cross_end_as_one(
     for victim in victims:
         ranks[victim].close()
     survivors = [mesh for mesh in ranks if mesh.rank not in victims]
-    barrier = threading.Barrier(len(survivors), timeout=10)
+    barrier = threading.Barrier(len(survivors), timeout=HANG_SECONDS)
     calls = []
     for mesh in survivors:
         wait_until_lost(mesh, *victims)
-        before_first_word(mesh, lambda _: barrier.wait() and None)
+        before_first(mesh, "send", lambda _: barrier.wait())
         layer, phase = PLACES[mesh.rank % len(PLACES)]
         calls.append(functools.partial(mesh.recv_all, phase, layer=layer, since=perf_counter()))
     assert failures_of(*calls) == [expected] * len(survivors)
@@ -251,7 +235,7 @@ def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener
     """Rank 1 has the earliest finding, tells rank 0, and is gone before it tells rank 2, while both have their own."""
     ranks = meshes(4)
     ranks[3].close()
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=HANG_SECONDS)
 
     def die(_: int) -> None:
         ranks[1].close()
@@ -259,11 +243,11 @@ def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener
 
     def die_at_the_second(_: int) -> None:
         barrier.wait()
-        before_first_word(ranks[1], die)
+        before_first(ranks[1], "send", die)
 
-    before_first_word(ranks[1], die_at_the_second)
+    before_first(ranks[1], "send", die_at_the_second)
     for mesh in (ranks[0], ranks[2]):
-        before_first_word(mesh, lambda _: barrier.wait() and None)
+        before_first(mesh, "send", lambda _: barrier.wait())
     calls = []
     for rank, (layer, phase) in enumerate([(1, Phase.DISPATCH), (None, Phase.PLAN), (1, Phase.COMBINE)]):
         wait_until_lost(ranks[rank], 3)
@@ -278,18 +262,21 @@ def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener
 
 
 @pytest.mark.parametrize("asleep", [1, 2], ids=["early", "late"])
-def test_a_rank_that_is_away_takes_over_what_the_others_settled(meshes: Opener, asleep: int) -> None:
-    """It keeps them no longer than a round's time, even if it could have told of something earlier."""
-    ranks = meshes(4, deadline=1.0)
+def test_a_rank_that_is_away_takes_over_what_the_others_settled(
+    meshes: Opener, asleep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs each of them a round's time at most, even if it could have told of something earlier."""
+    give_up, given_up = Agreement.give_up, []
+    monkeypatch.setattr(Agreement, "give_up", lambda agreement: (given_up.append(agreement), give_up(agreement)))
+    ranks = meshes(4, deadline=4.0)
     ranks[3].close()
     awake = [mesh for mesh in ranks[:3] if mesh.rank != asleep]
     for mesh in ranks[:3]:
         wait_until_lost(mesh, 3)
-    start = perf_counter()
-    calls = [functools.partial(mesh.recv_all, Phase.COMBINE, layer=1, since=start) for mesh in awake]
+    calls = [functools.partial(mesh.recv_all, Phase.COMBINE, layer=1, since=perf_counter()) for mesh in awake]
     expected = "rank 3 lost at step 812, layer 1, combine"
     assert failures_of(*calls) == [expected] * 2
-    assert perf_counter() - start < 0.9
+    assert 0 < len(given_up) <= 2
     with pytest.raises(ExchangeError, match=f"^{expected}$"):
         ranks[asleep].recv_all(Phase.PLAN, layer=None, since=perf_counter())
 
@@ -338,7 +325,7 @@ def test_a_rank_that_ended_before_connecting_is_named(meshes: Opener) -> None:
     endpoints = [gone.endpoint(), mesh.endpoint()]
     gone.close()
     with pytest.raises(ExchangeError, match=r"^rank 0 refused the connection while connecting$"):
-        mesh.connect(endpoints, timeout=10)
+        mesh.connect(endpoints, timeout=HANG_SECONDS)
 
 
 def test_an_endpoint_is_plain_values(meshes: Opener) -> None:
@@ -371,7 +358,8 @@ def test_somebody_without_the_token_is_named(meshes: Opener) -> None:
     endpoints = [ranks[0].endpoint(), ranks[1].endpoint()]
     forged = [replace(endpoints[0], token="guess"), endpoints[1]]
     ranks[1]._endpoint = forged[1]
-    errors = failures_of(lambda: ranks[0].connect(endpoints, 10), lambda: ranks[1].connect(forged, 10))
+    given = zip(ranks, (endpoints, forged), strict=True)
+    errors = failures_of(*(functools.partial(mesh.connect, to, HANG_SECONDS) for mesh, to in given))
     assert errors[0] == "what connected as rank 1 of 2, epoch 4, is rank 1 of 2, epoch 4, without the token"
 
 
@@ -386,7 +374,7 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
         stranger.setsockopt(zmq.SNDTIMEO, 1000)
         with contextlib.suppress(zmq.Again):
             stranger.send(encode_handshake(handshake))
-        assert monitor.poll(10_000)
+        assert monitor.poll(1000 * HANG_SECONDS)
         stranger.disable_monitor()
         monitor.close()
     for _ in range(20):
@@ -402,22 +390,19 @@ def test_strangers_that_keep_coming_lengthen_no_wait(meshes: Opener, phase: Phas
     over = threading.Event()
 
     def knock() -> None:
-        while not over.wait(0.01):
+        limit = perf_counter() + HANG_SECONDS
+        while not over.wait(0.01) and perf_counter() < limit:
             socket.create_connection((host, int(port))).close()
 
     knocking = threading.Thread(target=knock)
     knocking.start()
-    threading.Timer(10.0, over.set).start()
-    begun = perf_counter()
     try:
         with pytest.raises(ExchangeError, match=r"^rank 1 silent at"):
-            first.recv_all(phase, layer=None if phase is Phase.PLAN else LAYER, since=begun)
+            first.recv_all(phase, layer=None if phase is Phase.PLAN else LAYER, since=perf_counter())
+        assert knocking.is_alive(), "the wait ended with their knocking"
     finally:
-        took = perf_counter() - begun
         over.set()
         knocking.join()
-    # An eighth of the deadline is what the agreement waits for who does not speak.
-    assert took < 8.0
 
 
 class Link(threading.Thread):
@@ -458,7 +443,7 @@ class Link(threading.Thread):
 
 def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> None:
     """Each end asks for the other's heartbeats, on connections that carry nothing else."""
-    ranks = meshes(2, connected=False, transport="tcp", deadline=0.2)
+    ranks = meshes(2, connected=False, transport="tcp", deadline=1.0)
     pairs = [mesh._wires._sockets[1 - mesh.rank] for mesh in ranks if mesh._wires is not None]
     assert [pair.getsockopt(zmq.HEARTBEAT_IVL) for pair in pairs] == [0, 0], "libzmq aborts where one ends badly"
     endpoints = [mesh.endpoint() for mesh in ranks]
@@ -472,9 +457,9 @@ def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> No
             [endpoints[0], replace(endpoints[1], pulse=there.address)],
             [replace(endpoints[0], tcp=("", pair.address), pulse=back.address), endpoints[1]],
         ]
-        assert failures_of(*(functools.partial(mesh.connect, seen[mesh.rank]) for mesh in ranks)) == [None, None]
+        assert not any(failures_of(*(functools.partial(mesh.connect, seen[mesh.rank], HANG_SECONDS) for mesh in ranks)))
         for link in (there, back):
-            assert link.heartbeat.wait(10), "no heartbeat"
+            assert link.heartbeat.wait(HANG_SECONDS), "no heartbeat"
         for link in links:
             link.cut()
         for mesh in ranks:
@@ -538,7 +523,7 @@ def test_an_address_of_another_host_is_an_error_on_every_rank(rank: int) -> None
 
     thread = threading.Thread(target=open_it, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert [type(error) for error in ended] == [zmq.ZMQError]
 
 

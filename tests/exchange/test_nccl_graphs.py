@@ -110,10 +110,10 @@ class Replays(Device):
 @pytest.fixture
 def replaying() -> Iterator[tuple[list[NcclExchange], list[Replays], list[Mesh]]]:
     """Two ranks, each of which has launched a graph with the exchanges of two layers in step 812."""
-    meshes = open_meshes(2, deadline=0.5, stall=2.0)
+    meshes = open_meshes(2, deadline=1.0, stall=4.0)
     devices = [Replays() for _ in meshes]
     placement = Placement.of_shards((2, 5), partition(6, 2))
-    exchanges = [make_exchange(mesh, device, seconds=1.0) for mesh, device in zip(meshes, devices, strict=True)]
+    exchanges = [make_exchange(mesh, device, seconds=2.0) for mesh, device in zip(meshes, devices, strict=True)]
     try:
         attach(exchanges, meshes, placement)
         for exchange, device, mesh in zip(exchanges, devices, meshes, strict=True):
@@ -141,7 +141,7 @@ def test_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str)
     for device in devices:
         device.passes(passed)
     said = together([lambda e=e: raised(e.drain) for e in exchanges])
-    assert said == [f"ranks 0, 1 wait for each other's rows (1.0 s) at step 812, {where}: the network may be down"] * 2
+    assert said == [f"ranks 0, 1 wait for each other's rows (2.0 s) at step 812, {where}: the network may be down"] * 2
 
 
 def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ranks) -> None:
@@ -149,7 +149,7 @@ def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ran
     devices[0].passes(2)
     devices[1].passes(3)
     said = together([lambda: raised(exchanges[0].drain), lambda: raised(exchanges[1].drain)])
-    assert said == ["rank 0 silent (0.5 s) at step 812, layer 2, combine"] * 2
+    assert said == ["rank 0 silent (1.0 s) at step 812, layer 2, combine"] * 2
     assert {mesh.finding and mesh.finding.ranks for mesh in meshes} == {(0,)}
 
 

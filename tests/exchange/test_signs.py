@@ -7,8 +7,11 @@ from functools import partial
 from time import perf_counter
 
 import pytest
-from tests.exchange.meshes import Opener, failures_of, opener
+from tests.exchange.meshes import Opener, before_first, failures_of, opener
+from tests.limits import HANG_SECONDS
 
+from moeyard_worker.exchange import mesh as mesh_module
+from moeyard_worker.exchange import signs as signs_module
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import NO_LAYER, Frame, Phase, pack_tag
 from moeyard_worker.exchange.lockstep import Lockstep
@@ -17,17 +20,16 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.signs import Signs
 
 STEP, LAYER, EPOCH = 812, 17, 4
-# A busy machine may hold a thread up for some tenths of a second.
-PATIENCE, STALL = 0.5, 2.0
+PATIENCE = 1.0
 
 
 @pytest.fixture
 def meshes() -> Iterator[Opener]:
     """Opens the meshes of one fleet, which have met: their frames are waited for as those of GPUs are."""
-    with opener(epoch=EPOCH, deadline=PATIENCE, stall=STALL, patience=PATIENCE) as open_all:
+    with opener(epoch=EPOCH, deadline=PATIENCE, stall=HANG_SECONDS, patience=PATIENCE) as open_all:
 
-        def open_met(world: int) -> list[Mesh]:
-            ranks = open_all(world)
+        def open_met(world: int, **options: float) -> list[Mesh]:
+            ranks = open_all(world, **options)
             assert failures_of(*(partial(gather, mesh, b"") for mesh in ranks)) == [None] * world
             for mesh in ranks:
                 mesh.step = STEP
@@ -68,35 +70,32 @@ def later(seconds: float, call: Callable[[], object]) -> threading.Thread:
 def test_who_says_nothing_is_named_after_a_deadline(meshes: Opener) -> None:
     first, _ = meshes(2)
     reason, seconds = named(first)
-    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
-    assert PATIENCE <= seconds < STALL - 0.3
+    assert reason == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
+    assert seconds >= PATIENCE
 
 
 def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
     first, second = meshes(2)
     second.say(Phase.BUSY)
-    thread = later(2.5 * PATIENCE, lambda: second.send(0, tag(1)))
+    thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
     assert wait(first)[1] == tag(1)
     thread.join()
 
 
 def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) -> None:
     first, second = meshes(2)
-    threads = [
-        later(0.6 * PATIENCE, lambda: second.say(Phase.BUSY)),
-        later(2.5 * PATIENCE, lambda: second.send(0, tag(1))),
-    ]
+    before_first(first, "poll", lambda _: second.say(Phase.BUSY))
+    thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
     assert wait(first)[1] == tag(1)
-    for thread in threads:
-        thread.join()
+    thread.join()
 
 
 def test_being_slow_has_a_bound(meshes: Opener) -> None:
-    first, second = meshes(2)
+    first, second = meshes(2, stall=2 * PATIENCE)
     second.say(Phase.BUSY)
     reason, seconds = named(first)
     assert reason == "rank 1 silent at step 812, layer 17, combine (2.0 s)"
-    assert STALL - 0.1 <= seconds < STALL + 1.0
+    assert seconds > 1.9 * PATIENCE
 
 
 def test_any_other_frame_ends_it(meshes: Opener) -> None:
@@ -104,42 +103,37 @@ def test_any_other_frame_ends_it(meshes: Opener) -> None:
     second.say(Phase.BUSY)
     second.send(0, tag(1, Phase.DISPATCH))
     wait(first, Phase.DISPATCH)
-    reason, seconds = named(first)
-    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
-    assert seconds < STALL - 0.3
+    assert named(first)[0] == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
 
 
 def test_one_that_is_slow_hides_no_other_that_is_silent(meshes: Opener) -> None:
     first, second, _ = meshes(3)
     second.say(Phase.BUSY)
-    reason, seconds = named(first)
-    assert reason == "rank 2 silent at step 812, layer 17, combine (0.5 s)"
-    assert seconds < STALL - 0.3
+    assert named(first)[0] == "rank 2 silent at step 812, layer 17, combine (1.0 s)"
 
 
 def test_all_that_are_silent_are_named(meshes: Opener) -> None:
     first, *_ = meshes(3)
-    assert named(first)[0] == "ranks 1, 2 silent at step 812, layer 17, combine (0.5 s)"
+    assert named(first)[0] == "ranks 1, 2 silent at step 812, layer 17, combine (1.0 s)"
 
 
 def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
     first, second = meshes(2)
-    thread = later(0.8 * PATIENCE, lambda: second.say(Phase.WAITING))
+    before_first(first, "poll", lambda _: (time.sleep(0.8 * PATIENCE), second.say(Phase.WAITING)))
     reason, seconds = named(first)
-    thread.join()
-    assert reason == "rank 1 silent at step 812, layer 17, combine (0.5 s)"
-    assert 1.7 * PATIENCE <= seconds < STALL
+    assert reason == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
+    assert seconds >= 1.7 * PATIENCE
 
 
 def test_ranks_that_meet_are_waited_for_longer(meshes: Opener) -> None:
     """Each has loaded as long as it takes; where there is no meeting the first plan of an epoch is one."""
     first, second = meshes(2)
-    thread = later(2 * PATIENCE, lambda: gather(second, b"there"))
+    thread = later(1.5 * PATIENCE, lambda: gather(second, b"there"))
     assert gather(first, b"here") == [b"here", b"there"]
     thread.join()
     for mesh in (first, second):
         mesh._met = False
-    thread = later(2 * PATIENCE, lambda: second.send(0, tag(1, Phase.PLAN)))
+    thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1, Phase.PLAN)))
     assert wait(first, Phase.PLAN)[1] == tag(1, Phase.PLAN)
     thread.join()
 
@@ -151,11 +145,9 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     first.step = second.step = STEP - 1
     lockstep = Lockstep(first)
     second.say(sign)
-    limit = perf_counter() + 5.0
-    while first.signs.of(1) is not sign and perf_counter() < limit:
+    while first.signs.of(1) is not sign:
         assert not lockstep.peer_started(STEP)
         assert first.arrived() == {}
-    assert first.signs.of(1) is sign
     found: list[object] = []
     thread = later(0.0, lambda: found.append(Lockstep(second).agree(STEP, 3).num_tokens))
     while not lockstep.peer_started(STEP):
@@ -187,15 +179,18 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
 def test_what_is_no_sign_of_this_peer_is_a_wrong_frame(meshes: Opener, frame: bytes, found: str) -> None:
     first, second = meshes(2)
     second.send(0, frame)
-    reason, seconds = named(first)
+    reason = named(first)[0]
     assert reason.startswith("rank 1 sent the wrong frame: expected combine of rank 1")
     assert reason.endswith(f"got {found}")
-    assert seconds < STALL
     assert first.signs.until(1) == 0.0
 
 
-def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(meshes: Opener) -> None:
+def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(
+    meshes: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, second = meshes(2)
+    now = [perf_counter()]
+    monkeypatch.setattr(mesh_module, "perf_counter", lambda: now[0])
     said: list[int] = []
     wires = second._open_wires()
     send = wires.send
@@ -210,7 +205,7 @@ def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(meshes: 
     second.send(0, tag(1))
     for _ in range(2):
         second.say(Phase.BUSY)
-    time.sleep(0.6 * PATIENCE)
+    now[0] += 0.6 * PATIENCE
     second.say(Phase.BUSY)
     busy, waiting = Phase.BUSY, Phase.WAITING
     assert said == [busy, waiting, busy, Phase.COMBINE, busy, busy]
@@ -220,7 +215,7 @@ def test_a_sign_that_comes_at_the_last_moment_is_something_that_happened(meshes:
     """Nobody is named before it is looked at."""
     first, second = meshes(2)
     second.say(Phase.BUSY)
-    assert first._open_wires().poll(5.0)
+    assert first._open_wires().poll(HANG_SECONDS)
     assert first.signs.of(1) is Phase.BUSY
 
 
@@ -237,16 +232,16 @@ def test_to_say_something_never_fails(meshes: Opener) -> None:
     Mesh(rank=0, world_size=1).say(Phase.BUSY)
 
 
-def test_a_sign_counts_until_its_time_is_over() -> None:
-    signs = Signs(EPOCH, deadline=0.1, stall=0.3)
-    begun = perf_counter()
+def test_a_sign_counts_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    signs, now = Signs(EPOCH, deadline=0.1, stall=0.3), [1.0]
+    monkeypatch.setattr(signs_module, "perf_counter", lambda: now[0])
     assert signs.hear(1, memoryview(tag(1, Phase.WAITING)))
     assert not signs.hear(2, b"mY")
     assert (signs.of(1), signs.of(2), signs.until(2)) == (Phase.WAITING, None, 0.0)
-    assert begun + 0.1 <= signs.until(1) < begun + 0.3
+    assert signs.until(1) == 1.1
     assert signs.hear(1, tag(1, Phase.BUSY))
     assert signs.allowed([1, 2], 0.1) == 0.3
     assert signs.allowed([2], 0.1) == 0.1
-    time.sleep(0.35)
+    now[0] = 1.35
     assert signs.of(1) is None
     assert signs.allowed([1], 0.1) == 0.3, "what it was waited for, once that is over"

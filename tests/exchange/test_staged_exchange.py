@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
@@ -99,7 +100,7 @@ def run_steps(runner: Runner, steps: list[Step], begin: Callable[[int], None]) -
 def connected(world: int, shape: ExchangeShape) -> list[Mesh]:
     meshes = [build_mesh("zmq", shape=shape, rank=rank, world_size=world, deadline=30) for rank in range(world)]
     endpoints = [mesh.endpoint() for mesh in meshes]
-    threads = [threading.Thread(target=mesh.connect, args=(endpoints,)) for mesh in meshes]
+    threads = [threading.Thread(target=mesh.connect, args=(endpoints, HANG_SECONDS)) for mesh in meshes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,7 +127,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
             pool.submit(run_steps, runner, plan, exchange.begin_step)
             for runner, plan, exchange in zip(runners, plans, exchanges, strict=True)
         ]
-        seen = [run.result(timeout=60) for run in runs]
+        seen = [run.result(timeout=HANG_SECONDS) for run in runs]
     for exchange in exchanges:
         exchange.close()
     for of_rank, length in zip(seen, (50, 37), strict=False):

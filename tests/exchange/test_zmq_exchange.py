@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import ExchangeError
@@ -41,9 +42,9 @@ def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange
     """Rank 0's exchange, and rank 1's bare mesh to send it anything."""
     meshes = [build_mesh(request.param, shape=SHAPE, rank=rank, world_size=2, deadline=10) for rank in range(2)]
     endpoints = [mesh.endpoint() for mesh in meshes]
-    thread = threading.Thread(target=meshes[1].connect, args=(endpoints,))
+    thread = threading.Thread(target=meshes[1].connect, args=(endpoints, HANG_SECONDS))
     thread.start()
-    meshes[0].connect(endpoints)
+    meshes[0].connect(endpoints, HANG_SECONDS)
     thread.join()
     exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=placed(2))
     exchange.begin_step(9)

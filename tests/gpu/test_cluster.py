@@ -5,14 +5,12 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from tests.deploy.test_serve import BUSY_READY_SECONDS, DEMO, Command, cluster, command
+from tests.deploy.test_serve import DEMO, Command, cluster, command
+from tests.limits import HANG_SECONDS
 
 __all__ = ["cluster", "command"]  # fixtures
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.timeout(3 * BUSY_READY_SECONDS),
-]
+pytestmark = pytest.mark.gpu(2)
 
 BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 
@@ -26,7 +24,7 @@ def test_gpus_of_a_node_meet_over_nvlink(
         served = command("serve", DEMO, "--workers", "2", "--device", "cuda", "--port", "0", *where)
         served.wait_ready()
         assert "exchange nvlink (2 GPUs of one host that reach each other)" in served.out.read_text()
-        told = [httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=60).json() for _ in range(4)]
+        told = [httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=HANG_SECONDS).json() for _ in range(4)]
         answers += [each["choices"] for each in told]
         served.process.send_signal(signal.SIGINT)
         served.check_end(0)

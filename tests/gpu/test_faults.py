@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 from tests.fleet import ProcessPool, RankProcess, start_fleet
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -150,7 +151,7 @@ print("a context" if torch.cuda.is_initialized() else "no context")
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -25,6 +25,7 @@ from tests.e2e.conftest import DEMO
 from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
 from tests.gpu.test_one_answer import MODELS
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.placement import Placement
@@ -240,7 +241,7 @@ def fetched_bytes(fleet: Fleet, expected: dict[str, Any], rank: int) -> dict[str
         assert run_alone(fleet, f"fetched-{turn}", "a", rank) == expected["a"]
     found: dict[str, list[float]] = {"for_peers": [], "by_peers": []}
     for endpoint in fleet.endpoints:
-        with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
+        with urllib.request.urlopen(endpoint["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
         for direction, told in found.items():
             pattern = rf'^moeyard_expert_cache_bytes_total\{{direction="{direction}",rank="\d"\}} (\S+)$'
@@ -251,7 +252,7 @@ def fetched_bytes(fleet: Fleet, expected: dict[str, Any], rank: int) -> dict[str
 def check_exchange_is_told(fleet: Fleet) -> None:
     """Bytes and times of every rank are on its page of metrics."""
     for endpoint in fleet.endpoints:
-        with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
+        with urllib.request.urlopen(endpoint["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
         found = re.findall(r'^moeyard_exchange_(\w+)\{(?:phase|direction)="(\w+)",rank="\d"\} (\S+)$', page, re.M)
         told = {(name, of): float(value) for name, of, value in found}
@@ -260,7 +261,7 @@ def check_exchange_is_told(fleet: Fleet) -> None:
         for phase in ("dispatch", "combine"):
             mean = told["seconds_sum", phase] / told["seconds_count", phase]
             # Waiting for the slowest rank included.
-            assert 1e-7 < mean < 1.0, (phase, mean)
+            assert 1e-7 < mean < fleet.config.step_deadline, (phase, mean)
 
 
 def test_auto_is_nvlink_where_gpus_reach_each_other(

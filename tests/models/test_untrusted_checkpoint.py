@@ -34,6 +34,7 @@ OF_SHAPES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [10**9, 10**400, -1, 0, 1.5, True, "8", [8], {"a": 1}])
 @pytest.mark.parametrize(("shape", "key"), [(s, k) for s, keys in OF_SHAPES.items() for k in (*SIZES, *keys)])
 def test_sizes_are_bounded(shape: str, key: str, value: Any) -> None:

@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
+from tests.limits import HANG_SECONDS
 from tests.router.launcher import WORLD, Launcher, prepared
 from tests.router.scripted_worker import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedWorker
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -156,19 +158,25 @@ class Service:
         return [a for w in self.workers for a in w.aborts]
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> float:
-    """Poll until `condition` holds; how long it took. Fails with `what` after `seconds`."""
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Poll until `condition` holds. Fails with `what`."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < seconds, what
+        assert time.monotonic() - start < HANG_SECONDS, what
         time.sleep(0.005)
-    return time.monotonic() - start
 
 
 @pytest.fixture(name="wait_for")
-def wait_for_fixture() -> Callable[..., float]:
+def wait_for_fixture() -> Callable[..., None]:
     """Poll until a condition holds."""
     return wait_for
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests of which a test looks at the answers later."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
 
 
 class Starter:
@@ -215,7 +223,7 @@ class Starter:
             "vocab_size": VOCAB_SIZE,
             "eos_token_ids": (1,),
             "shutdown_grace": 0.2,
-            "step_deadline": 2.0,
+            "step_deadline": HANG_SECONDS,
         }
         config = RouterConfig(**{**options, **overrides})
         sock = socket.create_server(("127.0.0.1", 0)) if num_routers == 1 else bind("127.0.0.1", 0, shared=True)
@@ -242,11 +250,11 @@ class Starter:
 
         thread = threading.Thread(target=run, name="router")
         thread.start()
-        client = httpx.Client(base_url=url, timeout=10)
+        client = httpx.Client(base_url=url, timeout=HANG_SECONDS)
         service = Service(url, client, workers, server, failures, lost)
         self._started.append((service, thread))
         if ready:
-            assert is_ready.wait(5 if num_routers == 1 else 30), client.get("/readyz").text
+            assert is_ready.wait(HANG_SECONDS), client.get("/readyz").text
         return service
 
     def close(self) -> None:
@@ -254,7 +262,7 @@ class Starter:
         for service, thread in self._started:
             service.client.close()
             service.server.stop()
-            thread.join(10)
+            thread.join(HANG_SECONDS)
             for worker in service.workers:
                 worker.die()
             assert not thread.is_alive(), "the router did not stop"
@@ -319,5 +327,5 @@ def script(codec: TextCodec) -> Callable[[Submit], list[int]]:
 @pytest.fixture
 def launched(start: Starter, script: Callable[[Submit], list[int]]) -> tuple[Service, Launcher]:
     """A service of three workers and what starts others in their place."""
-    service = start(WORLD, prepare=lambda worker: prepared(worker, script), step_deadline=1.0)
+    service = start(WORLD, prepare=lambda worker: prepared(worker, script))
     return service, Launcher(service, script)

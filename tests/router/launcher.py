@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 
+from tests.limits import HANG_SECONDS
 from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import WorkerAddress
@@ -127,7 +128,7 @@ def validate(service):
     async def check():
         service.server._fleet.validate()
 
-    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
+    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(HANG_SECONDS)
 
 
 def incidents(service):
@@ -157,4 +158,4 @@ def in_flight(service, pool, wait_for, count=4, **body):
 
 def errors(future):
     """What a stream says of its end."""
-    return [event["error"]["message"] for event in future.result(20) if "error" in event]
+    return [event["error"]["message"] for event in future.result(HANG_SECONDS) if "error" in event]

@@ -1,6 +1,7 @@
 """What a connection may hold up: heads and bodies that never end, heads without end, upgrades that nobody wants."""
 
 import json
+import select
 import shutil
 import socket
 import subprocess
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_SECONDS
 
-LIMITS = {"header_timeout": 0.6, "body_timeout": 0.9, "keep_alive_timeout": 0.5, "max_header_bytes": 2000}
+LIMITS = {"header_timeout": 1.5, "body_timeout": 1.8, "keep_alive_timeout": 1.5, "max_header_bytes": 2000}
 BODY = json.dumps({"prompt": [5, 6], "max_tokens": 2, "return_token_ids": True}).encode()
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 
@@ -27,7 +29,7 @@ def quick(checkpoint, story) -> Iterator:
 
 def connect(service):
     host, port = service.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=HANG_SECONDS)
 
 
 def answer(sock, *, whole=True):
@@ -70,23 +72,17 @@ def test_headers_that_never_end(quick, sent):
         sock.sendall(sent)
         got = answer(sock)
         assert got[0] == 408
-        assert error_of(got) == "the request's headers were not complete after 0.6 s"
-        assert time.monotonic() - began >= 0.5
+        assert error_of(got) == "the request's headers were not complete after 1.5 s"
+        assert time.monotonic() - began >= 1.4
 
 
 def test_headers_that_trickle(quick):
     """Every byte is progress, and the time limit is for the whole."""
     with connect(quick) as sock:
         sock.sendall(b"GET /livez HTTP/1.1\r\nA: ")
-        sock.settimeout(0.02)
-        began, got = time.monotonic(), b""
-        while not got and time.monotonic() - began < 5:
-            try:
-                sock.sendall(b"x")
-                got = sock.recv(100)
-            except TimeoutError:
-                continue
-        assert got.startswith(b"HTTP/1.1 408 ")
+        while not select.select([sock], [], [], 0.02)[0]:
+            sock.sendall(b"x")
+        assert sock.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_body_that_never_ends(quick):
@@ -94,7 +90,7 @@ def test_a_body_that_never_ends(quick):
         sock.sendall(head() + BODY[:-1])
         got = answer(sock)
         assert got[0] == 408
-        assert error_of(got) == "the request's body was not complete after 0.9 s"
+        assert error_of(got) == "the request's body was not complete after 1.8 s"
     quick.wait_idle()
 
 
@@ -112,7 +108,7 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(quick):
         for _ in range(2):
             sock.sendall(head() + BODY)
             assert answer(sock, whole=False)[0] == 200
-        worker.pace = 0.6  # a token takes longer than anything above may
+        worker.pace = 1.0  # Two tokens take longer than any limit.
         sock.sendall(head() + BODY)
         assert answer(sock, whole=False)[0] == 200
         worker.reset()
@@ -233,7 +229,7 @@ def test_curl_with_http2(service, tmp_path):
             [*command, "--data-binary", body, f"{service.url}/v1/completions"],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=HANG_SECONDS,
         )
         assert got.stderr == ""
         assert got.stdout.endswith("1.1 200"), got.stdout[-200:]
@@ -244,7 +240,7 @@ def test_javas_own_client(start):
     """Its first request of a connection asks for h2c, with a body: that must arrive (tests/clients/StreamChat.java)."""
     program = Path(__file__).resolve().parents[1] / "clients/StreamChat.java"
     done = subprocess.run(
-        ["java", program, start(1).url, "tiny"], capture_output=True, text=True, timeout=60, check=False
+        ["java", program, start(1).url, "tiny"], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok    ") == 11

@@ -205,7 +205,6 @@ def statuses(report: Path) -> dict[str, Counter[int]]:
     return found
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
 def test_schemathesis_finds_nothing(starter, tool_checkpoint, document, tmp_path):
     service = starter(1, model_path=tool_checkpoint, **LONG)  # a model that takes tools

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_SECONDS
 from tests.router.scripted_worker import scripted_logprob
 from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
 
@@ -128,7 +129,7 @@ async def run(answer, job, ids, size, *, after=lambda step: None):
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
     fleet._replies.take(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
     await settle()
-    await asyncio.wait_for(answer.task, 5)
+    await asyncio.wait_for(answer.task, HANG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def ended_both_ways(job, codec, play):
             answer = Answer(fleet, codec, job, "chat", "same", with_direct=with_direct)
             try:
                 await play(answer)
-                await asyncio.wait_for(answer.task, 5)
+                await asyncio.wait_for(answer.task, HANG_SECONDS)
             except endpoints.ClientGone:
                 out.append("gone")
             else:
@@ -262,7 +263,7 @@ def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_co
         done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
         fleet._replies.take(0, [last, done, refused])
-        await asyncio.wait_for(answer.task, 5)
+        await asyncio.wait_for(answer.task, HANG_SECONDS)
         fleet.close()
         return answer.data
 
@@ -293,7 +294,7 @@ def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_oth
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
         fleet._replies.take(0, [said, done, refused])
         try:
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, HANG_SECONDS)
         finally:
             generation.close()
             fleet.close()
@@ -433,14 +434,14 @@ def test_a_client_that_does_not_read_holds_little(start, wait_for):
     host, port = service.url.removeprefix("http://").split(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(20)
+        sock.settimeout(HANG_SECONDS)
         sock.connect((host, int(port)))
         sock.sendall(head % len(data) + data)
 
         def computed():
             return worker.submits and service.client.get("/v1/fleet").json()["inflight"] == 0
 
-        wait_for(computed, "all must be computed, read or not", 30.0)
+        wait_for(computed, "all must be computed, read or not")
         sizes = [c.transport.get_write_buffer_size() for c in service.server._server.server_state.connections]
         assert 64 * 1024 < max(sizes) < 1024 * 1024
         got = b""

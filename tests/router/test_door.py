@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 import trustme
+from tests.limits import HANG_SECONDS
 
 from moeyard_router.config import DoorConfig
 from moeyard_router.http.keys import KeyRing
@@ -137,9 +138,7 @@ def test_changed_key_file_is_read_again(key_file, caplog):
 def test_router_reads_changed_keys(start, key_file, wait_for):
     service = start(1, door=DoorConfig(api_key_file=key_file))
     key_file.write_text("fresh\n")
-    wait_for(
-        lambda: service.client.get("/v1/models", headers=bearer("fresh")).status_code == 200, "it must be read", 10
-    )
+    wait_for(lambda: service.client.get("/v1/models", headers=bearer("fresh")).status_code == 200, "it must be read")
     assert service.client.get("/v1/models", headers=bearer(KEY)).status_code == 401
 
 
@@ -205,7 +204,7 @@ def test_tls(start, authority, tmp_path, wait_for):
     service = start(1, door=DoorConfig(**files), ready=False)
     url = service.url.replace("http:", "https:")
     context = trusting(authority)
-    with httpx.Client(base_url=url, verify=context) as client:
+    with httpx.Client(base_url=url, verify=context, timeout=HANG_SECONDS) as client:
         wait_for(lambda: client.get("/readyz").status_code == 200, "the fleet must come up")
         answer = client.post(CHAT, json={"messages": HELLO, "max_tokens": 4})
         assert answer.json()["usage"]["completion_tokens"] == 4
@@ -214,7 +213,7 @@ def test_tls(start, authority, tmp_path, wait_for):
     with pytest.raises(httpx.TransportError):
         service.client.get("/livez")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(f"{url}/livez", verify=ssl.create_default_context())
+        httpx.get(f"{url}/livez", verify=ssl.create_default_context(), timeout=HANG_SECONDS)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     assert old.check_hostname
     authority.configure_trust(old)
@@ -234,7 +233,7 @@ def test_tls(start, authority, tmp_path, wait_for):
         ):
             return tls.getpeercert()["serialNumber"]
 
-    wait_for(lambda: serial() != before, "the renewed certificate must be shown", 10)
+    wait_for(lambda: serial() != before, "the renewed certificate must be shown")
 
 
 def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
@@ -244,10 +243,10 @@ def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
     service = start(1, door=door, ready=False)
     url = service.url.replace("http:", "https:")
     known = trusting(authority, authority.issue_cert("client@example.org"))
-    with httpx.Client(verify=known) as client:
+    with httpx.Client(verify=known, timeout=HANG_SECONDS) as client:
         wait_for(lambda: client.get(f"{url}/readyz").status_code == 200, "a known client comes in")
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/livez", verify=trusting(authority))
+        httpx.get(f"{url}/livez", verify=trusting(authority), timeout=HANG_SECONDS)
 
 
 def test_bad_certificates(authority, tmp_path):
@@ -321,7 +320,9 @@ def test_handshakes_during_renewals_succeed(authority, tmp_path):
     renewed = [handshake(certificate.context, context, "localhost")]
 
     def renew():
-        for _ in range(40):
+        renewals = 0
+        while renewals < 40 or len(set(renewed)) < 3:
+            renewals += 1
             write_certificate(authority, tmp_path)
             certificate.refresh()
 
@@ -479,7 +480,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
     assert (line["client"], line["method"], line["path"], line["status"]) == ("127.0.0.1", "POST", COMPLETIONS, 200)
     assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert line["output_tokens"] == 5
-    assert 0 < line["ttft_ms"] <= line["ms"] < 10_000
+    assert 0 < line["ttft_ms"] <= line["ms"] < 1000 * HANG_SECONDS
     assert (line["request_id"], line["key"], line["reply_id"]) == ("mine", "team-a", answer["id"])
     service.client.get("/livez")
     service.client.get("/metrics")

@@ -5,9 +5,9 @@ import multiprocessing
 import random
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+from tests.limits import HANG_SECONDS
 from tests.router.launcher import (
     COMPLETIONS,
     Launcher,
@@ -29,7 +29,7 @@ def drain(service, rank, *, others=(), carry=False, leaves=False, ranks=None):
     ranks = tuple(sorted({rank, *others})) if ranks is None else ranks
     order = Drain(ranks=ranks, rank=rank, carry=carry, leaves=leaves)
     service.server.drain(order, lambda count: (told.append(count), done.set()))
-    assert done.wait(5), "no answer to an order"
+    assert done.wait(HANG_SECONDS), "no answer to an order"
     return told[0]
 
 
@@ -37,20 +37,19 @@ def worker(service, rank):
     return service.client.get("/v1/fleet").json()["workers"][rank]
 
 
-def test_a_drained_rank_gets_nothing_and_finishes_what_it_has(launched, wait_for):
+def test_a_drained_rank_gets_nothing_and_finishes_what_it_has(launched, wait_for, pool):
     service, launcher = launched
-    with ThreadPoolExecutor(6) as pool:
-        streams = in_flight(service, pool, wait_for, count=6)
-        before = [len(w.submits) for w in launcher.workers]
-        assert all(before)
-        assert drain(service, 1) == before[1]
-        assert worker(service, 1)["draining"]
-        assert worker(service, 1)["state"] == "ready", "it runs steps with the others"
-        assert not worker(service, 0)["draining"]
-        for i in range(6):
-            service.complete(prompt=f"{i} more", max_tokens=2)
-        assert len(launcher.workers[1].submits) == before[1]
-        assert all("error" not in event for stream in streams for event in stream.result(20))
+    streams = in_flight(service, pool, wait_for, count=6)
+    before = [len(w.submits) for w in launcher.workers]
+    assert all(before)
+    assert drain(service, 1) == before[1]
+    assert worker(service, 1)["draining"]
+    assert worker(service, 1)["state"] == "ready", "it runs steps with the others"
+    assert not worker(service, 0)["draining"]
+    for i in range(6):
+        service.complete(prompt=f"{i} more", max_tokens=2)
+    assert len(launcher.workers[1].submits) == before[1]
+    assert all("error" not in event for stream in streams for event in stream.result(HANG_SECONDS))
     assert drain(service, 1) == 0
     assert service.client.get("/readyz").status_code == 200
     assert incidents(service) == [], "nothing has happened to the fleet"
@@ -58,26 +57,24 @@ def test_a_drained_rank_gets_nothing_and_finishes_what_it_has(launched, wait_for
     assert re.search(r'moeyard_workers\{[^}]*state="draining"[^}]*\} 1\.0', page)
     validate(service)
     assert drain(service, 1, ranks=()) == 0
-    with ThreadPoolExecutor(6) as pool:
-        in_flight(service, pool, wait_for, count=6, max_tokens=30)
-        assert len(launcher.workers[1].submits) > before[1]
+    in_flight(service, pool, wait_for, count=6, max_tokens=30)
+    assert len(launcher.workers[1].submits) > before[1]
 
 
-def test_what_is_carried_over_is_what_it_would_have_been(launched, wait_for):
+def test_what_is_carried_over_is_what_it_would_have_been(launched, wait_for, pool):
     """Rank after rank is drained and emptied at once, and given back."""
     service, launcher = launched
     asked = bodies()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        expected = list(pool.map(lambda body: folded(service, body), asked))
-        begun, rng = sampled(service), random.Random(5)
-        answers = [pool.submit(folded, service, body) for body in asked]
-        for rank in (0, 1, 2, 0, 1):
-            moment = sampled(service) - begun + rng.randrange(10, 60)
-            wait_for(lambda moment=moment: sampled(service) - begun > moment, "they must run")
-            assert drain(service, rank, carry=True) == 0
-            wait_for(lambda rank=rank: not launcher.workers[rank].runs, "it must be empty")
-            validate(service)
-        assert [answer.result() for answer in answers] == expected
+    expected = list(pool.map(lambda body: folded(service, body), asked))
+    begun, rng = sampled(service), random.Random(5)
+    answers = [pool.submit(folded, service, body) for body in asked]
+    for rank in (0, 1, 2, 0, 1):
+        moment = sampled(service) - begun + rng.randrange(10, 60)
+        wait_for(lambda moment=moment: sampled(service) - begun > moment, "they must run")
+        assert drain(service, rank, carry=True) == 0
+        wait_for(lambda rank=rank: not launcher.workers[rank].runs, "it must be empty")
+        validate(service)
+    assert [answer.result() for answer in answers] == expected
     service.wait_idle()
     validate(service)
     assert incidents(service) == []
@@ -88,27 +85,24 @@ def test_what_is_carried_over_is_what_it_would_have_been(launched, wait_for):
     assert float(carried[1]) >= 5
 
 
-def test_one_that_comes_back_waits_for_the_word_of_the_time_before(launched, wait_for):
+def test_one_that_comes_back_waits_for_the_word_of_the_time_before(launched, wait_for, pool):
     """Until a rank has said that it stopped a sequence, what it says of it may be of the time before."""
     service, launcher = launched
-    with ThreadPoolExecutor(1) as pool:
-        (stream,) = in_flight(service, pool, wait_for, count=1)
-        home = next(w for w in launcher.workers if w.runs)
-        away = next(w for w in launcher.workers if w is not home)
-        # It hears nothing for a while.
-        deaf, hearing = threading.Event(), threading.Event()
-        home.do(lambda: (deaf.set(), hearing.wait(20)))
-        assert deaf.wait(5)
-        for others, rank in ((home, home.rank), (away, away.rank)):
-            assert (
-                drain(service, rank, carry=True, ranks=tuple({0, 1, 2} - {away.rank, home.rank} | {others.rank})) == 0
-            )
-            wait_for(lambda: sampled(service) > 0, "it must run")
-        fleet = service.client.get("/v1/fleet").json()
-        assert fleet["waiting"] == 1, "it waits for the word of the rank where it was"
-        validate(service)
-        hearing.set()
-        events = stream.result(20)
+    (stream,) = in_flight(service, pool, wait_for, count=1)
+    home = next(w for w in launcher.workers if w.runs)
+    away = next(w for w in launcher.workers if w is not home)
+    # It hears nothing for a while.
+    deaf, hearing = threading.Event(), threading.Event()
+    home.do(lambda: (deaf.set(), hearing.wait(HANG_SECONDS)))
+    assert deaf.wait(HANG_SECONDS)
+    for others, rank in ((home, home.rank), (away, away.rank)):
+        assert drain(service, rank, carry=True, ranks=tuple({0, 1, 2} - {away.rank, home.rank} | {others.rank})) == 0
+        wait_for(lambda: sampled(service) > 0, "it must run")
+    fleet = service.client.get("/v1/fleet").json()
+    assert fleet["waiting"] == 1, "it waits for the word of the rank where it was"
+    validate(service)
+    hearing.set()
+    events = stream.result(HANG_SECONDS)
     assert not any("error" in event for event in events)
     assert service.lost == [], "and breaks no protocol"
     assert len(home.submits) == 2
@@ -116,21 +110,20 @@ def test_one_that_comes_back_waits_for_the_word_of_the_time_before(launched, wai
     validate(service)
 
 
-def test_a_planned_restart_is_no_loss(launched, wait_for):
+def test_a_planned_restart_is_no_loss(launched, wait_for, pool):
     service, launcher = launched
     asked = bodies()
-    with ThreadPoolExecutor(len(asked) + 1) as pool:
-        expected = list(pool.map(lambda body: folded(service, body), asked))
-        begun = sampled(service)
-        answers = [pool.submit(folded, service, body) for body in asked]
-        wait_for(lambda: sampled(service) - begun > 100, "they must run")
-        assert drain(service, 2, carry=True, leaves=True) == 0
-        assert service.client.get("/readyz").json()["reason"] == "recovering: worker 2 is being restarted"
-        late = pool.submit(service.complete, prompt="come in", max_tokens=3)
-        launcher.kill(2)
-        launcher.heal(2, incident={"reason": "rank 2 is restarted"})
-        assert [answer.result() for answer in answers] == expected
-        assert late.result()["usage"]["completion_tokens"] == 3
+    expected = list(pool.map(lambda body: folded(service, body), asked))
+    begun = sampled(service)
+    answers = [pool.submit(folded, service, body) for body in asked]
+    wait_for(lambda: sampled(service) - begun > 100, "they must run")
+    assert drain(service, 2, carry=True, leaves=True) == 0
+    assert service.client.get("/readyz").json()["reason"] == "recovering: worker 2 is being restarted"
+    late = pool.submit(service.complete, prompt="come in", max_tokens=3)
+    launcher.kill(2)
+    launcher.heal(2, incident={"reason": "rank 2 is restarted"})
+    assert [answer.result() for answer in answers] == expected
+    assert late.result()["usage"]["completion_tokens"] == 3
     service.wait_idle()
     validate(service)
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
@@ -154,50 +147,46 @@ def test_a_loss_beside_a_planned_restart_is_a_loss(launched, wait_for):
     assert (told["planned"], told["ranks"]) == (False, [0, 2])
 
 
-def test_the_only_rank_keeps_what_it_has_and_others_wait_without_a_limit(start, script, wait_for):
-    service = start(
-        1, prepare=lambda w: prepared(w, script), step_deadline=1.0, worker_places=8, max_queue_seconds=0.05
-    )
+def test_the_only_rank_keeps_what_it_has_and_others_wait_without_a_limit(start, script, wait_for, pool):
+    service = start(1, prepare=lambda w: prepared(w, script), worker_places=8, max_queue_seconds=0.05)
     launcher = Launcher(service, script)
-    with ThreadPoolExecutor(6) as pool:
-        streams = in_flight(service, pool, wait_for, count=4)
-        assert drain(service, 0, carry=True) == 4, "nobody else can take it"
-        late = [pool.submit(service.complete, prompt=f"late {i}", max_tokens=3) for i in range(2)]
-        wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 2, "they must wait")
-        # In rounds of 3 ms: more than the time for which requests may wait.
-        begun = sampled(service)
-        wait_for(lambda: sampled(service) - begun >= 160, "they must run")
-        assert incidents(service) == []
-        drain(service, 0, leaves=True)
-        launcher.kill(0)
-        launcher.heal(0)
-        assert all("error" not in event for stream in streams for event in stream.result(20))
-        assert [answer.result()["usage"]["completion_tokens"] for answer in late] == [3, 3]
+    streams = in_flight(service, pool, wait_for, count=4)
+    assert drain(service, 0, carry=True) == 4, "nobody else can take it"
+    late = [pool.submit(service.complete, prompt=f"late {i}", max_tokens=3) for i in range(2)]
+    wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 2, "they must wait")
+    # In rounds of 3 ms: more than the time for which requests may wait.
+    begun = sampled(service)
+    wait_for(lambda: sampled(service) - begun >= 160, "they must run")
+    assert incidents(service) == []
+    drain(service, 0, leaves=True)
+    launcher.kill(0)
+    launcher.heal(0)
+    assert all("error" not in event for stream in streams for event in stream.result(HANG_SECONDS))
+    assert [answer.result()["usage"]["completion_tokens"] for answer in late] == [3, 3]
     service.wait_idle()
     validate(service)
 
 
-def test_of_several_routers_all_know_and_a_new_one_too(start, script, wait_for):
+def test_of_several_routers_all_know_and_a_new_one_too(start, script, wait_for, pool):
     service = start(num_workers=2, num_routers=2, prepare=lambda w: prepared(w, script))
     first, second = service.workers
 
     def ask(i):
         # On a connection of its own, which the kernel gives to either router.
-        with httpx.Client(base_url=service.url, timeout=20) as client:
+        with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
             body = {"prompt": f"{i} x", "max_tokens": 150, "stream": True}
             with client.stream("POST", COMPLETIONS, json=body) as answer:
                 return [json.loads(line[6:]) for line in answer.iter_lines() if line and line != "data: [DONE]"]
 
-    with ThreadPoolExecutor(12) as pool:
-        first.paused = second.paused = True
-        streams = [pool.submit(ask, i) for i in range(12)]
-        wait_for(lambda: len(first.runs) + len(second.runs) == 12, "they must run", seconds=30)
-        assert drain(service, 1) == len(second.runs) > 0
-        assert drain(service, 1, carry=True) == 0
-        wait_for(lambda: not second.runs, "it must be empty")
-        wait_for(lambda: len(first.runs) == 12, "it must have all")
-        first.paused = second.paused = False
-        assert all("error" not in event for stream in streams for event in stream.result(20))
+    first.paused = second.paused = True
+    streams = [pool.submit(ask, i) for i in range(12)]
+    wait_for(lambda: len(first.runs) + len(second.runs) == 12, "they must run")
+    assert drain(service, 1) == len(second.runs) > 0
+    assert drain(service, 1, carry=True) == 0
+    wait_for(lambda: not second.runs, "it must be empty")
+    wait_for(lambda: len(first.runs) == 12, "it must have all")
+    first.paused = second.paused = False
+    assert all("error" not in event for stream in streams for event in stream.result(HANG_SECONDS))
     second.submits.clear()
     (killed,) = (p for p in multiprocessing.active_children() if p.name == "router-0")
     killed.kill()

@@ -7,6 +7,7 @@ from drilling.asks import Ask
 from drilling.load import Client, references
 from drilling.rough import Rough
 from drilling.streams import compare
+from tests.limits import HANG_SECONDS
 from tests.router.conftest import Service
 
 
@@ -25,7 +26,7 @@ def asks() -> list[Ask]:
 
 def test_answers_are_read_whole(service: Service) -> None:
     async def run() -> None:
-        client = Client(service.url, seconds=10.0)
+        client = Client(service.url, seconds=HANG_SECONDS)
         first = await references(client, asks(), streams=4)
         second = await references(client, asks(), streams=2)
         await client.http.aclose()
@@ -55,7 +56,7 @@ def test_rough_clients_leave_nothing_behind(service: Service) -> None:
     async def run() -> None:
         rough = Rough(service.url, asks(), clients=8, seed=1)
         wanted = {"cancelled", "hung up", "nonsense refused"}
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + HANG_SECONDS
         while not wanted <= rough.seen.keys() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await rough.close()

@@ -1,7 +1,6 @@
 """Everything a client can do wrong gets its own status, a reason, and the name of the field."""
 
 import json
-import threading
 
 import pytest
 
@@ -227,56 +226,44 @@ def test_too_large_body(start):
     assert service.post(COMPLETIONS, prompt="x", max_tokens=1).status_code == 200
 
 
-def test_full_queue(start, wait_for):
+def test_full_queue(start, pool, wait_for):
     service = start(2, max_inflight=3)
     for worker in service.workers:
         worker.paused = True
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(service.post(COMPLETIONS, prompt="x", n=3)))
-    thread.start()
+    first = pool.submit(service.post, COMPLETIONS, prompt="x", n=3)
     wait_for(lambda: len(service.submits) == 3, "the workers must have the request")
     answer = service.post(COMPLETIONS, prompt="x")
     check_error(answer, 429, None)
     assert int(answer.headers["retry-after"]) >= 1
     for worker in service.workers:
         worker.paused = False
-    thread.join(5)
-    assert answers[0].status_code == 200
+    assert first.result().status_code == 200
     service.wait_idle()
     service.complete(prompt="x", n=3)
     check_error(service.post(COMPLETIONS, prompt="x", n=4), 400, "n")
 
 
-def test_full_of_prompts_that_nobody_has_read(start, wait_for):
+def test_full_of_prompts_that_nobody_has_read(start, pool, wait_for):
     """Ten tokens of limit: the first request is let in whatever its size; then others until one has a token."""
     service = start(1, max_waiting_tokens=10)
     [worker] = service.workers
     worker.paused = True
-    answers = []
-
-    def post():
-        answers.append(service.post(COMPLETIONS, prompt=[5] * 12, max_tokens=2))
-
-    threads = [threading.Thread(target=post)]
-    threads[0].start()
+    first = pool.submit(service.post, COMPLETIONS, prompt=[5] * 12, max_tokens=2)
     wait_for(lambda: len(service.submits) == 1, "the worker must have the request")
     message = check_error(service.post(COMPLETIONS, prompt=[5]), 429, None)
     assert message == "12 of 10 prompt tokens wait to be read, no room for 1 more"
     worker.paused = False
-    threads[0].join(5)
+    assert first.result().status_code == 200
     service.wait_idle()
-    assert answers[0].status_code == 200
     worker.paused = True
-    threads = [threading.Thread(target=lambda: service.post(COMPLETIONS, prompt=[5] * 5)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    others = [pool.submit(service.post, COMPLETIONS, prompt=[5] * 5) for _ in range(2)]
     wait_for(lambda: len(service.submits) == 3, "two times 5 tokens fit into 10")
     answer = service.post(COMPLETIONS, prompt=[5])
     check_error(answer, 429, None)
     assert 1 <= int(answer.headers["retry-after"]) <= 60
     worker.paused = False
-    for thread in threads:
-        thread.join(5)
+    for each in others:
+        each.result()
     service.complete(prompt=[5])
 
 

@@ -1,9 +1,9 @@
-"""Nobody freezes the router: what it does with the largest requests never keeps its event loop for long.
+"""No request freezes the router: what it does with the largest ones never keeps its event loop for long.
 
-The loop's own stalls are measured, in a process of its own: how late a callback of every millisecond comes. On a
-machine that others use it may be late because nobody ran us, so a stall counts as the CPU time that this process used
-in it, if that is less: a lock held by a thread, and work in the loop itself, are CPU time of ours; a core that another
-had is not. Beside that another stream is read: how much later its tokens come than they do when nobody else asks.
+The loop's own stalls are measured, in a process of its own: how late a callback of every millisecond comes. A stall
+counts as the CPU time that this process used in it, if that is less: a core that another process had is no stall. It
+is compared with the worst stall beside a thread that only adds numbers, plus the CPU time of a loop in this process.
+Another stream is read meanwhile: its tokens may be late by a small part of the time that the requests take.
 """
 
 import contextlib
@@ -20,18 +20,27 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard_worker.protocol import MAX_PROMPT_LOGPROBS
 
+pytestmark = pytest.mark.timing
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 131_072
-MOST = 0.020  # seconds; what other streams may wait
+MOST = 1.0  # What other streams may wait beyond the control's stall, in loops of NUMBERS: 20 ms on a core of 2023.
+NUMBERS = 1_000_000
+SHARE = 0.02  # Of the seconds that all requests take: what a token of another stream may be late.
 PROGRAM = """
-import asyncio, gc, socket, sys, time
+import asyncio, gc, socket, sys, threading, time
 from pathlib import Path
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
-worst, last = 0.0, (0.0, 0.0)
+worst, control, last, units = 0.0, None, (0.0, 0.0), []
+def measure():
+    for _ in range(5):
+        begun = time.thread_time()
+        sum(range(int(sys.argv[4])))
+        units.append(time.thread_time() - begun)
 def tick():
     global worst, last
     now = time.perf_counter(), time.process_time()
@@ -39,14 +48,21 @@ def tick():
     loop.call_later(0.001, tick)
 def ready():
     global loop, last
+    measure()
     loop, last = asyncio.get_running_loop(), (time.perf_counter(), time.process_time())
     tick()
+    threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(lambda: control is None, False)]).start()
+    loop.call_later(2.0, begin)
+def begin():
+    global worst, control
+    control, worst = worst, 0.0
     loop.call_later(1.0, gc.collect)  # a full collection comes when it likes
     print("ready", flush=True)
 config = RouterConfig(model_name="tiny", model_path=Path(sys.argv[2]), max_model_len=131072, vocab_size=400,
     workers=(WorkerAddress(rank=0, endpoint=sys.argv[3]),), max_body_bytes=2**25)
 run_router(RouterServer(config, socket.socket(fileno=int(sys.argv[1])), on_ready=ready))
-print(worst, flush=True)
+measure()
+print(worst / (control + sorted(units)[len(units) // 2]), flush=True)
 """
 
 # Reads a stream of single letters in a process of its own, where nothing else holds the interpreter, until its input
@@ -96,10 +112,10 @@ def requests():
 
 @contextlib.contextmanager
 def router(checkpoint, worker):
-    """(URL, a function that ends the router and says its loop's worst stall) of a router of its own process."""
+    """(URL, a function that ends the router and returns its loop's worst stall) of a router in another process."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         path = f"{ROOT}/worker:{ROOT}/router:{os.environ.get('PYTHONPATH', '')}"
-        command = [sys.executable, "-c", PROGRAM, str(sock.fileno()), str(checkpoint), worker.endpoint]
+        command = [sys.executable, "-c", PROGRAM, str(sock.fileno()), str(checkpoint), worker.endpoint, str(NUMBERS)]
         with subprocess.Popen(
             command, pass_fds=[sock.fileno()], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         ) as process:
@@ -107,7 +123,7 @@ def router(checkpoint, worker):
 
             def end():
                 process.terminate()
-                return float(process.communicate(timeout=10)[0])
+                return float(process.communicate(timeout=HANG_SECONDS)[0])
 
             try:
                 yield f"http://127.0.0.1:{sock.getsockname()[1]}", end
@@ -116,7 +132,7 @@ def router(checkpoint, worker):
 
 
 def test_the_largest_requests_in_parallel_keep_nobody_waiting(checkpoint, start, requests):
-    """What we do ourselves happens every time; of three times the best counts, for what others do on this machine."""
+    """A stall of our own making happens every time, so the best of three times counts."""
     check_stalls(checkpoint, start, requests)
 
 
@@ -160,20 +176,20 @@ def test_counting_and_spelling_keep_nobody_waiting(checkpoint, start):
 
 def check_stalls(checkpoint, start, requests, *, chunk=1):
     worst = []
-    while min(worst, default=1.0) >= MOST and len(worst) < 3:
+    while min(worst, default=MOST) >= MOST and len(worst) < 3:
         worst.append(worst_stall(checkpoint, start, requests, chunk))
-    assert min(worst) < MOST, f"the loop stood still for {[f'{seconds * 1000:.1f} ms' for seconds in worst]}"
+    assert min(worst) < MOST, f"the loop's worst stall beside the control's and a loop of {NUMBERS}: {worst}"
 
 
-def test_another_streams_gaps_grow_by_less_than_20_ms(checkpoint, codec, start, requests, wait_for):
+def test_another_streams_gaps_hardly_grow(checkpoint, codec, start, requests, wait_for):
     """With prompts of the largest legal size in parallel: how late the latest token of another stream comes from the
-    worker to its reader, beyond the median of the second before. The best of three times, as for stalls."""
+    worker to its reader, beyond the median of the second before, per second of these requests. The best of three."""
     legal = {name: request for name, request in requests.items() if request[2] == 200}
     assert len(legal) == 5
     growth = []
-    while min(growth, default=1.0) >= MOST and len(growth) < 3:
+    while min(growth, default=SHARE) >= SHARE and len(growth) < 3:
         growth.append(worst_growth(checkpoint, codec, start, legal, wait_for))
-    assert min(growth) < MOST, f"a token came later by {[f'{seconds * 1000:.1f} ms' for seconds in growth]}"
+    assert min(growth) < SHARE, growth
 
 
 def worst_growth(checkpoint, codec, start, requests, wait_for):
@@ -182,18 +198,18 @@ def worst_growth(checkpoint, codec, start, requests, wait_for):
     assert len(letters) == 12, "a letter is a token"
     worker.script = lambda submit: letters * (submit.sampling.max_tokens // 12 + 1)
     worker.pace, worker.sent_at = 0.005, {}
-    with router(checkpoint, worker) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+    with router(checkpoint, worker) as (url, _), httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         command = [sys.executable, "-c", READER, url.rpartition(":")[2]]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
             try:
                 wait_for(lambda: worker.submits, "the stream has not begun")
                 name = worker.submits[0].request_id
-                time.sleep(1.0)
+                time.sleep(1.0)  # The quiet second that is compared with.
                 begun = time.monotonic()
                 answers = ask(client, requests)
                 ended = time.monotonic()
-                time.sleep(0.2)  # what was sent until then has come
-                times = json.loads(reader.communicate(timeout=10)[0])
+                time.sleep(0.2)  # A token that is missing here would not count as late.
+                times = json.loads(reader.communicate(timeout=HANG_SECONDS)[0])
             finally:
                 reader.kill()
     assert answers == {name: status for name, (_, _, status) in requests.items()}
@@ -202,7 +218,7 @@ def worst_growth(checkpoint, codec, start, requests, wait_for):
     quiet = [seconds for at, seconds in late if begun - 1.0 < at < begun]
     loud = [seconds for at, seconds in late if begun < at < ended]
     assert min(len(quiet), len(loud)) > 50, "the stream goes on meanwhile"
-    return max(loud) - statistics.median(quiet)
+    return (max(loud) - statistics.median(quiet)) / (ended - begun)
 
 
 def long_worker(start):
@@ -219,7 +235,7 @@ def ask(client, requests):
 def worst_stall(checkpoint, start, requests, chunk):
     worker = long_worker(start)
     worker.pace, worker.score_chunk, worker.chunk = 0.005, MAX_PROMPT_LOGPROBS, chunk
-    with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=60) as client:
+    with router(checkpoint, worker) as (url, end), httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
         streaming, stop, chunks = threading.Event(), threading.Event(), []
 
         def stream():
@@ -233,11 +249,11 @@ def worst_stall(checkpoint, start, requests, chunk):
 
         thread = threading.Thread(target=stream)
         thread.start()
-        assert streaming.wait(10)
+        assert streaming.wait(HANG_SECONDS)
         found = ask(client, requests)
         before = len(chunks)
         stop.set()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
         assert found == {name: status for name, (_, _, status) in requests.items()}
         assert before > 20, "the stream goes on meanwhile"
         return end()

@@ -1,7 +1,5 @@
 """What a client sees when all is well: both endpoints, whole and streamed, over real HTTP and ZMQ."""
 
-import threading
-
 import pytest
 
 STORY = "The quick brown fox 你好 says 🙂 to the lazy dog, again and again. "
@@ -334,20 +332,16 @@ def test_connection_is_kept_alive(service):
     assert "close" not in (first.headers.get("connection", ""), answer.headers.get("connection", ""))
 
 
-def test_a_choice_that_stops_is_aborted_while_others_run(service, codec, wait_for):
+def test_a_choice_that_stops_is_aborted_while_others_run(service, codec, pool, wait_for):
     stopping = codec.encode("one two", add_special_tokens=False)
     story = codec.encode(STORY * 9, add_special_tokens=False)
     for worker in service.workers:
         worker.pace = 0.01
         worker.script = lambda submit: [*stopping, *story] if submit.sampling.seed == 7 else story
-    answers = []
-    body = {"prompt": "x", "n": 2, "seed": 7, "max_tokens": 150, "stop": "two"}
-    thread = threading.Thread(target=lambda: answers.append(service.complete(**body)))
-    thread.start()
+    answer = pool.submit(service.complete, prompt="x", n=2, seed=7, max_tokens=150, stop="two")
     wait_for(lambda: len(service.aborts) == 1, "the stopped choice must give its place back")
-    assert not answers, "the other choice must still run"
-    thread.join()
-    assert [c["finish_reason"] for c in answers[0]["choices"]] == ["stop", "length"]
+    assert not answer.done(), "the other choice must still run"
+    assert [c["finish_reason"] for c in answer.result()["choices"]] == ["stop", "length"]
 
 
 def test_a_route_is_kept_and_named(service):

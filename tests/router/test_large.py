@@ -3,8 +3,10 @@
 import asyncio
 import dataclasses
 import json
+import signal
 
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard_router.api import large
 from moeyard_router.api.intake import Intake, formats_of
@@ -138,8 +140,11 @@ def test_a_process_that_is_killed_costs_one_request(bodies):
 
 
 def test_a_process_that_takes_too_long_is_killed(config, formats, monkeypatch):
-    monkeypatch.setattr(large, "_SECONDS", 0.0)
     bodies = Bodies(config, formats)
+    make(bodies, json.dumps(REQUESTS["text"]).encode())
+    [process] = bodies._idle
+    process._process.send_signal(signal.SIGSTOP)  # It takes for ever.
+    monkeypatch.setattr(large, "_SECONDS", 0.0)
     with pytest.raises(ApiError, match="has ended"):
         make(bodies, json.dumps(REQUESTS["text"]).encode())
     bodies.close()
@@ -173,7 +178,7 @@ def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
         errors = await asyncio.gather(*asked, bodies.job(body, api="completion"), return_exceptions=True)
         return errors, process._process.returncode
 
-    errors, returncode = asyncio.run(asyncio.wait_for(close(), 10))
+    errors, returncode = asyncio.run(asyncio.wait_for(close(), HANG_SECONDS))
     assert [(type(error), error.status) for error in errors] == [(ApiError, 503)] * 3
     assert [error.reason for error in errors] == ["intake", "not_ready", "not_ready"]
     assert returncode is not None

@@ -6,6 +6,8 @@ import select
 import socket
 import threading
 
+from tests.limits import HANG_SECONDS
+
 from moeyard_worker.sockets import make_keys
 
 COMPLETIONS = "/v1/completions"
@@ -28,7 +30,7 @@ class Relay:
 
     def close(self):
         self._tell.send(b"c")
-        self._thread.join(5)
+        self._thread.join(HANG_SECONDS)
         self._tell.close()
 
     def _run(self):
@@ -64,7 +66,7 @@ def _carry(source, target):
     return bool(data)
 
 
-def test_a_worker_that_lives_is_met_again(start, wait_for):
+def test_a_worker_that_lives_is_met_again(start, pool, wait_for):
     """What was in flight with it is begun again, what others do goes on, and the fleet serves."""
     relays = []
 
@@ -72,26 +74,17 @@ def test_a_worker_that_lives_is_met_again(start, wait_for):
         relays.append(Relay(endpoint))
         return relays[-1].endpoint
 
-    service = start(2, through=through, step_deadline=8.0, recovery_timeout=60.0)
+    service = start(2, through=through)
     try:
         for worker in service.workers:
             worker.paused = True
-        answers = {}
-
-        def ask(seed):
-            answers[seed] = service.post(COMPLETIONS, prompt="x", max_tokens=3, seed=seed)
-
-        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
+        answers = [pool.submit(service.post, COMPLETIONS, prompt="x", max_tokens=3, seed=seed) for seed in range(2)]
         wait_for(lambda: all(w.submits for w in service.workers), "each worker must have one")
         relays[1].drop()
         wait_for(lambda: relays[1].met >= 2, "it must be met again")
         for worker in service.workers:
             worker.paused = False
-        for thread in threads:
-            thread.join(5)
-        assert [answer.status_code for answer in answers.values()] == [200, 200], "what ran there goes on"
+        assert [answer.result().status_code for answer in answers] == [200, 200], "what ran there goes on"
         assert service.client.get("/readyz").status_code == 200
         for _ in range(4):
             assert service.complete(prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3

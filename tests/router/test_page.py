@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.browser import Browser, Page, find_browser
+from tests.limits import HANG_SECONDS
 
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.protocol import ExpertLoads
@@ -39,7 +40,7 @@ SAME = {
 }  # fmt: skip
 
 
-def tell(service: Any, wait_for: Callable[..., float]) -> None:
+def tell(service: Any, wait_for: Callable[..., None]) -> None:
     """Every rank reports all it can know, and its experts' rows when it is asked."""
     for worker in service.workers:
         own = {name: value + worker.rank for name, value in TOLD.items()}
@@ -164,7 +165,7 @@ def test_wheel_has_the_page(tmp_path: Path) -> None:
     assert {f"moeyard_router/http/static/{path.name}" for path in STATIC.iterdir()} <= set(names)
 
 
-def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., float]) -> None:
+def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., None]) -> None:
     service = start(2)
     service.chat(messages=[{"role": "user", "content": "x"}], max_tokens=7, n=2)
     service.complete(prompt="y", max_tokens=9, stop=" quick")
@@ -241,13 +242,20 @@ def test_what_nobody_has_told_is_absent(start: Any) -> None:
     assert service.client.get("/v1/fleet/live").json()["totals"]["expert_hits"] is None
 
 
-def test_experts_are_asked_only_when_somebody_looks(start: Any, wait_for: Callable[..., float]) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a busy machine have time to answer, and what they answer stays fresh."""
+    for name in ("_ANSWER_SECONDS", "_FRESH_SECONDS"):
+        monkeypatch.setattr(f"moeyard_router.fleet.loads.{name}", HANG_SECONDS)
+
+
+def test_experts_are_asked_only_when_somebody_looks(start: Any, patient: None, wait_for: Callable[..., None]) -> None:
     service = start(2)
     tell(service, wait_for)
     answer = service.client.get("/v1/fleet/experts").json()
     assert [r["rank"] for r in answer["ranks"]] == [0, 1]
     assert answer["ranks"][1] == {"rank": 1, "layers": [1, 2], "experts": [3, 4, 5], "rows": [[1, 2, 3], [4, 5, 7]]}
-    # Within a second the answer is the same one: many who look cost as much as one.
+    # While the answer is fresh it is the same one: many who look cost as much as one.
     service.workers[0].loads = None
     assert service.client.get("/v1/fleet/experts").json()["ranks"] == answer["ranks"]
 
@@ -258,7 +266,7 @@ def chosen(rank: int, experts: tuple[int, ...], *numbers: int, held: tuple[int, 
 
 
 def test_what_rows_chose_is_of_the_rank_that_has_the_expert(
-    start: Any, wait_for: Callable[..., float], browser_or_none: Browser | None
+    start: Any, patient: None, wait_for: Callable[..., None], browser_or_none: Browser | None
 ) -> None:
     """Added up over ranks, as many as on a CPU the experts have computed; the page draws it the same."""
     service = start(2)
@@ -292,7 +300,7 @@ def test_rows_of_an_expert_that_layers_have_elsewhere_or_twice() -> None:
     assert rows_of_ranks([chosen(0, ()), chosen(1, (), *range(8))]) == [[], []]
 
 
-def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable[..., float]) -> None:
+def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable[..., None]) -> None:
     service = start(2)
     tell(service, wait_for)
     service.workers[0].loads = None
@@ -318,9 +326,7 @@ def browser(browser_or_none: Browser | None) -> Browser:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)], ids=["390-light", "1280-dark"])
-def test_page_in_a_browser(
-    start: Any, browser: Browser, wait_for: Callable[..., float], width: int, dark: bool
-) -> None:
+def test_page_in_a_browser(start: Any, browser: Browser, wait_for: Callable[..., None], width: int, dark: bool) -> None:
     service = start(2, recovery_timeout=0.0)
     service.complete(prompt=[5, 6], max_tokens=12)
     tell(service, wait_for)

@@ -1,8 +1,8 @@
 """Regular expressions of a tokenizer.json that backtrack for ever are refused by name, those of real models are not."""
 
 import json
+import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -47,13 +47,15 @@ def test_those_of_real_models_pass(tmp_path: Path) -> None:
     check_patterns(DEMO)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("bad", [r"(a+)+$", r"(\w+\s?)+\d!", r"(?:\p{L}|[a-z])+\d", r"(.*)(.*)(.*)(.*)(.*)\1z"])
 def test_those_that_backtrack_are_named(tmp_path: Path, bad: str) -> None:
     path = write(tmp_path, SOUND[0], bad, SOUND[2])
-    began = time.process_time()
+    began = os.times()
     with pytest.raises(ValueError, match=re.escape(f"{path}: its regular expression {bad!r} ")):
         check_patterns(path)
-    assert time.process_time() - began < 2, "it is tried elsewhere"
+    took = os.times()
+    assert took.user - began.user < took.children_user - began.children_user, "it is tried elsewhere"
 
 
 def test_what_is_no_tokenizer_is_refused_by_others(tmp_path: Path) -> None:

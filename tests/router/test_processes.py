@@ -5,6 +5,7 @@ import re
 
 import httpx
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard.listen import bind
 from moeyard_router.http.process import Ready, Seat, SharedAddress, run_router_process
@@ -12,26 +13,33 @@ from moeyard_router.http.process import Ready, Seat, SharedAddress, run_router_p
 
 def ask(service, **body):
     """On a connection of its own, which the kernel gives to either router."""
-    with httpx.Client(base_url=service.url, timeout=10) as client:
+    with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
         return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, **body})
 
 
-def ended(service):
+def ended(page):
     """Choices that ended by their limit, over all routers."""
-    page = service.client.get("/metrics").text
     found = re.search(r'moeyard_request_success_total\{[^}]*finished_reason="length"[^}]*\} (\S+)', page)
     return float(found[1]) if found else 0.0
+
+
+def asked(client, wait_for, path, done):
+    """A page of one router when it has all: it leaves out another that does not answer within a second."""
+    pages = []
+    wait_for(lambda: pages.append(client.get(path)) or done(pages[-1]), f"{path} lacks what another router counts")
+    return pages[-1]
 
 
 def routers():
     return {p.pid: p for p in multiprocessing.active_children() if p.name.startswith("router-")}
 
 
-def check_page(service, page):
+def check_page(service, page, wait_for):
     """The page at / is told of all routers' requests, whichever answers: what /metrics has."""
     for _ in range(4):
-        with httpx.Client(base_url=service.url, timeout=10) as client:
-            live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
+        with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
+            live = asked(client, wait_for, "/v1/fleet/live", lambda page: len(page.json()["requests"]) == 12).json()
+            fleet = client.get("/v1/fleet").json()
         assert len({request["id"] for request in live["requests"]}) == 12
         times = [request["ended"] for request in live["requests"]]
         assert times == sorted(times, reverse=True)
@@ -59,15 +67,17 @@ def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
     (worker,) = service.workers
     worker.pace = 0.05
     body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=10) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=HANG_SECONDS) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
         next(lines)
         worker.paused = True
         for _ in range(6):
-            with httpx.Client(base_url=service.url, timeout=10) as client:
-                live, fleet = client.get("/v1/fleet/live").json(), client.get("/v1/fleet").json()
-            assert (live["inflight"], fleet["inflight"]) == (1, 1)
+            with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
+                live, fleet = (
+                    asked(client, wait_for, path, lambda page: page.json()["inflight"] == 1).json()
+                    for path in ("/v1/fleet/live", "/v1/fleet")
+                )
             assert live["workers"][0]["router_inflight"] == fleet["workers"][0]["router_inflight"] == 1
             assert live["requests"] == []
 
@@ -79,14 +89,13 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     pids = set(routers())
     assert len(pids) == 2
     assert {ask(service).status_code for _ in range(12)} == {200}
-    wait_for(lambda: ended(service) == 12, "a count went missing")
-    page = service.client.get("/metrics").text
+    page = asked(service.client, wait_for, "/metrics", lambda page: ended(page.text) == 12).text
     assert page.count("moeyard_workers{") == 7, "what is the fleet's is said once"
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
-    check_page(service, page)
+    check_page(service, page, wait_for)
 
     routers()[min(pids)].kill()
-    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place", seconds=10)
+    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place")
 
     def serves():
         try:
@@ -94,7 +103,7 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
         except httpx.TransportError:
             return False
 
-    wait_for(serves, "the routers do not serve", seconds=20)
+    wait_for(serves, "the routers do not serve")
     assert "ended by itself (exit code -9)" in caplog.text
 
 
@@ -103,7 +112,8 @@ def test_a_lost_worker_is_told_once_and_named(start, wait_for):
     service.workers[0].die()
 
     def told_by_all():
-        with httpx.Client(base_url=service.url) as client:  # another connection each time: either router
+        # Another connection each time: either router.
+        with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
             return all(client.get("/v1/fleet", headers={"connection": "close"}).json()["failure"] for _ in range(8))
 
     wait_for(told_by_all, "a router has not noticed")
@@ -129,10 +139,10 @@ def test_a_router_whose_launcher_is_gone_ends_by_name(start, tmp_path):
         assert isinstance(ours.recv(), Ready)
         body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
         url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=10) as answer:
+        with httpx.stream("POST", url, json=body, timeout=HANG_SECONDS) as answer:
             lines = answer.iter_lines()
             next(lines)
             ours.close()
             assert "moeyard serve has ended, and its workers with it" in [line for line in lines if line][-1]
-        process.join(10)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 0

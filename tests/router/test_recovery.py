@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from tests.limits import HANG_SECONDS
 from tests.router.launcher import (
     COMPLETIONS,
     WORLD,
@@ -75,17 +76,16 @@ def connection_alone(service, launcher, wait_for, moment):
 
 
 @pytest.mark.parametrize("fault", [one, two_at_once, all_of_them, during_recovery, connection_alone])
-def test_no_request_is_lost_or_changed(launched, wait_for, fault):
+def test_no_request_is_lost_or_changed(launched, wait_for, fault, pool):
     service, launcher = launched
     asked = bodies()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        expected = list(pool.map(lambda body: folded(service, body), asked))
-        begun = sampled(service)
-        moment = random.Random(fault.__name__).randrange(60, 300)
-        answers = [pool.submit(folded, service, body) for body in asked]
-        wait_for(lambda: sampled(service) - begun > moment, "they must run")
-        count = fault(service, launcher, wait_for, moment)
-        assert [answer.result() for answer in answers] == expected
+    expected = list(pool.map(lambda body: folded(service, body), asked))
+    begun = sampled(service)
+    moment = random.Random(fault.__name__).randrange(60, 300)
+    answers = [pool.submit(folded, service, body) for body in asked]
+    wait_for(lambda: sampled(service) - begun > moment, "they must run")
+    count = fault(service, launcher, wait_for, moment)
+    assert [answer.result() for answer in answers] == expected
     service.wait_idle()
     validate(service)
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
@@ -102,26 +102,25 @@ def test_no_request_is_lost_or_changed(launched, wait_for, fault):
     assert f'moeyard_recovery_seconds_count{{model_name="tiny"}} {float(count)}' in page
 
 
-def test_giving_up_ends_all_and_the_server(launched, wait_for):
+def test_giving_up_ends_all_and_the_server(launched, wait_for, pool):
     service, launcher = launched
-    with ThreadPoolExecutor(4) as pool:
-        streams = in_flight(service, pool, wait_for)
-        launcher.kill(0)
-        ended = []
-        request_exit = service.server._server.request_exit
-        service.server._server.request_exit = lambda at_once: ended.append(at_once)
-        service.server.give_up("rank 0 was lost three times in 60 s")
-        wait_for(lambda: ended == [False], "the server must end by itself")
-        answer = service.client.get("/livez")
-        assert answer.status_code == 503
-        assert answer.json()["reason"] == "rank 0 was lost three times in 60 s"
-        for stream in streams:
-            assert errors(stream) == ["rank 0 was lost three times in 60 s"]
-        assert service.post(COMPLETIONS, prompt="x").status_code == 503
-        launcher.heal(0)
-        assert service.client.get("/livez").status_code == 503, "that was for good"
-        assert incidents(service)[0]["state"] == "failed"
-        service.server._loop.call_soon_threadsafe(lambda: request_exit(at_once=False))
+    streams = in_flight(service, pool, wait_for)
+    launcher.kill(0)
+    ended = []
+    request_exit = service.server._server.request_exit
+    service.server._server.request_exit = lambda at_once: ended.append(at_once)
+    service.server.give_up("rank 0 was lost three times in 60 s")
+    wait_for(lambda: ended == [False], "the server must end by itself")
+    answer = service.client.get("/livez")
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "rank 0 was lost three times in 60 s"
+    for stream in streams:
+        assert errors(stream) == ["rank 0 was lost three times in 60 s"]
+    assert service.post(COMPLETIONS, prompt="x").status_code == 503
+    launcher.heal(0)
+    assert service.client.get("/livez").status_code == 503, "that was for good"
+    assert incidents(service)[0]["state"] == "failed"
+    service.server._loop.call_soon_threadsafe(lambda: request_exit(at_once=False))
 
     def refused():
         try:
@@ -133,16 +132,15 @@ def test_giving_up_ends_all_and_the_server(launched, wait_for):
     wait_for(refused, "serve must return")
 
 
-def test_waiting_has_an_end(start, script, wait_for):
+def test_waiting_has_an_end(start, script, wait_for, pool):
     """Then the fleet has failed, until somebody brings it back after all."""
-    service = start(2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0, recovery_timeout=0.3)
+    service = start(2, prepare=lambda worker: prepared(worker, script), recovery_timeout=0.3)
     launcher = Launcher(service, script)
-    with ThreadPoolExecutor(4) as pool:
-        streams = in_flight(service, pool, wait_for)
-        launcher.kill(1)
-        for stream in streams:
-            (error,) = errors(stream)
-            assert "was not whole again within 0.3 s" in error
+    streams = in_flight(service, pool, wait_for)
+    launcher.kill(1)
+    for stream in streams:
+        (error,) = errors(stream)
+        assert "was not whole again within 0.3 s" in error
     assert service.post(COMPLETIONS, prompt="x").status_code == 503
     assert service.client.get("/livez").status_code == 200
     validate(service)
@@ -151,21 +149,20 @@ def test_waiting_has_an_end(start, script, wait_for):
     service.complete(prompt="x", max_tokens=3)
 
 
-def test_what_kills_three_workers_ends(launched, wait_for):
+def test_what_kills_three_workers_ends(launched, wait_for, pool):
     service, launcher = launched
-    with ThreadPoolExecutor(1) as pool:
-        (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
-        for number in range(3):
-            victim = next(w for w in service.workers if w.runs)
-            victim.paused = True
-            launcher.kill(victim.rank)
-            wait_for(lambda n=number: len(service.lost) == n + 1, "its loss must be told")
-            if number < 2:
-                launcher.heal(victim.rank)
-                wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
-        (error,) = errors(stream)
-        assert error.startswith("3 workers were lost while they ran this request")
-        launcher.heal(victim.rank)
+    (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
+    for number in range(3):
+        victim = next(w for w in service.workers if w.runs)
+        victim.paused = True
+        launcher.kill(victim.rank)
+        wait_for(lambda n=number: len(service.lost) == n + 1, "its loss must be told")
+        if number < 2:
+            launcher.heal(victim.rank)
+            wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
+    (error,) = errors(stream)
+    assert error.startswith("3 workers were lost while they ran this request")
+    launcher.heal(victim.rank)
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet goes on without it")
     service.wait_idle()
     validate(service)
@@ -204,80 +201,76 @@ def test_a_worker_of_another_epoch_is_not_the_old_one(launched, wait_for):
     assert incidents(service)[0]["ranks"] == [1]
 
 
-def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for):
+def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for, pool):
     service, _ = launched
-    with ThreadPoolExecutor(1) as pool:
-        (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=100)
-        worker = next(w for w in service.workers if w.runs)
+    (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=100)
+    worker = next(w for w in service.workers if w.runs)
 
-        def stop():
-            worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
-            worker.say(worker.snapshot)
-            worker._end(worker.forget(worker.runs[0]), "abort")
+    def stop():
+        worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
+        worker.say(worker.snapshot)
+        worker._end(worker.forget(worker.runs[0]), "abort")
 
-        worker.do(stop)
-        assert errors(stream) == []
+    worker.do(stop)
+    assert errors(stream) == []
     assert len(service.submits) == 2
     assert service.submits[0].prompt_token_ids == service.submits[1].prompt_token_ids
 
 
-def test_a_carried_request_is_not_turned_away(launched, wait_for):
+def test_a_carried_request_is_not_turned_away(launched, wait_for, pool):
     """It was let in long ago: a rank whose queue is full is asked again."""
     service, launcher = launched
     for worker in service.workers:
         worker.paused = True
     full = Rejected(request_id="", reason="queue_full", message="full")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(service.complete, prompt="x", max_tokens=5)
-        wait_for(lambda: len(service.submits) == 1, "it must be there")
-        rank = next(w for w in service.workers if w.submits).rank
-        for worker in service.workers:
-            worker.reject, worker.paused = full, False
-        launcher.kill(rank)
-        wait_for(lambda: service.lost == [rank], "its loss must be told")
-        launcher.replace(rank)
-        service.workers[rank].reject = full
-        launcher.together()
-        wait_for(lambda: len(service.submits) >= 2, "it must be sent again")
-        for worker in service.workers:
-            worker.reject = None
-        assert answer.result()["usage"]["completion_tokens"] == 5
+    answer = pool.submit(service.complete, prompt="x", max_tokens=5)
+    wait_for(lambda: len(service.submits) == 1, "it must be there")
+    rank = next(w for w in service.workers if w.submits).rank
+    for worker in service.workers:
+        worker.reject, worker.paused = full, False
+    launcher.kill(rank)
+    wait_for(lambda: service.lost == [rank], "its loss must be told")
+    launcher.replace(rank)
+    service.workers[rank].reject = full
+    launcher.together()
+    wait_for(lambda: len(service.submits) >= 2, "it must be sent again")
+    for worker in service.workers:
+        worker.reject = None
+    assert answer.result()["usage"]["completion_tokens"] == 5
 
 
-def test_an_error_of_a_request_is_its_end(launched, wait_for):
+def test_an_error_of_a_request_is_its_end(launched, wait_for, pool):
     service, _ = launched
-    with ThreadPoolExecutor(1) as pool:
-        (stream,) = in_flight(service, pool, wait_for, count=1)
-        worker = next(w for w in service.workers if w.runs)
-        (name,) = worker.runs
-        done = Done(
-            request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="NaN"
-        )
-        worker.do(lambda: (worker._running.clear(), worker.say(done)))
-        assert "NaN" in errors(stream)[0]
+    (stream,) = in_flight(service, pool, wait_for, count=1)
+    worker = next(w for w in service.workers if w.runs)
+    (name,) = worker.runs
+    done = Done(
+        request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="NaN"
+    )
+    worker.do(lambda: (worker._running.clear(), worker.say(done)))
+    assert "NaN" in errors(stream)[0]
     assert service.lost == []
 
 
-def test_at_a_restarted_router_requests_wait_for_its_connections(start, script, wait_for):
+def test_at_a_restarted_router_requests_wait_for_its_connections(start, script, wait_for, pool):
     hearing = threading.Event()
 
     def deaf(worker):
         prepared(worker, script)
-        worker.do(lambda: hearing.wait(20))
+        worker.do(lambda: hearing.wait(HANG_SECONDS))
 
     service = start(2, ready=False, restarted=True, prepare=deaf)
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(service.complete, prompt="early", max_tokens=3)
-        wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 1, "it must wait")
-        assert service.client.get("/readyz").status_code == 503
-        hearing.set()
-        assert early.result()["usage"]["completion_tokens"] == 3
+    early = pool.submit(service.complete, prompt="early", max_tokens=3)
+    wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 1, "it must wait")
+    assert service.client.get("/readyz").status_code == 503
+    hearing.set()
+    assert early.result()["usage"]["completion_tokens"] == 3
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready")
     assert incidents(service) == []
     validate(service)
 
 
-def test_workers_come_and_go(start, script, wait_for):
+def test_workers_come_and_go(start, script, wait_for, pool):
     """Two ranks become three and two again, under load."""
     service = start(2, prepare=lambda worker: prepared(worker, script))
     launcher = Launcher(service, script)
@@ -294,77 +287,74 @@ def test_workers_come_and_go(start, script, wait_for):
         addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in workers)
         replaced = threading.Event()
         service.server.replace_workers(addresses, replaced.set)
-        assert replaced.wait(5)
+        assert replaced.wait(HANG_SECONDS)
         wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
         assert len(service.client.get("/v1/fleet").json()["workers"]) == len(workers)
 
     third = ScriptedWorker(2, 3, script)
     try:
-        with ThreadPoolExecutor(6) as pool:
-            answers = [pool.submit(service.complete, **body) for _ in range(6)]
-            wait_for(lambda: len(service.submits) == 7, "they must run")
-            two = service.workers[:2]
-            resize(*two, third)
-            resize(*two)
-            assert [answer.result()["choices"] for answer in answers] == [expected] * 6
+        answers = [pool.submit(service.complete, **body) for _ in range(6)]
+        wait_for(lambda: len(service.submits) == 7, "they must run")
+        two = service.workers[:2]
+        resize(*two, third)
+        resize(*two)
+        assert [answer.result()["choices"] for answer in answers] == [expected] * 6
         assert service.failures == []
         validate(service)
     finally:
         third.die()
 
 
-def test_several_routers_carry_and_are_given_up(start, script, wait_for):
-    service = start(WORLD, num_routers=2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0)
+def test_several_routers_carry_and_are_given_up(start, script, wait_for, pool):
+    service = start(WORLD, num_routers=2, prepare=lambda worker: prepared(worker, script))
     launcher = Launcher(service, script)
 
     def ask(i):
-        with httpx.Client(base_url=service.url, timeout=20) as client:
+        with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
             answer = client.post(COMPLETIONS, json={"prompt": f"{i} of many", "max_tokens": 150})
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"]
 
-    with ThreadPoolExecutor(6) as pool:
-        expected = list(pool.map(ask, range(6)))
-        answers = [pool.submit(ask, i) for i in range(6)]
-        wait_for(lambda: len(service.submits) == 12, "they must run")
-        launcher.kill(1)
-        wait_for(lambda: service.lost == [1], "its loss must be told")
-        launcher.heal(1)
-        assert [answer.result() for answer in answers] == expected
+    expected = list(pool.map(ask, range(6)))
+    answers = [pool.submit(ask, i) for i in range(6)]
+    wait_for(lambda: len(service.submits) == 12, "they must run")
+    launcher.kill(1)
+    wait_for(lambda: service.lost == [1], "its loss must be told")
+    launcher.heal(1)
+    assert [answer.result() for answer in answers] == expected
     assert service.lost == [1], "however many routers lost it"
     service.server.give_up("enough")
-    wait_for(lambda: not service.server._routers, "all routers must end", 10)
+    wait_for(lambda: not service.server._routers, "all routers must end")
     assert service.server.failure == "enough"
 
 
-def test_a_rank_may_be_away_and_come_back(launched, wait_for):
+def test_a_rank_may_be_away_and_come_back(launched, wait_for, pool):
     """The others serve without it: its requests go on there, nothing waits for it, and it is ready when it is back."""
     service, launcher = launched
     asked = bodies()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        expected = list(pool.map(lambda body: folded(service, body), asked))
-        answers = [pool.submit(folded, service, body) for body in asked]
-        wait_for(lambda: service.workers[1].submits, "something must run there")
-        launcher.kill(1)
-        wait_for(lambda: service.lost == [1], "its loss must be told")
-        launcher.leave(1)
-        assert [answer.result() for answer in answers] == expected
-        wait_for(lambda: service.client.get("/readyz").status_code == 200, "two are a fleet")
-        states = [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]]
-        assert states == ["ready", "away", "ready"]
-        targets = service.client.get("/metrics").text
-        assert 'state="away"} 1.0' in targets
-        assert service.lost == [1], "nobody misses who is away"
-        # Back between steps: the others hold for a moment, and their requests stay.
-        answers = [pool.submit(folded, service, body) for body in asked]
-        wait_for(lambda: service.workers[0].submits and service.workers[2].submits, "they must run")
+    expected = list(pool.map(lambda body: folded(service, body), asked))
+    answers = [pool.submit(folded, service, body) for body in asked]
+    wait_for(lambda: service.workers[1].submits, "something must run there")
+    launcher.kill(1)
+    wait_for(lambda: service.lost == [1], "its loss must be told")
+    launcher.leave(1)
+    assert [answer.result() for answer in answers] == expected
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "two are a fleet")
+    states = [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]]
+    assert states == ["ready", "away", "ready"]
+    targets = service.client.get("/metrics").text
+    assert 'state="away"} 1.0' in targets
+    assert service.lost == [1], "nobody misses who is away"
+    # Back between steps: the others hold for a moment, and their requests stay.
+    answers = [pool.submit(folded, service, body) for body in asked]
+    wait_for(lambda: service.workers[0].submits and service.workers[2].submits, "they must run")
 
-        for rank in (0, 2):
-            service.workers[rank].hold("rank 1 is back")
-        launcher.heal(1)
-        assert [answer.result() for answer in answers] == expected
-        carried = [incident["requests_carried"] for incident in incidents(service)]
-        assert carried[0] == 0, "what runs at the others stays there"
+    for rank in (0, 2):
+        service.workers[rank].hold("rank 1 is back")
+    launcher.heal(1)
+    assert [answer.result() for answer in answers] == expected
+    carried = [incident["requests_carried"] for incident in incidents(service)]
+    assert carried[0] == 0, "what runs at the others stays there"
 
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "all are back")
     assert [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]] == ["ready"] * 3

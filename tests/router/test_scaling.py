@@ -3,9 +3,9 @@
 import dataclasses
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.limits import HANG_SECONDS
 from tests.router.launcher import COMPLETIONS, Launcher, bodies, folded, in_flight, incidents, prepared, validate
 from tests.router.scripted_worker import ScriptedWorker
 from tests.router.test_draining import drain
@@ -18,14 +18,14 @@ class Scaled:
     """A service that has two workers at first, and what a launcher does to give it others."""
 
     def __init__(self, start, script, **options):
-        self.service = start(2, prepare=lambda worker: prepared(worker, script), step_deadline=1.0, **options)
+        self.service = start(2, prepare=lambda worker: prepared(worker, script), **options)
         self.script, self.epoch = script, 0
         self.left = []
 
     def announce(self, size):
         told = threading.Event()
         self.service.server.drain(Drain(ranks=(), rank=0, size=size), lambda count: told.set())
-        assert told.wait(5)
+        assert told.wait(HANG_SECONDS)
 
     def go_on(self, size):
         """All meet in another epoch, and the router is given their addresses."""
@@ -44,7 +44,7 @@ class Scaled:
         told = threading.Event()
         addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in workers)
         self.service.server.replace_workers(addresses, told.set, {"reason": "scaled", "planned": True})
-        assert told.wait(5)
+        assert told.wait(HANG_SECONDS)
         for worker in workers:
             worker.go_on(self.epoch)
 
@@ -71,20 +71,19 @@ def scaled(start, script):
         each.end()
 
 
-def test_two_four_two_under_load(scaled, wait_for):
+def test_two_four_two_under_load(scaled, wait_for, pool):
     fleet = scaled()
     service = fleet.service
     asked = bodies()
     expected = [folded(service, body) for body in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        for size in (4, 2):
-            answers = [pool.submit(folded, service, body) for body in asked]
-            wait_for(lambda: sum(len(w._running) for w in service.workers) >= 6, "they must run")
-            fleet.scale(size)
-            assert [answer.result(20) for answer in answers] == expected
-            wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
-            workers = service.client.get("/v1/fleet").json()["workers"]
-            assert [(worker["rank"], worker["state"]) for worker in workers] == [(r, "ready") for r in range(size)]
+    for size in (4, 2):
+        answers = [pool.submit(folded, service, body) for body in asked]
+        wait_for(lambda: sum(len(w._running) for w in service.workers) >= 6, "they must run")
+        fleet.scale(size)
+        assert [answer.result(HANG_SECONDS) for answer in answers] == expected
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
+        workers = service.client.get("/v1/fleet").json()["workers"]
+        assert [(worker["rank"], worker["state"]) for worker in workers] == [(r, "ready") for r in range(size)]
     page = incidents(service)
     assert [(each["planned"], each["reason"], each["ranks"]) for each in page] == [
         (True, "going on with 2 workers", [2, 3]),
@@ -98,18 +97,17 @@ def test_two_four_two_under_load(scaled, wait_for):
     validate(service)
 
 
-def test_who_leaves_is_drained_first(scaled, wait_for):
+def test_who_leaves_is_drained_first(scaled, wait_for, pool):
     fleet = scaled()
     service = fleet.service
     fleet.scale(3)
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
-    with ThreadPoolExecutor(6) as pool:
-        streams = in_flight(service, pool, wait_for, count=6)
-        assert drain(service, 2) > 0
-        drain(service, 2, carry=True)
-        assert drain(service, 2) == 0
-        fleet.scale(2)
-        assert all("error" not in event for stream in streams for event in stream.result(20))
+    streams = in_flight(service, pool, wait_for, count=6)
+    assert drain(service, 2) > 0
+    drain(service, 2, carry=True)
+    assert drain(service, 2) == 0
+    fleet.scale(2)
+    assert all("error" not in event for stream in streams for event in stream.result(HANG_SECONDS))
     validate(service)
 
 
@@ -143,24 +141,23 @@ def test_a_loss_meanwhile_is_a_loss(scaled, wait_for):
     validate(service)
 
 
-def test_limits_follow_the_number_of_workers(scaled, wait_for):
+def test_limits_follow_the_number_of_workers(scaled, wait_for, pool):
     """Two places and one in the queue for each worker."""
     fleet = scaled(worker_places=2, max_inflight=6, inflight_per_worker=3)
     service = fleet.service
     held = service.server._fleet
-    with ThreadPoolExecutor(9) as pool:
-        for size in (3, 2):
-            fleet.scale(size)
-            wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
-            assert held.waiters._room._places == 2 * size
-            for worker in service.workers:
-                worker.paused = True
-            answers = [pool.submit(service.complete, prompt=f"{i}", max_tokens=2) for i in range(3 * size)]
-            wait_for(lambda size=size: held.num_inflight == 3 * size, "all must be taken")
-            refused = service.client.post(COMPLETIONS, json={"prompt": "one more", "max_tokens": 2})
-            assert refused.status_code == 429, refused.text
-            assert f"{3 * size} of {3 * size} sequences are in flight" in refused.json()["error"]["message"]
-            for worker in service.workers:
-                worker.paused = False
-            assert all(answer.result(20)["choices"] for answer in answers)
+    for size in (3, 2):
+        fleet.scale(size)
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
+        assert held.waiters._room._places == 2 * size
+        for worker in service.workers:
+            worker.paused = True
+        answers = [pool.submit(service.complete, prompt=f"{i}", max_tokens=2) for i in range(3 * size)]
+        wait_for(lambda size=size: held.num_inflight == 3 * size, "all must be taken")
+        refused = service.client.post(COMPLETIONS, json={"prompt": "one more", "max_tokens": 2})
+        assert refused.status_code == 429, refused.text
+        assert f"{3 * size} of {3 * size} sequences are in flight" in refused.json()["error"]["message"]
+        for worker in service.workers:
+            worker.paused = False
+        assert all(answer.result(HANG_SECONDS)["choices"] for answer in answers)
     validate(service)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.limits import HANG_SECONDS
 
 from moeyard_router.http.siblings import Siblings
 
@@ -10,8 +11,9 @@ PAGE = b'{"inflight": 3}' * 20_000  # more than a socket's buffer holds
 
 
 @pytest.fixture
-def asked(tmp_path):
-    """What router 0 of three hears of router 1, which lives, and of 2, which is `played`."""
+def asked(tmp_path, monkeypatch):
+    """The pages that router 0 of three hears of router 1, which lives, and of 2, which is `played`."""
+    monkeypatch.setattr("moeyard_router.http.siblings._ANSWER_SECONDS", HANG_SECONDS)
 
     def asked(played):
         async def run():
@@ -53,7 +55,9 @@ def test_a_router_that_ends_while_it_is_asked_is_left_out(asked):
         assert asked(played) == [PAGE]
 
 
-def test_a_page_that_is_not_there_is_no_page(tmp_path):
+def test_a_page_that_is_not_there_is_no_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("moeyard_router.http.siblings._ANSWER_SECONDS", HANG_SECONDS)
+
     async def run():
         living, asking = Siblings(tmp_path, index=1, count=2), Siblings(tmp_path, index=0, count=2)
         living.offer("empty", lambda: b"")

@@ -1,12 +1,10 @@
 """Requests that wait in a real router: who goes to a worker when, and what ends their wait."""
 
-import asyncio
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
-import pytest
+from tests.router.launcher import validate
 from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import DoorConfig, WorkerAddress
@@ -18,21 +16,6 @@ PROMPTS = {"many": [5, 6], "few": [7, 8]}  # by key
 
 def inflight(service):
     return service.client.get("/v1/fleet").json()
-
-
-def validate(service):
-    """The fleet's own assertions, in its loop."""
-
-    async def check():
-        service.server._fleet.validate()
-
-    asyncio.run_coroutine_threadsafe(check(), service.server._loop).result(5)
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
 
 
 def test_workers_are_given_what_they_run(start, pool, wait_for):
@@ -137,7 +120,7 @@ def test_ready_sequences_are_those_that_end_in_a_step():
 
 def test_who_waits_while_the_fleet_recovers_stays(start, pool, wait_for, story):
     """No limit of time counts then, new ones are taken, and what had a place goes first."""
-    service = start(2, worker_places=1, max_inflight=64, max_queue_seconds=0.5, step_deadline=1.0)
+    service = start(2, worker_places=1, max_inflight=64, max_queue_seconds=1.5)
     one, other = service.workers
     for worker in service.workers:
         worker.paused = True
@@ -150,8 +133,7 @@ def test_who_waits_while_the_fleet_recovers_stays(start, pool, wait_for, story):
     answers += [pool.submit(service.post, "/v1/completions", **{**BODY, "prompt": [7, 8]}) for _ in range(4)]
     wait_for(lambda: inflight(service)["inflight"] == held + 4, "they are taken, though nothing runs")
     wait_for(lambda: service.client.get("/v1/fleet/incidents").json()["incidents"][0]["state"] == "recovering", "it is")
-    since = time.monotonic()
-    wait_for(lambda: time.monotonic() - since > 0.8, "longer than anybody may wait in a sound fleet")
+    time.sleep(1.8)  # Longer than a request may wait in a sound fleet: only time shows that this limit does not count.
     new = service.workers[0] = ScriptedWorker(0, 2, story, epoch=1)
     addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in service.workers)
     service.server.replace_workers(addresses, lambda: None, None)
