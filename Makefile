@@ -12,8 +12,8 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
-# Processes that run tests at once. Each takes up to 2 GiB of memory.
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 8 ] && n=8; echo $$n)
+# Processes that run tests at once: one more than cores, because some tests wait. Each takes up to 2 GiB of memory.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -lt 8 ] && echo $$((n + 1)) || echo 8)
 PYTEST := $(VENV)/bin/python -m pytest
 # One OpenMP thread: torch's default of one per core collapses as soon as anything else runs.
 export OMP_NUM_THREADS := 1
@@ -31,7 +31,7 @@ check: venv-dev
 
 # Tests that measure time run alone, behind the others.
 define run_tests
-	$(PYTEST) -n $(JOBS) -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
 	$(PYTEST) -m timing $(1) && exit $$code
 endef
 

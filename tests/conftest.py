@@ -23,8 +23,9 @@ hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same examples")
 
-# Under nohup it is ignored, and by every child: then a server rightly does not end by it.
+# A shell ignores these for a background command, and so do its children: then a server rightly does not end by them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton reads it when its own library is decorated, so before anything imports triton.
