@@ -269,6 +269,7 @@ class Unmoved:
         return self.page
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize(
     ("there", "page", "note"),

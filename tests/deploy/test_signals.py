@@ -79,6 +79,7 @@ def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> No
         next(lines)
         workers = served.workers()
         assert len(workers) == 2
+        served.wait_for(lambda: bool(served.processes("ray::DashboardAgent")))
         served.process.kill()
         _, left = psutil.wait_procs(workers, timeout=HANG_SECONDS)
         assert not left, f"{left} outlive the launcher"

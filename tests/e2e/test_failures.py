@@ -171,6 +171,7 @@ def test_a_slow_rank_is_waited_for(processes: ProcessPool, model: Path) -> None:
         assert {snapshot.failure for snapshot in client.snapshots.values()} == {None}
 
 
+@pytest.mark.slow
 def test_a_rank_that_lives_and_sends_nothing_is_named(processes: ProcessPool, model: Path) -> None:
     """Its process answers, its engine hangs before a layer's rows: given up by all others after twelve deadlines."""
     deadline = 0.3 * DEADLINE

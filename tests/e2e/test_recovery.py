@@ -118,6 +118,7 @@ def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpo
         assert client.snapshots[0].epoch not in (epoch, 0)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["plain", "deep"])
 def test_survivors_keep_the_kv_of_what_they_run(
     processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]

@@ -211,6 +211,7 @@ PENALTIES: dict[str, dict[str, float]] = {
 }
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties(bench: Bench, http: HttpFleet, name: str) -> None:
     # Letters only, so that the 26 of them come again and again.

@@ -47,6 +47,7 @@ def expected() -> dict[str, Told]:
         return {name: loaded.run({name: asked}, max_in_flight=1)[0][name] for name, asked in requests().items()}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
 @pytest.mark.parametrize("deep", [1, 2])
 def test_rows_are_what_they_are_alone(rank: Rank, expected: dict[str, Told], eager: bool, deep: int) -> None:

@@ -83,7 +83,7 @@ def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
         yield rank
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"max_in_flight": 1}, {"prefill_chunk": 64}, {"mixed_prefill_tokens": 64}, {"num_pages": SCARCE},
     {"num_pages": SCARCE, "max_in_flight": 1, "prefill_chunk": 64},
@@ -112,7 +112,7 @@ def check(told: dict[str, Told], expected: dict[str, Told]) -> None:
         assert torch.allclose(ours, theirs, atol=1e-4), name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("changes", [
     {}, {"max_in_flight": 1}, {"prefill_chunk": 64}, {"mixed_prefill_tokens": 64}, {"num_snapshots": 1},
     {"num_snapshots": 2, "prefill_chunk": 64}, {"num_snapshots": 0}, {"num_pages": TIGHT},

@@ -58,6 +58,7 @@ def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[s
     assert all(count > 0 for count in stats.accepted)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("deep", [1, 2])
 def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
     chance, launches = random.Random(3), runner(drafting)

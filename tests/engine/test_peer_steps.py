@@ -284,7 +284,7 @@ def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
         fleet.close()
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
     """Alone, beside an idle rank, spread over ranks of other sizes, deep and not, in graphs and launched."""
     names = list(requests())
@@ -583,6 +583,7 @@ def test_one_answer_through_process_groups(
         fleet.close()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
 def test_partial_residency_through_process_groups(
     captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch

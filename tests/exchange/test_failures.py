@@ -17,6 +17,7 @@ SCENARIO = SCENARIOS[0]
 DEADLINE = 2.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("kind", ["zmq", "zmq-tcp", "nccl"])
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (4, 3)], ids=["2ranks-first", "4ranks-last"])
@@ -33,6 +34,7 @@ def test_a_killed_rank_is_named_before_the_deadline(ranks: int, victim: int, kin
             assert died_at < failed.at
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
 def test_a_stopped_rank_is_named_at_the_deadline(kind: str, phase: str) -> None:
@@ -47,6 +49,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(kind: str, phase: str) -> None:
             assert failed.message.startswith(f"rank 1 silent at step 2, layer 1, {phase} ({DEADLINE:.1f} s)"), failed
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 @pytest.mark.parametrize("kind", ["zmq", "nccl"])
 def test_a_stopped_rank_has_no_pulse(kind: str, phase: str) -> None:

@@ -131,6 +131,7 @@ def replaying() -> Iterator[tuple[list[NcclExchange], list[Replays], list[Mesh]]
 Ranks = tuple[list[NcclExchange], list[Replays], list[Mesh]]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("passed", "where"),
     [(1, "layer 2, dispatch"), (3, "layer 2, combine"), (5, "layer 5, dispatch"), (7, "layer 5, combine")],

@@ -42,6 +42,7 @@ def run_op(
     return ops.causal_conv1d_prefill(x, weight, kept, chunks=chunks), kept
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("run", [run_op, run_kernel], ids=["op", "kernel"])
@@ -106,6 +107,7 @@ def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int) -> Non
         assert torch.equal(found, same)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
     x, weight, window = make_inputs(98, torch.bfloat16)

@@ -136,6 +136,8 @@ def said(script: str, cache: Path) -> str:
 
 def test_who_compiles_tells_and_who_loads() -> None:
     told: list[int] = []
+    # A worker that another test of this process runs may listen too.
+    before = knobs.cache.manager_class
     with before_compiling(lambda: told.append(1)):
         ask()
         assert len(told) == 1
@@ -148,7 +150,7 @@ def test_who_compiles_tells_and_who_loads() -> None:
         assert len(told) == 3
     ask("ef")
     assert len(told) == 3
-    assert knobs.cache.manager_class is None
+    assert knobs.cache.manager_class is before
 
 
 def test_another_thread_tells_nothing() -> None:

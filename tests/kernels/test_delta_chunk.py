@@ -44,6 +44,7 @@ def plan(lengths: list[int], starts: list[int], slots: list[int]) -> PromptChunk
     return PromptChunks.plan(lengths, starts, slots, device=DEVICE)
 
 
+@pytest.mark.sampled(0)
 @BY_ROW
 # The last is a shape whose tile is wider than the state, in both directions.
 @pytest.mark.parametrize("heads", [(1, 2, 16, 32), (1, 3, 18, 10)], ids=str)
@@ -107,6 +108,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
     assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0][:seen], whole[:seen])
 
 
+@pytest.mark.sampled(0)
 # Of log2, of a position: sums of 32 and of 8 are within the limit, of 8 only, and neither; around both limits too.
 @pytest.mark.parametrize("most", [0.3, 2.95, 3.05, 11.7, 12.3, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

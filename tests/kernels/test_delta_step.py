@@ -54,7 +54,7 @@ def kernel(by_row: bool) -> Any:
     return triton_kernel.kda_step if by_row else triton_kernel.gdn_step
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @BY_ROW
 @HEADS
 @DTYPES

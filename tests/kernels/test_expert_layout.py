@@ -82,6 +82,7 @@ if DEVICE == "cuda":
     ]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts", "num_slots", "block_rows"), SHAPES, ids=str)
 def test_kernel_and_reference_follow_the_rules(
     num_tokens: int, top_k: int, num_experts: int, num_slots: int, block_rows: int

@@ -112,7 +112,7 @@ def fault_of(rank: Rank) -> list[int]:
 MISSED_BY = [(2, 2), (3, 0), (0, 5), (1, 4), (0, 0), (5, 0, 1), (0, 1, 0), (2, 5, 1, 4)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("missed", MISSED_BY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_kernel_and_oracle_leave_the_same(missed: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -81,7 +81,7 @@ if DEVICE.type == "cpu":
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @DTYPES
 @pytest.mark.parametrize("block_rows", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)

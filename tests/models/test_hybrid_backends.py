@@ -174,6 +174,7 @@ def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -
         assert DEVICE.type == "cpu" or torch.equal(ours, theirs)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("rows", [0, 4])
 def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], rows: int) -> None:
     """A prompt that goes on, a new one over a slot that held another's, beside decode rows or not."""

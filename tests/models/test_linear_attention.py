@@ -65,6 +65,7 @@ def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) ->
     )  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunk_size", [64, 128])
 def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
     """In another slot, whose state of an earlier sequence must not show."""

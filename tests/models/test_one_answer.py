@@ -56,7 +56,7 @@ def alone(runner: Runner, prompts: list[list[int]]) -> tuple[list[int], torch.Te
     return greedy_tokens(runner, prompts[0], NUM_TOKENS)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, 64])
 def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
     tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size)
@@ -76,6 +76,7 @@ def make_chunk(ids: list[int], start: int, size: int, *, prompt: bool, first_pag
     )
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunk_size", [9, 48])
 def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
     """The first request decodes while two others are prefilled in chunks and then decode too, on scattered pages."""

@@ -158,6 +158,7 @@ def random_life(
     return harness
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("compressed", [False, True])
@@ -177,6 +178,7 @@ def test_busy_lives_preempt_and_reuse(seed: int, compressed: bool, max_in_flight
         assert 0.05 * verified < accepted < 0.95 * verified, f"draft {j}: {accepted} of {verified} are right"
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize(("num_snapshots", "compressed"), [(1, False), (3, False), (12, False), (12, True)])
 def test_busy_lives_with_state_per_sequence(
