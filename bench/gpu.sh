@@ -297,7 +297,7 @@ nccl() {
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
   step nccl_rows 80 "${rows[@]}" --tokens 1 8 64 --hidden 7168 --experts 256
   step nccl_prompts 80 "${rows[@]}" --prompts --tokens 1024 4096 --hidden 2048 --experts 128
-  step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest -q -p no:cacheprovider -rf \
+  step nccl_network 60 "${network[@]}" TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest --all -p no:cacheprovider -rf \
     tests/exchange/test_conformance.py -k "nccl and 2gpus and bfloat16"
   step nccl_network_rows 40 "${network[@]}" "${rows[@]}" --kinds nccl --tokens 8 64 --hidden 7168 --experts 256
   tests nccl_answer 200 tests/gpu/test_one_answer_ranks.py -k "nccl and gqa-bfloat16"
