@@ -79,12 +79,11 @@ def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> No
         next(lines)
         workers = served.workers()
         assert len(workers) == 2
-        served.wait_for(lambda: bool(served.processes("ray::DashboardAgent")))
         served.process.kill()
-        _, left = psutil.wait_procs(workers, timeout=HANG_SECONDS)
+        # Ray's own processes notice the loss 65 s later.
+        _, left = psutil.wait_procs(workers, timeout=HANG_SECONDS / 2)
         assert not left, f"{left} outlive the launcher"
         assert served.workers() == []
-        assert served.processes("ray::DashboardAgent"), "Ray's own processes notice it a minute later"
         with contextlib.suppress(httpx.TransportError):  # a router may still say that it ends
             list(lines)
     served.check_names()
