@@ -51,15 +51,14 @@ def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:
 
 
 def cover(cases: list[pytest.Item], strength: int = 0) -> set[pytest.Item]:
-    """A few cases that meet every combination of so many values; greedy, in the order of the cases."""
+    """Choose cases greedily, in their order, until they meet every combination of `strength` values."""
     if strength == 0:
         return {cases[0]}
     combinations = {case: set(itertools.combinations(sorted(values(case)), strength)) for case in cases}
     left, kept = set().union(*combinations.values()), set()
     while left:
         best = max(cases, key=lambda case: len(combinations[case] & left))
-        if best in kept:
-            break
         kept.add(best)
         left -= combinations[best]
-    return kept
+    # A test with too few parameters for the strength has no combination.
+    return kept or {cases[0]}

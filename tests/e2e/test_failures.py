@@ -47,7 +47,7 @@ def model(checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that no shared memory, socket file or folder of this test's ranks stays behind, whoever was killed."""
+    """Check that no shared memory, socket file or folder of this test's ranks stays behind."""
     names, send = set[str](), RankProcess.send
 
     def listen(rank: RankProcess, name: str, *args: Any) -> None:
@@ -106,7 +106,7 @@ def failure_of(client: Client, *ranks: int) -> str:
 
 
 def check_silence(client: Client, *ranks: int) -> None:
-    """The next word of these ranks is the answer to a question."""
+    """Check that the next message of these ranks answers a question."""
     counts = [len(answer.token_ids) for answer in client.answers.values()]
     client.snapshots.clear()
     for rank in ranks:

@@ -370,7 +370,7 @@ def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> 
         pytest.skip("the same for every attention")
     fleet = start(config(model, ranks=2, exchange="nvlink"))
     fleet.answers("first", {name: i % 2 for i, name in enumerate(requests())})
-    # What was counted is looked at behind a step.
+    # A rank looks at its counters after a step.
     fleet.answers("then", {"c": 0})
     for worker in fleet.workers:
         with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=HANG_SECONDS) as response:

@@ -174,7 +174,7 @@ def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else sys.maxsize
     built: list[tuple[Any, ...]] = []
     op = ""
-    # Of each op by itself: what is reported of it does not depend on which others are built.
+    # Counted for each op, so that its report does not depend on the other ops of the run.
     seen: set[tuple[str, str]] = set()
     count: Counter[tuple[object, ...]] = Counter()
     launch = JITFunction.run
@@ -216,7 +216,11 @@ def main() -> None:
                     "always_waits": always_waits(kernel.asm["ptx"]),
                 }
                 line |= {"row_sums": row_sums(kernel.asm["ttgir"]), "serialized": serialized(kernel.asm["ptx"])}
-                line |= {"counts": variant[-1], "atomics": atomics(kernel.asm["ptx"], kernel.asm["cubin"])}
+                line |= {
+                    "beside": variant[-2],
+                    "counts": variant[-1],
+                    "atomics": atomics(kernel.asm["ptx"], kernel.asm["cubin"]),
+                }
                 print(json.dumps(line), flush=True)
             built.clear()
 

@@ -1,4 +1,4 @@
-"""What ptxas made of each op's kernels, kept by a digest of the sources: `python -m tests.kernels.hopper_builds`.
+"""The record of what ptxas makes of each op's kernels, by sources: `python -m tests.kernels.hopper_builds` writes it.
 
 The record `hopper_builds.json` is part of the tree. The fast tier builds the modules of the bench whose sources have
 changed since; the whole suite builds all of them. This command builds what has changed and writes the record.
@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,24 @@ SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 RECORD = Path(__file__).with_name("hopper_builds.json")
 CACHE = ROOT / ".cache" / "triton"
 # The fields that tests read; shapes, bytes and digests of PTX are of no use to them.
-FIELDS = ("kernel", "early", "static", "waits", "triggers_first", "always_waits", "serialized", "counts", "atomics")
+FIELDS = (
+    "kernel",
+    "early",
+    "static",
+    "waits",
+    "triggers_first",
+    "always_waits",
+    "serialized",
+    "beside",
+    "counts",
+    "atomics",
+)
 
 Build = dict[str, Any]
 
 
 def digest(module: str) -> str:
-    """Of Triton's version and of all sources that a module of the bench can launch."""
+    """Return a digest of Triton's version and of all sources that a module of the bench imports."""
     files = closure(modules()[f"moeyard_kernels.bench.{module}"])
     h = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes())
     for file in sorted(files):
@@ -51,41 +62,20 @@ def changed() -> list[str]:
 
 
 def build(names: Collection[str]) -> dict[str, list[Build]]:
-    """Build the kernels of these modules, a module to a process, on all cores. Raises AssertionError with stderr."""
+    """Build the kernels of these modules on all cores, one process per module. Raises AssertionError with stderr."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_CACHE_DIR": str(CACHE)}
     record = recorded()
-    # The longest first.
-    left = sorted(names, key=lambda name: len(record.get(name, {}).get("builds", ())))
-    running: dict[str, subprocess.Popen[str]] = {}
-    found = {}
-    try:
-        while left or running:
-            while left and len(running) < (os.cpu_count() or 1):
-                name = left.pop()
-                ops = importlib.import_module(f"moeyard_kernels.bench.{name}").OPS
-                command = [sys.executable, str(SCRIPT), "1", *ops]
-                running[name] = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-                )
-            name = _ended(running)
-            stdout, stderr = running[name].communicate()
-            assert running.pop(name).returncode == 0, f"{name}: {stderr[-3000:]}"
-            found[name] = _without_repeats(json.loads(line) for line in stdout.splitlines())
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
-    return found
 
+    def build_one(name: str) -> list[Build]:
+        ops = importlib.import_module(f"moeyard_kernels.bench.{name}").OPS
+        run = subprocess.run([sys.executable, str(SCRIPT), "1", *ops], capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, f"{name}: {run.stderr[-3000:]}"
+        return _without_repeats(json.loads(line) for line in run.stdout.splitlines())
 
-def _ended(running: dict[str, "subprocess.Popen[str]"]) -> str:
-    """Wait for one of them. Their output is short enough for the pipes."""
-    while True:
-        for name, process in running.items():
-            if process.poll() is not None:
-                return name
-        time.sleep(0.05)
+    longest_first = sorted(names, key=lambda name: -len(record.get(name, {}).get("builds", ())))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(longest_first, pool.map(build_one, longest_first), strict=True))
 
 
 def _without_repeats(lines: Iterable[Build]) -> list[Build]:

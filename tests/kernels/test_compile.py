@@ -91,9 +91,9 @@ def test_launches_complete_in_order(built: list[hopper_builds.Build]) -> None:
         "expert_slice_kernel",
     } <= first
     assert {"_dispatch_kernel", "_combine_kernel"} <= first
-    # One program of it writes the choice ahead of the wait, which all programs reach.
+    # One program writes the choice ahead of the wait, which all programs reach; with a shared expert and without.
     writes = [line for line in built if line["kernel"] == "expert_slice_kernel" and line["counts"]]
-    assert writes
+    assert {line["beside"] for line in writes} == {False, True}
     assert [line for line in built if line["triggers_first"] and not line["always_waits"]] == writes
     # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
     # once, but the first has waited in every program before it lets that begin.

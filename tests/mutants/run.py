@@ -100,8 +100,10 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[str, float]:
     begun = time.monotonic()
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-    if run.returncode not in (0, 1) or bool(run.returncode) != bool(failed):
-        failed = failed or [f"pytest ended with {run.returncode}: {run.stdout[-300:]}{run.stderr[-300:]}"]
+    if run.returncode > 2 and not failed:
+        raise RuntimeError(f"pytest ran no test, code {run.returncode}: {run.stdout[-300:]}{run.stderr[-300:]}")
+    if run.returncode and not failed:
+        failed = [f"pytest ended with {run.returncode}"]
     return (failed[0] if failed else ""), time.monotonic() - begun
 
 
