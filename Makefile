@@ -17,6 +17,8 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -lt 8 ] && echo $$((n + 1
 PYTEST := $(VENV)/bin/python -m pytest
 # One OpenMP thread: torch's default of one per core collapses as soon as anything else runs.
 export OMP_NUM_THREADS := 1
+# Every process that a test starts would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-all mutants drills format prometheus venv venv-dev
 
@@ -31,8 +33,8 @@ check: venv-dev
 
 # Tests that measure time run alone, behind the others.
 define run_tests
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
-	$(PYTEST) -m timing $(1) && exit $$code
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
+	$(PYTEST) -m timing $(1) $$(grep -rl "mark\.timing" tests --include="test_*.py") && exit $$code
 endef
 
 ifdef ARGS

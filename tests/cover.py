@@ -1,8 +1,8 @@
 """Which cases of a test the fast tier runs: a small cover of its parameters, and by turns an eighth of the rest.
 
 The marker `sampled(strength)` chooses the cover: the first case (0), every value of each parameter (1), or every pair
-of values of two parameters (2). Parameters that are dataclasses count as one parameter per field. The number of commits
-chooses the eighth, so that eight commits in a row run every case; a commit's hash would leave a third of them out.
+of values of two parameters (2). A parameter that is a dataclass counts as one parameter per field that is compared. The
+number of commits chooses the eighth: eight commits in a row run every case, and hashes would leave a third of them out.
 """
 
 import dataclasses
@@ -32,7 +32,11 @@ def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
     callspec = getattr(item, "callspec", None)
     for name, value in callspec.params.items() if callspec else ():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from ((name, field.name, repr(getattr(value, field.name))) for field in dataclasses.fields(value))
+            yield from (
+                (name, field.name, repr(getattr(value, field.name)))
+                for field in dataclasses.fields(value)
+                if field.compare
+            )
         else:
             short = value is None or isinstance(value, bool | int | float | str | torch.dtype)
             yield name, repr(value) if short else f"#{callspec.indices[name]}"

@@ -56,8 +56,9 @@ class NamedAtOnce:
 # Behind the reporter's own.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker outlives the signal, which its whole group gets: it is ended by the process that it reports to."""
+    """Let a worker outlive the signal, which its whole group gets: the process that it reports to ends it."""
     if hasattr(config, "workerinput"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Not SIG_IGN: the servers that tests start would inherit it, and hang.
+        signal.signal(signal.SIGTERM, lambda *_: None)
     else:
         config.pluginmanager.register(NamedAtOnce(config), "named at once")

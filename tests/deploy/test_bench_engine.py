@@ -111,7 +111,7 @@ def answers(subject: Subject) -> dict[str, list[int]]:
     return told
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The same graphs, back to back and oftener than 50 times; the streams were measured before, and nobody sees it."""

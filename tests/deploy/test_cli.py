@@ -222,6 +222,7 @@ def test_serve_without_a_gpu() -> None:
     assert re.fullmatch(r"moeyard: --device cuda: torch \S+ sees no CUDA GPU here; use --device cpu", line)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to measure")
 def test_bench_engine_without_a_gpu() -> None:
     check_refused(moeyard("bench", "engine", "--shape", "Kimi-K2"), "sees no CUDA GPU", "--device cpu")
@@ -237,6 +238,7 @@ def test_help_and_version() -> None:
     assert "--expert-slots" in outcome.out
 
 
+@pytest.mark.slow
 def test_verify_of_the_demo() -> None:
     outcome = moeyard("verify", str(DEMO))
     assert outcome.code == 0, outcome

@@ -55,6 +55,7 @@ def test_the_losses_fall_and_are_recorded(trained: Path) -> None:
     assert "--seed 20261120" in record["command"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bytes(script: ModuleType, trained: Path, data: Path, tmp_path: Path) -> None:
     # A limit of no time at all stops the first call at its first report.
     assert train(script, data, tmp_path, "--minutes", "1e-9") == 3

@@ -18,6 +18,7 @@ import yaml
 from tests.deploy.test_serve import free_port, get, post
 from tests.limits import HANG_SECONDS
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 # Fewer slots than a rank's 48 experts (16 of each of 3 layers), so that there are misses and evictions.
 EXPERT_SLOTS = 16

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.deploy.test_serve import DEMO, Command, command, get
 from tests.limits import HANG_SECONDS
 
@@ -42,6 +43,7 @@ def ask(url: str, i: int, tokens: int = 60) -> dict[str, Any]:
     return {"ids": ids, "text": text, "logprobs": logprobs}
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_under_load_changes_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)

@@ -386,6 +386,7 @@ def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> Non
         check_lost_over_http(http, killed(http.fleet.ranks[1]), named=GONE.format(1))
 
 
+@pytest.mark.slow
 def test_rank_stopped_behind_a_router(processes: ProcessPool, model: Path) -> None:
     config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
     with serve_http(processes, config, step_deadline=DEADLINE) as http:

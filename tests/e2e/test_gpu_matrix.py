@@ -64,6 +64,7 @@ def test_a_worker_that_fails_is_named_and_the_others_are_run(
 RANKS = ["--ranks", "1", "2", "--exchange", "zmq", "--device", "cpu", "--models", "qwen3_moe"]
 
 
+@pytest.mark.slow
 def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever has which experts. What was not run is said, and revision and devices at its head."""
     assert gpu_matrix.main([*RANKS[:4], "nccl", *RANKS[4:]]) == 0

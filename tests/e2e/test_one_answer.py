@@ -246,7 +246,7 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_mla(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
     check(case, processes, checkpoints["mla"], expected["mla"])

@@ -200,7 +200,7 @@ def test_greedy_tokens(ranks: int, case: tuple[Path, list[list[int]]], processes
     check(ranks, case, processes)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers with no shared expert
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", VARIANTS, indirect=True)

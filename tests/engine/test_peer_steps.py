@@ -307,7 +307,7 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
         fleet.close()
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "options"), [("qwen3_next", {"head_dim": 32}), ("kimi_linear", {})])
 def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tmp_path: Path, start: Starter) -> None:
     """Each rank keeps the state of its own sequences: spread evenly, all but one on the last rank, and there again
@@ -527,7 +527,7 @@ def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
     assert {loss["ranks"] for loss in losses} == {(0,)}
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 def test_where_one_rank_has_slots_for_all_the_others_read_alone(
     model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NUM_LAYERS = 3
 class Setup:
     """One fleet. `hosts[i]` is the pretended host of the i-th rank; `away` there is one more, which is not there."""
 
-    name: str
+    name: str = field(compare=False)
     kind: str
     ranks: int
     dtype: str

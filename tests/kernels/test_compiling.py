@@ -201,6 +201,7 @@ def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> No
     assert counts[0] == counts[1] >= len(built) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
 def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
     compiled, again, missed, loaded, kind, *failed = said(AT_ONCE, tmp_path).strip().split(";")

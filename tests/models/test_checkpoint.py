@@ -285,6 +285,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_peak_memory(tmp_path: Path, served: str) -> None:
     """Loading takes what is kept, one parameter while it is packed and one scratch block."""

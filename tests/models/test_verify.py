@@ -12,6 +12,7 @@ from moeyard_worker.engine.local import local_runner
 from moeyard_worker.engine.verify import sample_prompts, verify
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"]
 )

@@ -150,6 +150,7 @@ def test_long_prompts_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, st
     check_stalls(checkpoint, start, bodies)
 
 
+@pytest.mark.slow
 def test_long_answers_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, start):
     """Some 10 MB each, in both forms, whole and in streams whose reader lags behind."""
     asked = {"max_tokens": 2048, "n": 4, "ignore_eos": True}
@@ -181,6 +182,7 @@ def check_stalls(checkpoint, start, requests, *, chunk=1):
     assert min(worst) < MOST, f"the loop's worst stall beside the control's and a loop of {NUMBERS}: {worst}"
 
 
+@pytest.mark.slow
 def test_another_streams_gaps_hardly_grow(checkpoint, codec, start, requests, wait_for):
     """With prompts of the largest legal size in parallel: how late the latest token of another stream comes from the
     worker to its reader, beyond the median of the second before, per second of these requests. The best of three."""

@@ -11,6 +11,7 @@ from tests.limits import HANG_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_half_open_connections_hold_nobody_up():
     folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy", "bench"))

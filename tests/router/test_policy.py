@@ -158,6 +158,7 @@ def bench() -> Iterator[ModuleType]:
         yield module
 
 
+@pytest.mark.slow
 def test_traces(bench):
     """No worse than taking turns or the fewest sequences on any trace, and far better on all together."""
     ratios = {"turns": [], "fewest": []}
