@@ -1,6 +1,6 @@
 """Fleets for tests: real workers in processes of their own, without Ray, driven by the worker protocol.
 
-A process is kept and rebuilt for the next case, so that torch is imported once per rank and test run.
+A process is kept and serves the next case too.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol
 
 import zmq
@@ -128,11 +129,18 @@ def fall_silent(exchange: Any) -> None:
         setattr(exchange, name, lambda *_args, **_rows: threading.Event().wait())
 
 
+def rank_context() -> ForkServerContext:
+    """Starts processes in milliseconds: they are forks of one that has imported what a rank needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moeyard.bench.profile", "moeyard_worker.engine.worker"])
+    return context
+
+
 class RankProcess:
     """One rank's process and the pipe to it."""
 
     def __init__(self, run: Callable[..., None] = serve, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = rank_context()
         self._connection, child = context.Pipe()
         self.process = context.Process(target=run, args=(child, *args), daemon=True)
         self.process.start()

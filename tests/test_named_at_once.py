@@ -50,6 +50,7 @@ def pytest_runtest_logstart(nodeid):
 """
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_failures_are_named_at_once_and_what_ran_at_the_end(workers: int, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -47,6 +47,7 @@ places.close()
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> None:
     """Where Ray shows each process its own GPU only, no GPU reaches another's memory; both must see both."""
     done = subprocess.run(

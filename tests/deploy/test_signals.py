@@ -71,6 +71,7 @@ def test_a_stopped_rank_is_fenced_and_replaced(
     served.check_end(0)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> None:
     """While they compute; nothing that they shared is left."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0")

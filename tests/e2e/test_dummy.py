@@ -25,6 +25,7 @@ def answers(processes: ProcessPool, **options: Any) -> tuple[list[Any], dict[str
         return [(a.token_ids, a.logprobs) for a in fleet.client.wait()], fleet.reports[0]
 
 
+@pytest.mark.slow
 def test_ranks_and_residency_change_nothing(processes: ProcessPool) -> None:
     alone, report = answers(processes)
     assert report["skipped"] == {}

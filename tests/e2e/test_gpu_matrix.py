@@ -79,6 +79,7 @@ def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> No
     assert re.fullmatch(r"24 answers of 4 fleets in \d+ s, 0 differ, 0 fleets failed, 4 were not run", last)
 
 
+@pytest.mark.slow
 def test_a_fleet_that_differs_or_fails_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ TWO_DEEP_CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["mla", "gqa_bf16"])
 @pytest.mark.parametrize("case", TWO_DEEP_CASES, ids=str)
 def test_two_steps_in_flight(
@@ -296,7 +296,7 @@ GQA_CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", GQA_CASES, ids=str)
 def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]) -> None:
     check(case, processes, checkpoints["gqa"], expected["gqa"])
@@ -328,7 +328,7 @@ HYBRID_CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in HYBRID_CASES for case in HYBRID_CASES[kind]],
@@ -364,7 +364,7 @@ BF16_CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in BF16_CASES for case in BF16_CASES[kind]],

@@ -16,11 +16,11 @@ from moeyard_worker.protocol import Done
 # A killed process is noticed at once; a busy machine must not make one look stopped.
 DEADLINE = 20.0
 # Tokens of a request that must still run when its rank is lost.
-LONG = 400
+LONG = 200
 PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
 
 
-def sampling(i: int, max_tokens: int = 60) -> dict[str, Any]:
+def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
     """A bit of everything: greedy and seeded, log-probabilities of both sides, penalties."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -72,7 +72,7 @@ def test_ranks_lost_at_any_moment_change_nothing(
         client = fleet.client
         submit_all(fleet)
         expected = told(client.wait())
-        for dead, moment in ([1], 0), ([0, 2], rng.randrange(20, 450)):
+        for dead, moment in ([1], 0), ([0, 2], rng.randrange(20, 300)):
             client.answers.clear()
             submit_all(fleet)
             client.wait_for(lambda least=moment: sum(len(a.token_ids) for a in client.answers.values()) >= least)
@@ -118,7 +118,7 @@ def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpo
         assert client.snapshots[0].epoch not in (epoch, 0)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["plain", "deep"])
 def test_survivors_keep_the_kv_of_what_they_run(
     processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]

@@ -43,6 +43,7 @@ def drafting(
         wait_until_idle(http)
 
 
+@pytest.mark.sampled(0)
 def test_seeded_choices_are_the_same(drafting: HttpFleet, plain: dict[str, Any]) -> None:
     """Whole: text, ids, log-probability bits, where each ends; each choice has a seed of its own, and drafts of it."""
     for choices, _ in plain.values():
@@ -52,6 +53,7 @@ def test_seeded_choices_are_the_same(drafting: HttpFleet, plain: dict[str, Any])
     assert accepted > 0.3 * drafting.total("moeyard_spec_decode_draft_tokens_total") > 0
 
 
+@pytest.mark.sampled(0)
 def test_streamed_choices_are_the_same(drafting: HttpFleet, plain: dict[str, Any]) -> None:
     """What a step has accepted comes together: fewer events than tokens."""
     body = {**BODIES["drawn"], "stream": True, "return_token_ids": True}

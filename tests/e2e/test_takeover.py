@@ -93,6 +93,7 @@ def test_a_loss_on_the_way_is_another_takeover(processes: ProcessPool, checkpoin
         assert told(client.wait()) == expected
 
 
+@pytest.mark.slow
 def test_who_has_a_copy_takes_over_without_reading(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """All experts of rank 1 lie with another rank too: nobody reads any when it is lost, and answers are the same."""
     config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE)

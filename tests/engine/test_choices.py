@@ -230,6 +230,7 @@ def test_where_nothing_is_counted_nobody_is_told_numbers(small: Path, monkeypatc
     assert rows_of_ranks([found]) == [[]]
 
 
+@pytest.mark.slow
 @ONE_PROCESS
 def test_a_rank_in_anothers_place_begins_at_zero(small: Path, start: Starter) -> None:
     """What its forerunner's rows chose is gone with it; the others count on."""

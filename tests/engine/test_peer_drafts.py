@@ -62,7 +62,7 @@ class Case:
 
 
 CASES = [
-    Case(2, None), Case(2, 2, deep=1), Case(2, 3), Case(3, 1, where=(2, 0, 2, 2, 2)), Case(2, 2, where=(1, 1, 1, 1, 1)),
+    Case(2, 2, deep=1), Case(2, None), Case(2, 3), Case(3, 1, where=(2, 0, 2, 2, 2)), Case(2, 2, where=(1, 1, 1, 1, 1)),
     Case(2, 2, eager=True), Case(2, 2, slots=40), Case(1, 2, where=(0, 0, 0, 0, 0)),
 ]  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Rank processes for the tests: start some, call functions in all of them, collect what each returned or raised."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import zmq
 from exchange_reference import Observed, Scenario, expert_outputs, generator, make_layer, random_rows
+from tests.fleet import rank_context
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.placement import Placement
@@ -49,8 +49,7 @@ class Fleet:
     """`num_ranks` processes. Killed for good on exit."""
 
     def __init__(self, num_ranks: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numpy", "zmq", "msgpack"])
+        context = rank_context()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(num_ranks):

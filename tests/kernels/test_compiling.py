@@ -190,6 +190,7 @@ def test_a_cache_of_others_goes_on_before_and_behind() -> None:
     assert knobs.cache.manager_class is Theirs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
 def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> None:
     counts = []

@@ -153,6 +153,7 @@ def test_as_exact_as_torch() -> None:
     assert ours <= theirs * 1.0005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_with_an_empty_half_among_whole_ones(kind: str) -> None:
     """Of none, some and all experts, in every config that halves or groups and every one that does not."""

@@ -7,6 +7,7 @@ import re
 import threading
 
 import httpx
+import pytest
 from tests.limits import HANG_SECONDS
 from tests.router.launcher import (
     COMPLETIONS,
@@ -167,6 +168,7 @@ def test_the_only_rank_keeps_what_it_has_and_others_wait_without_a_limit(start, 
     validate(service)
 
 
+@pytest.mark.slow
 def test_of_several_routers_all_know_and_a_new_one_too(start, script, wait_for, pool):
     service = start(num_workers=2, num_routers=2, prepare=lambda w: prepared(w, script))
     first, second = service.workers

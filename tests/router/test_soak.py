@@ -21,6 +21,7 @@ def soak(monkeypatch):
         yield module
 
 
+@pytest.mark.slow
 def test_nothing_is_left(soak, start):
     service = start(2, worker_places=4, max_inflight=64, send_timeout=2.0)
     for worker in service.workers:
