@@ -38,12 +38,12 @@ LONGEST = ("e2e/test_one_answer.py", "deploy/test_serve.py", "engine/test_peer_s
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test (default: the fast tier)")
-    parser.addoption("--eighth", type=int, help="the eighth of sampled tests to run, 0 to 7 (default: by commit)")
+    parser.addoption("--part", type=int, help="the part of sampled tests to run, 0 to 31 (default: by commit)")
 
 
-def chosen_eighth(config: pytest.Config) -> int:
-    """The eighth of sampled tests that this run includes."""
-    given = config.getoption("eighth")
+def chosen_part(config: pytest.Config) -> int:
+    """The part of sampled tests that this run includes."""
+    given = config.getoption("part")
     return part_of_this_commit() if given is None else given
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         named = {item for item in kept if any("::" in arg and item.nodeid.startswith(arg) for arg in config.args)}
         sampled = [item for item in items if item in kept and item.get_closest_marker("sampled")]
         kept -= {item for item in kept if item.get_closest_marker("slow")} | set(sampled)
-        kept |= named | chosen(sampled, chosen_eighth(config))
+        kept |= named | chosen(sampled, chosen_part(config))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -76,7 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which tests ran, so that the run can be repeated."""
-    tier = "everything (--all)" if config.getoption("all") else f"the fast tier (--eighth {chosen_eighth(config)})"
+    tier = "everything (--all)" if config.getoption("all") else f"the fast tier (--part {chosen_part(config)})"
     terminalreporter.write_line(f"tier: {tier}")
 
 

@@ -1,8 +1,9 @@
-"""Which cases of a test the fast tier runs: a small cover of its parameters, and by turns an eighth of the rest.
+"""Which cases of a test the fast tier runs: a small cover of its parameters, and by turns a part of the rest.
 
 The marker `sampled(strength)` chooses the cover: the first case (0), every value of each parameter (1), or every pair
-of values of two parameters (2). A parameter that is a dataclass counts as one parameter per field that is compared. The
-number of commits chooses the eighth: eight commits in a row run every case, and hashes would leave a third of them out.
+of values of two parameters (2). A parameter that is a dataclass counts as one parameter per field that is compared.
+The part is an eighth, or a 32nd where the strength is 0, for costly cases. The number of commits chooses it: 32 commits
+in a row run every case, and hashes would leave a third of them out.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-PARTS = 8
+PARTS = 32
 
 
 @cache
 def part_of_this_commit() -> int:
-    """The number of commits modulo eight, or 0 without a git history."""
+    """The number of commits modulo 32, or 0 without a git history."""
     log = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
     return int(log.stdout) % PARTS if log.returncode == 0 else 0
 
@@ -43,14 +44,17 @@ def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
 
 
 def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:
-    """The cover of each test's cases, and those of the others that belong to this eighth."""
+    """The cover of each test's cases, and those of the others that belong to this part."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for cases in functions.values() for item in cases if zlib.crc32(item.nodeid.encode()) % PARTS == part}
+    kept = set()
     for cases in functions.values():
         mark = cases[0].get_closest_marker("sampled")
-        kept |= cover(cases, *(mark.args if mark else ()))
+        strength = mark.args[0] if mark else 0
+        parts = PARTS // 4 if strength else PARTS
+        kept |= cover(cases, strength)
+        kept |= {item for item in cases if zlib.crc32(item.nodeid.encode()) % parts == part % parts}
     return kept
 
 

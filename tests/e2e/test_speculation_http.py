@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.http_fleet import HttpFleet, engine_config, events, serve_http, wait_until_idle
 from tests.fleet import ProcessPool
 
+pytestmark = pytest.mark.slow
 ASKED: dict[str, Any] = {"prompt": "The captain said that", "n": 4, "temperature": 0.8, "top_p": 0.95, "seed": 17}
 BODIES: dict[str, dict[str, Any]] = {
     "drawn": {**ASKED, "max_tokens": 32, "logprobs": 3, "ignore_eos": True},

@@ -350,6 +350,7 @@ def test_one_answer_whoever_has_an_expert(
         fleet.close()
 
 
+@pytest.mark.sampled(0)
 def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, start: Starter) -> None:
     if not model.name.startswith("gqa"):
         pytest.skip("the same for every attention")
@@ -364,6 +365,7 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     assert fleet.runner(0)._steps.captured == graphs != {}
 
 
+@pytest.mark.sampled(0)
 def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> None:
     """As its window's counts have them. An oracle has no clock, so that there are no times."""
     if not model.name.startswith("gqa"):
@@ -380,6 +382,7 @@ def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> 
         assert all(float(count) > 10_000 for count in found.values()), found
 
 
+@pytest.mark.sampled(0)
 def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Starter) -> None:
     """It has rejoined a fleet in which another still loads: it would wait for that for twelve deadlines."""
     if not model.name.startswith("gqa"):
@@ -450,6 +453,7 @@ def test_partial_residency_launches_what_has_prompts_on_any_rank(
     assert (fleet.turns.num_fetches > 0) == (together > 0) == (fetch != "alone")
 
 
+@pytest.mark.sampled(0)
 def test_a_successors_experts_are_read_in_place_of_those_before(
     model: Path, alone: dict[str, Any], start: Starter
 ) -> None:
@@ -510,6 +514,7 @@ def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
     assert fleet.turns.num_fetches > 0
 
 
+@pytest.mark.sampled(0)
 def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
     model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

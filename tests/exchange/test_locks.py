@@ -111,6 +111,7 @@ def drill(encryption: str) -> dict[str, int]:
     return refused
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("encryption", ["on", "off", "none"])
 def test_strangers_at_a_working_mesh_kill_nobody(encryption: str) -> None:
     """The handshake of a PAIR, one byte and the end aborted a rank of old, `Assertion failed: !_io_error`."""
