@@ -65,6 +65,7 @@ def test_the_evaluation_met_every_bound() -> None:
     assert all(row["met"] for row in evaluation["bounds"])
 
 
+@pytest.mark.slow
 def test_moeyard_writes_what_transformers_writes(model: DemoModel, documents: list[Document]) -> None:
     """Greedy tokens are equal if each is what transformers chooses after those before it."""
     runner = make_runner(DEMO, 2 * TOKENS + 1)

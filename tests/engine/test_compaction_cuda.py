@@ -53,6 +53,7 @@ def expected() -> dict[str, Told]:
         return alone(rank, requests())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
 def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
     same(expected, on_a_cpu)
