@@ -54,8 +54,9 @@ def place(item: pytest.Item) -> tuple[bool, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of the other tier and those that need more GPUs than there are; order the files."""
-    items.sort(key=place)
+    """Deselect the tests of the other tier and those that need more GPUs than there are; order the files of a parallel run."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
     present = torch.cuda.device_count()
     kept = {item for item in items if all((mark.args or (1,))[0] <= present for mark in item.iter_markers("gpu"))}
     if not config.getoption("all"):
