@@ -54,7 +54,7 @@ def place(item: pytest.Item) -> tuple[bool, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of the other tier and those that need more GPUs than there are; order the files of a parallel run."""
+    """Deselect tests of the other tier and those that need more GPUs than there are; order a parallel run's files."""
     if hasattr(config, "workerinput"):
         items.sort(key=place)
     present = torch.cuda.device_count()
