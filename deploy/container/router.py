@@ -1,11 +1,11 @@
-"""The router's container: a Ray node with `moeyard serve` beside it. Neither lives without the other.
+"""Run a Ray node and `moeyard serve` in the router's container. When one ends, the other ends, too.
 
     python router.py ray start --block ... -- moeyard serve ...
 
-A Ray driver does not notice that its own node is gone, so this program watches both. When one ends, it ends the other
-and the container, which the restart policy starts again. One end is final: exit code 2 of `moeyard serve` says that
-these flags or this checkpoint cannot be served, and another start changes nothing. The container then stays, unhealthy,
-until `docker compose up -d` brings other settings or its Ray node ends.
+A Ray driver does not notice that its own node is gone, so this program watches both. Then the container ends, and its
+restart policy starts it again. One end is final: exit code 2 of `moeyard serve` says that these flags or this
+checkpoint cannot be served, and another start changes nothing. The container then stays, unhealthy, until
+`docker compose up -d` brings other settings or its Ray node ends.
 """
 
 import signal
@@ -36,15 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     reader = threading.Thread(target=pass_on, args=(node, joined), daemon=True)
     reader.start()
     try:
-        while not joined and reader.is_alive() and not noted:
+        while not (noted or joined) and (node.poll() is None or reader.is_alive()):
             time.sleep(POLL_SECONDS)
         if noted:
             return 0
         if not joined:
-            return say(f"the Ray node ended with code {node.wait()} before it joined the cluster", 1)
+            return say(f"the Ray node ended with code {node.returncode} before it joined the cluster", 1)
         serve = subprocess.Popen(arguments[split + 1 :])
-        code = watch(node, serve, noted)
-        return end(serve) if code is None else code
+        return watch(node, serve, noted)
     finally:
         for process in (serve, node):
             if process is not None:
@@ -60,25 +59,29 @@ def pass_on(node: "subprocess.Popen[str]", joined: list[str]) -> None:
             joined.append(line)
 
 
-def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]", noted: Sequence[int]) -> int | None:
-    """Wait until one of them ends; return the container's exit code, or None when a signal was noted first."""
-    final = False
-    while node.poll() is None:
-        if noted:
-            return None
-        code = serve.poll()
-        if code == BAD_CONFIGURATION and not final:
-            final = True
-            say(
-                "moeyard serve cannot run with these settings (see above) and is not started again; correct them, "
-                "then run `docker compose up -d`",
-                0,
-            )
-        if code is not None and not final:
-            # 128 + the signal's number, as a shell has it.
-            return say(f"moeyard serve ended with code {code}", code if code >= 0 else 128 - code)
+def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]", noted: Sequence[int]) -> int:
+    """Wait until one of them ends or a signal is noted; return the container's exit code."""
+    wait_for_end(noted, node, serve)
+    if not noted and serve.returncode == BAD_CONFIGURATION:
+        say(
+            "moeyard serve cannot run with these settings (see above) and is not started again; correct them, then "
+            "run `docker compose up -d`",
+            0,
+        )
+        wait_for_end(noted, node)
+    if noted:
+        return end(serve)
+    if node.returncode is not None:
+        return say(f"the Ray node ended with code {node.returncode}", 1)
+    # 128 + the signal's number, as a shell has it.
+    code = serve.returncode
+    return say(f"moeyard serve ended with code {code}", code if code >= 0 else 128 - code)
+
+
+def wait_for_end(noted: Sequence[int], *processes: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    """Wait until one of the processes has ended or a signal is noted."""
+    while not noted and all(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
-    return say(f"the Ray node ended with code {node.returncode}", 1)
 
 
 def end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> int:
