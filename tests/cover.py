@@ -50,15 +50,14 @@ def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:
         functions[item.nodeid.partition("[")[0]].append(item)
     kept = set()
     for cases in functions.values():
-        mark = cases[0].get_closest_marker("sampled")
-        strength = mark.args[0] if mark else 0
+        (strength,) = next(cases[0].iter_markers("sampled")).args
         parts = PARTS // 4 if strength else PARTS
         kept |= cover(cases, strength)
         kept |= {item for item in cases if zlib.crc32(item.nodeid.encode()) % parts == part % parts}
     return kept
 
 
-def cover(cases: list[pytest.Item], strength: int = 0) -> set[pytest.Item]:
+def cover(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
     """Choose cases greedily, in their order, until they meet every combination of `strength` values."""
     if strength == 0:
         return {cases[0]}

@@ -106,7 +106,7 @@ def failure_of(client: Client, *ranks: int) -> str:
 
 
 def check_silence(client: Client, *ranks: int) -> None:
-    """Check that the next message of these ranks answers a question."""
+    """Check that these ranks send neither tokens nor ends on their own."""
     counts = [len(answer.token_ids) for answer in client.answers.values()]
     client.snapshots.clear()
     for rank in ranks:

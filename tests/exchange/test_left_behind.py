@@ -1,6 +1,5 @@
 """What a rank leaves behind that is killed: nothing in /dev/shm and no folder, or what the next one takes away."""
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from tests.fleet import rank_context
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange import leftovers, slab
@@ -37,7 +37,7 @@ def _rank(rank: int, pipe: Connection, directory: str | None = None) -> None:
 
 
 def test_a_rank_that_is_killed_leaves_nothing() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     pipes = [context.Pipe() for _ in range(2)]
     ranks = [context.Process(target=_rank, args=(i, pipes[i][1]), daemon=True) for i in range(2)]
     for process in ranks:
@@ -72,7 +72,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_what_was_killed_before_it_met_goes_with_the_next_one(directory: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     pipe, theirs = context.Pipe()
     rank = context.Process(target=_rank, args=(0, theirs, str(directory)), daemon=True)
     rank.start()

@@ -106,7 +106,6 @@ def blamed(exchange: ZmqExchange) -> tuple[int, ...]:
     return exchange._mesh.finding.ranks
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("with_peer", "body"),
     [

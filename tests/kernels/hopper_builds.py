@@ -62,7 +62,10 @@ def changed() -> list[str]:
 
 
 def build(names: Collection[str]) -> dict[str, list[Build]]:
-    """Build the kernels of these modules on all cores, one process per module. Raises AssertionError with stderr."""
+    """Build these modules' kernels, in as many processes at once as there are cores.
+
+    Raises AssertionError with the standard error of a module whose build fails.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_CACHE_DIR": str(CACHE)}
     record = recorded()
