@@ -20,20 +20,26 @@ export OMP_NUM_THREADS := 1
 # Every process that a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-all mutants drills format prometheus venv venv-dev
+.PHONY: demo check static parallel test test-all mutants drills format prometheus venv venv-dev
 
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
 
-check: venv-dev
+check: static
+	$(PYTEST) tests/test_house.py
+
+static: venv-dev
 	$(VENV)/bin/ruff format --check --quiet
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/mypy --no-error-summary
-	$(PYTEST) tests/test_house.py
 
-# Tests that measure time run alone, behind the others.
+# Internal: tests that may run beside others. TIER is empty or --all.
+parallel: venv-dev prometheus
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing" $(TIER)
+
+# The static checks take one core for 45 s, so they run beside the tests. Tests that measure time run alone, at the end.
 define run_tests
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing" --ignore=tests/test_house.py $(1) && code=0 || code=$$?; \
+	$(MAKE) --jobs=2 --no-print-directory static parallel TIER="$(1)" && code=0 || code=$$?; \
 	$(PYTEST) -m timing $(1) $$(grep -rl "mark\.timing" tests --include="test_*.py") && exit $$code
 endef
 
@@ -41,11 +47,11 @@ ifdef ARGS
 test: venv-dev prometheus
 	$(PYTEST) $(ARGS)
 else
-test: check prometheus
+test: venv-dev prometheus
 	$(call run_tests)
 endif
 
-test-all: check prometheus
+test-all: venv-dev prometheus
 	$(call run_tests,--all --durations=50)
 
 mutants: venv-dev prometheus
