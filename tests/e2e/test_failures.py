@@ -1,7 +1,8 @@
-"""Ranks that die, stop or break in a real fleet: who it was has one name, in time (what follows: test_recovery.py).
+"""Ranks that die or break in a real fleet: who it was has one name, in time (what follows: test_recovery.py).
 
-Processes are really killed and stopped. What the protocol shows is seen with tests/fleet.py's client, which fails on
-its own when a request is answered twice; what HTTP shows, with a router in front.
+Processes are really killed. What the protocol shows is seen with tests/fleet.py's client, which fails on its own when a
+request is answered twice; what HTTP shows, with a router in front. Ranks that stop, or live and send nothing, are in
+tests/exchange/test_failures.py.
 """
 
 import contextlib
@@ -10,19 +11,17 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_for
-from tests.fleet import Answer, Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
+from tests.fleet import Client, Fleet, ProcessPool, RankProcess, call_all, start_fleet
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.device import CpuDevice
-from moeyard_worker.engine.doors import STALL
 from moeyard_worker.engine.faults import RankFault
 from moeyard_worker.engine.worker import Worker
 from moeyard_worker.exchange.frames import Phase
@@ -35,7 +34,7 @@ NEVER = 2 * HANG_SECONDS
 LONG = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
 PER_RANK = 6
 # The lost rank, in the words of the router or of a rank that missed it, whichever come first.
-GONE = r"(worker {0} at tcp://\S+ is gone|rank {0} (lost|silent) at step)"
+GONE = r"(worker 1 at tcp://\S+ is gone|rank 1 (lost|silent) at step)"
 # The step and the place in it where a rank was missed: between the layers, or in one of them.
 PLACE = r"step \d+(, layer \d+, (dispatch|combine)|, plan)"
 
@@ -66,35 +65,12 @@ def kill(rank: RankProcess) -> None:
     rank.process.join(HANG_SECONDS)
 
 
-@contextlib.contextmanager
-def stopped(rank: RankProcess) -> Iterator[None]:
-    """A process that is there and does nothing."""
-    assert rank.process.pid is not None
-    os.kill(rank.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(rank.process.pid, signal.SIGCONT)
-
-
-def submit_everywhere(fleet: Fleet, **sampling: Any) -> dict[int, list[str]]:
-    """Requests on every rank, all of them decoding when this returns; their names by rank."""
-    names: dict[int, list[str]] = {}
+def submit_everywhere(fleet: Fleet) -> None:
+    """Requests on every rank, all of them decoding when this returns."""
     for rank in range(len(fleet.ranks)):
-        names[rank] = [f"r{rank}-{i}" for i in range(PER_RANK)]
-        for i, name in enumerate(names[rank]):
-            fleet.client.submit(rank, name, range(1, 5 + i), **{**LONG, **sampling})
+        for i in range(PER_RANK):
+            fleet.client.submit(rank, f"r{rank}-{i}", range(1, 5 + i), **LONG)
     fleet.client.wait_for(lambda: all(a.token_ids for a in fleet.client.answers.values()))
-    return names
-
-
-def error_of(answer: Answer) -> str:
-    """The named error that ended a request which was running."""
-    assert isinstance(answer.end, Done), answer.end
-    assert answer.end.finish_reason == "error"
-    assert answer.end.completion_tokens == len(answer.token_ids), "tokens sent and tokens counted differ"
-    assert answer.end.error is not None
-    return answer.end.error
 
 
 def failure_of(client: Client, *ranks: int) -> str:
@@ -130,64 +106,6 @@ def test_rank_killed_while_decoding(processes: ProcessPool, model: Path) -> None
             (0, (2,), PER_RANK),
             (1, (2,), PER_RANK),
         ]
-
-
-def test_stopped_rank_is_named_at_the_deadline(processes: ProcessPool, model: Path) -> None:
-    """A rank that gives no sign of life; when it comes back nobody is there for it any more."""
-    with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=DEADLINE)) as fleet:
-        fleet.client.hello()
-        submit_everywhere(fleet)
-        with stopped(fleet.ranks[1]):
-            begun = time.monotonic()
-            error = failure_of(fleet.client, 0)
-            took = time.monotonic() - begun
-            assert re.fullmatch(rf"rank 1 lost at {PLACE}", error)
-            assert took > 0.8 * DEADLINE, f"given up after {took:.2f} s"
-        assert re.match(r"rank [01] lost at step", failure_of(fleet.client, 1))
-
-
-def test_a_slow_rank_is_waited_for(processes: ProcessPool, model: Path) -> None:
-    """Its layer takes three deadlines, its process lives: nobody is lost."""
-    config = engine_config(model, num_workers=2, step_deadline=DEADLINE / 2)
-    with worker_here(config, processes.take(1)) as (worker, client):
-        client.hello()
-        run, slow = worker.experts.run, threading.Event()
-
-        def late(*args: Any) -> Any:
-            if slow.is_set():
-                slow.clear()
-                time.sleep(1.5 * DEADLINE)
-            return run(*args)
-
-        worker.experts.run = late  # type: ignore[method-assign]
-        for rank in (0, 1):
-            client.submit(rank, f"r{rank}", (1, 2, 3), **{**LONG, "max_tokens": 20})
-        client.wait_for(lambda: all(answer.token_ids for answer in client.answers.values()))
-        slow.set()
-        for answer in client.wait():
-            assert isinstance(answer.end, Done)
-            assert answer.end.finish_reason == "length"
-        assert not slow.is_set()
-        assert {snapshot.failure for snapshot in client.snapshots.values()} == {None}
-
-
-@pytest.mark.slow
-def test_a_rank_that_lives_and_sends_nothing_is_named(processes: ProcessPool, model: Path) -> None:
-    """Its process answers, its engine hangs before a layer's rows: given up by all others after twelve deadlines."""
-    deadline = 0.3 * DEADLINE
-    with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=deadline)) as fleet:
-        names = submit_everywhere(fleet)
-        fleet.ranks[1].call("fall_silent")
-        losses = [fleet.ranks[rank].call("wait") for rank in (0, 2)]
-        (reason,) = {loss["reason"] for loss in losses}
-        assert re.fullmatch(rf"rank 1 silent at step \d+, layer \d+, dispatch \({STALL * deadline:.1f} s\)", reason), (
-            reason
-        )
-        assert {loss["ranks"] for loss in losses} == {(1,)}
-        kill(fleet.ranks[1])
-        fleet.recover([1], losses)
-        answers = fleet.client.wait(*names[0], *names[2])
-        assert {len(answer.token_ids) for answer in answers} == {LONG["max_tokens"]}
 
 
 def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
@@ -288,70 +206,25 @@ def test_broken_invariant_ends_its_rank_alone(processes: ProcessPool, model: Pat
         check_silence(client, 1)
 
 
-@pytest.mark.parametrize("deep", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_end_whose_they_are(model: Path, deep: int, temperature: float) -> None:
-    """The pages hold what made them, so the rank ends; only who made them does too, by name."""
-    config = engine_config(model, num_workers=1, async_scheduling=deep == 2)
-    with worker_here(config, []) as (worker, client):
-        for i in range(3):
-            client.submit(0, f"r{i}", (1, 2, 3 + i), **{**LONG, "temperature": temperature, "seed": i})
-        client.wait_for(lambda: all(len(a.token_ids) > 3 for a in client.answers.values()))
-        launch, sampled, steps = worker.runner.launch, worker.runner.model.sampled, []
-
-        def seen(step: Any, *args: Any, **kwargs: Any) -> Any:
-            steps.append(step)
-            return launch(step, *args, **kwargs)
-
-        def broken(*args: Any) -> Any:
-            logits = sampled(*args).clone()
-            if steps:
-                row = next(i for i, chunk in enumerate(steps[-1].sampled) if chunk.key[1] == "r1")
-                logits[row, 11] = float("nan")
-            return logits
-
-        worker.runner.launch, worker.runner.model.sampled = seen, broken
-        (answer,) = client.wait("r1")
-        assert re.fullmatch(r"rank 0: logits of step \d+ are not finite: request r1", error_of(answer))
-        with pytest.raises(RankFault, match=r"request r1$"):
-            worker.wait()
-        # The rank has ended and answers no question, so only time shows that nothing else was on its way.
-        assert not client.pump(0.1)
-        assert [client.answers[name].end for name in ("r0", "r2")] == [None, None]
-
-
-def test_an_error_of_cuda_has_its_name(model: Path) -> None:
-    with worker_here(engine_config(model, num_workers=1), []) as (worker, client):
-        client.submit(0, "r", (1, 2, 3), **LONG)
-        client.wait_for(lambda: bool(client.answers["r"].token_ids))
-
-        def broken(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
-
-        worker.runner.launch = broken
-        named = r"^rank 0: CUDA error: an illegal memory access was encountered at step \d+$"
-        with pytest.raises(RankFault, match=named):
-            worker.wait()
-        assert client.answers["r"].end is None
-
-
-def stream(http: HttpFleet, lines: list[str], **body: Any) -> None:
+def stream(http: HttpFleet, lines: list[str]) -> None:
     """A streamed completion's data lines, kept as they come."""
-    with http.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **LONG, **body}) as answer:
+    with http.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **LONG}) as answer:
         lines.extend(line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
-def check_lost_over_http(http: HttpFleet, harm: contextlib.AbstractContextManager[None], *, named: str) -> None:
-    """Streams and whole answers in flight, a loss, and how clients see it: the pattern `named`."""
-    streams: list[list[str]] = [[] for _ in range(8)]
-    whole: list[Any] = []
-    threads = [threading.Thread(target=stream, args=(http, lines)) for lines in streams]
-    threads += [threading.Thread(target=lambda: whole.append(http.post(prompt="x", **LONG))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: all(streams) and http.num_running() >= len(threads), "all requests decode")
-    assert http.client.get("/readyz").status_code == 200
-    with harm:
+def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
+    """Streams and whole answers in flight, a loss, and how clients see it."""
+    config = engine_config(model, num_workers=2, step_deadline=NEVER)
+    with serve_http(processes, config, step_deadline=NEVER) as http:
+        streams: list[list[str]] = [[] for _ in range(8)]
+        whole: list[Any] = []
+        threads = [threading.Thread(target=stream, args=(http, lines)) for lines in streams]
+        threads += [threading.Thread(target=lambda: whole.append(http.post(prompt="x", **LONG))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: all(streams) and http.num_running() >= len(threads), "all requests decode")
+        assert http.client.get("/readyz").status_code == 200
+        kill(http.fleet.ranks[1])
         wait_for(lambda: http.client.get("/readyz").status_code == 503, "not ready any more")
         for thread in threads:
             thread.join(HANG_SECONDS)
@@ -361,39 +234,14 @@ def check_lost_over_http(http: HttpFleet, harm: contextlib.AbstractContextManage
             (error,) = [line for line in lines if "error" in line]
             assert lines[-1] == error, "nothing follows the error"
             messages.append(json.loads(error)["error"]["message"])
-        assert all(re.search(named, message) for message in messages), messages
+        assert all(re.search(GONE, message) for message in messages), messages
         assert {answer.status_code for answer in whole} <= {500, 503}
         refused = http.post(prompt="x", max_tokens=1)
         assert refused.status_code == 503
-        assert re.search(named, refused.json()["error"]["message"])
-        assert re.search(named, http.client.get("/readyz").json()["reason"])
+        assert re.search(GONE, refused.json()["error"]["message"])
+        assert re.search(GONE, http.client.get("/readyz").json()["reason"])
         assert http.client.get("/livez").status_code == 200
-    # A router that hears of the loss from a survivor first has failed before it misses the link.
-    assert all(re.search(named, failure) for failure in http.failures)
-    assert len(http.failures) <= 1
-    http.failures.clear()
-
-
-@contextlib.contextmanager
-def killed(rank: RankProcess) -> Iterator[None]:
-    kill(rank)
-    yield
-
-
-def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    config = engine_config(model, num_workers=2, step_deadline=NEVER)
-    with serve_http(processes, config, step_deadline=NEVER) as http:
-        check_lost_over_http(http, killed(http.fleet.ranks[1]), named=GONE.format(1))
-
-
-@pytest.mark.slow
-def test_rank_stopped_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    config = engine_config(model, num_workers=2, step_deadline=DEADLINE)
-    with serve_http(processes, config, step_deadline=DEADLINE) as http:
-        check_lost_over_http(http, stopped(http.fleet.ranks[1]), named=GONE.format(1))
-
-
-def test_only_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    config = engine_config(model, num_workers=1, step_deadline=NEVER)
-    with serve_http(processes, config, step_deadline=NEVER) as http:
-        check_lost_over_http(http, killed(http.fleet.ranks[0]), named=GONE.format(0))
+        # A router that hears of the loss from a survivor first has failed before it misses the link.
+        assert all(re.search(GONE, failure) for failure in http.failures)
+        assert len(http.failures) <= 1
+        http.failures.clear()

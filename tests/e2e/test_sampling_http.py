@@ -1,7 +1,7 @@
-"""Sampling parameters over HTTP on two ranks, against transformers' logits and plain numpy.
+"""Seeds and log-probabilities over HTTP on two ranks, against transformers' logits.
 
-The fleet has few expert slots, so everything here runs with misses and evictions. Text that can be read comes from a
-logit bias towards letters.
+The fleet has few expert slots, so everything here runs with misses and evictions. All other parameters of sampling are
+in tests/router/test_http.py, tests/scheduling/test_scheduler.py and tests/engine/test_sampler.py.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.checkpoints import EOS_ID, VOCAB_SIZE, make_checkpoint
-from tests.e2e.http_fleet import HttpFleet, engine_config, events, serve_http, wait_until_idle
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_until_idle
 from tests.fleet import ProcessPool
 from tokenizers import Tokenizer
 
 from moeyard_worker.engine.verify import reference_model
 
 PROMPT = [7, 91, 3, 200, 64, 12, 5]
-GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 SEEDED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0.9, "top_p": 0.95, "seed": 17, "ignore_eos": True}
 
 
@@ -36,10 +35,6 @@ class Bench:
         """What transformers predicts after each position of `ids`, [len(ids), V]."""
         with torch.inference_mode():
             return np.asarray(self.model(torch.tensor([ids])).logits[0].double().numpy())
-
-    def letters(self) -> dict[str, float]:
-        """A logit bias that leaves only the letters a to z."""
-        return {str(self.tokenizer.token_to_id(chr(c))): 100.0 for c in range(ord("a"), ord("z") + 1)}
 
 
 @pytest.fixture(scope="module")
@@ -74,79 +69,6 @@ def test_same_seed_in_any_batch(http: HttpFleet) -> None:
     assert http.choice(**{**body, "seed": 18})["token_ids"] != alone["token_ids"]
 
 
-def test_seeds_of_n_choices(http: HttpFleet) -> None:
-    answer = http.complete(**SEEDED, n=4, max_tokens=24)
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    assert len({tuple(choice["token_ids"]) for choice in choices}) == 4
-    for i, choice in enumerate(choices):
-        assert choice == {**http.choice(**{**SEEDED, "seed": 17 + i}, max_tokens=24), "index": i}
-    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
-    assert answer["usage"]["completion_tokens"] == 4 * 24
-
-
-def test_stop_string(bench: Bench, http: HttpFleet) -> None:
-    body = {**GREEDY, "logit_bias": bench.letters(), "max_tokens": 40}
-    whole = http.choice(**body)
-    text = whole["text"]
-    assert len(text) == 40
-    assert text.isalpha()
-    # The second half of the text has no say: what counts is where these three letters appear first.
-    stop = text[20:23]
-    end = text.index(stop)
-    stopped = http.choice(**body, stop=["no such text", stop])
-    assert stopped["text"] == text[:end]
-    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
-    assert stopped["token_ids"] == whole["token_ids"][: end + len(stop)]
-    assert http.choice(**body, stop=stop, include_stop_str_in_output=True)["text"] == text[:end] + stop
-    with http.client.stream("POST", "/v1/completions", json={**body, "stop": stop, "stream": True}) as answer:
-        parts = [event["choices"][0] for event in events(answer)]
-    assert "".join(part["text"] for part in parts) == text[:end]
-    assert parts[-1]["stop_reason"] == stop
-    later = http.choice(**body, stop=stop, min_tokens=end + len(stop))
-    assert later["text"].startswith(text[: end + len(stop)])
-
-
-def test_stop_ids(bench: Bench, http: HttpFleet) -> None:
-    body = {**GREEDY, "logit_bias": bench.letters(), "max_tokens": 40}
-    whole = http.choice(**body)["token_ids"]
-    stop = whole[12]
-    first = whole.index(stop)
-    stopped = http.choice(**body, stop_token_ids=[271, stop])
-    assert stopped["token_ids"] == whole[: first + 1]
-    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
-    assert len(stopped["text"]) == first, "a stop token belongs to the ids, not to the text"
-    # Held back for 20 tokens the model takes its next choice, and the first one that is free again ends it.
-    held = http.choice(**body, stop_token_ids=[stop], min_tokens=20)
-    assert held["token_ids"] == expected_greedy(bench, num_tokens=40, bias=bench.letters(), stop=stop, min_tokens=20)
-    assert len(held["token_ids"]) >= 20
-    assert stop not in held["token_ids"][:20]
-
-
-@pytest.mark.parametrize(("min_tokens", "count"), [(0, 1), (1, 2), (4, 5)])
-def test_eos_waits_for_min_tokens(http: HttpFleet, min_tokens: int, count: int) -> None:
-    body = {"prompt": PROMPT, "temperature": 0, "logit_bias": {str(EOS_ID): 100}, "max_tokens": 9}
-    choice = http.choice(**body, min_tokens=min_tokens)
-    assert len(choice["token_ids"]) == count
-    assert choice["token_ids"][-1] == EOS_ID
-    assert EOS_ID not in choice["token_ids"][:-1]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-
-
-def test_ignore_eos_and_max_tokens(http: HttpFleet) -> None:
-    bias = {str(EOS_ID): 100}
-    for max_tokens in (1, 9):
-        choice = http.choice(**GREEDY, logit_bias=bias, max_tokens=max_tokens, skip_special_tokens=False)
-        assert choice["token_ids"] == [EOS_ID] * max_tokens
-        assert choice["text"] == "<|eos|>" * max_tokens
-        assert choice["finish_reason"] == "length"
-
-
-def test_logit_bias_forces_and_forbids(http: HttpFleet) -> None:
-    assert http.choice(**SEEDED, logit_bias={"100": 100}, max_tokens=6)["token_ids"] == [100] * 6
-    usual = http.choice(**GREEDY, max_tokens=1)["token_ids"][0]
-    assert http.choice(**GREEDY, logit_bias={str(usual): -100}, max_tokens=1)["token_ids"] != [usual]
-
-
 def test_logprobs(bench: Bench, http: HttpFleet) -> None:
     choice = http.choice(**{**SEEDED, "temperature": 1.3, "top_p": 1.0}, max_tokens=30, logprobs=5)
     ids, found = choice["token_ids"], choice["logprobs"]
@@ -164,29 +86,6 @@ def test_logprobs(bench: Bench, http: HttpFleet) -> None:
             assert top[spelled[i]] == pytest.approx(row[i], abs=1e-4)
 
 
-def test_chat_logprobs(bench: Bench, http: HttpFleet) -> None:
-    body = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 4,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    answer = http.client.post("/v1/chat/completions", json=body).json()
-    (choice,) = answer["choices"]
-    prompt, ids = answer["prompt_token_ids"], choice["token_ids"]
-    assert bench.tokenizer.decode(prompt, skip_special_tokens=False) == "<|bos|><|user|>Hi<|end|><|assistant|>"
-    expected = log_softmax(bench.logits(prompt + ids)[len(prompt) - 1 : -1])
-    for row, token_id, entry in zip(expected, ids, choice["logprobs"]["content"], strict=True):
-        assert entry["logprob"] == pytest.approx(row[token_id], abs=1e-4)
-        assert bytes(entry["bytes"]) == token_bytes(bench.tokenizer, token_id)
-        best = [int(i) for i in np.argsort(-row)[:4]]
-        assert [bytes(top["bytes"]) for top in entry["top_logprobs"]] == [token_bytes(bench.tokenizer, i) for i in best]
-        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(row[best], abs=1e-4)
-
-
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """What a token of the byte-level test tokenizer stands for; nothing for the ids that pad the vocabulary."""
     token = tokenizer.id_to_token(token_id) or ""
@@ -201,56 +100,6 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 def spell(raw: bytes) -> str:
     """How a completion's logprobs name a token."""
     return raw.decode() if raw.isascii() else "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
-
-
-PENALTIES: dict[str, dict[str, float]] = {
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.8},
-    "repetition": {"repetition_penalty": 1.7},
-    "all": {"presence_penalty": -0.5, "frequency_penalty": 1.1, "repetition_penalty": 1.3},
-}
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", PENALTIES)
-def test_penalties(bench: Bench, http: HttpFleet, name: str) -> None:
-    # Letters only, so that the 26 of them come again and again.
-    body = {**GREEDY, "logit_bias": bench.letters(), "max_tokens": 32}
-    usual = http.choice(**body)["token_ids"]
-    assert usual == expected_greedy(bench, num_tokens=32, bias=bench.letters())
-    found = http.choice(**body, **PENALTIES[name])["token_ids"]
-    assert found == expected_greedy(bench, num_tokens=32, bias=bench.letters(), **PENALTIES[name])
-    assert found != usual
-
-
-def expected_greedy(
-    bench: Bench,
-    *,
-    num_tokens: int,
-    bias: dict[str, float],
-    stop: int | None = None,
-    min_tokens: int = 0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    repetition_penalty: float = 1.0,
-) -> list[int]:
-    """Greedy tokens after `PROMPT` from transformers' logits, edited one value at a time."""
-    output: list[int] = []
-    while len(output) < num_tokens and (stop not in output or len(output) < min_tokens):
-        logits = bench.logits(PROMPT + output)[-1]
-        for token_id in range(VOCAB_SIZE):
-            logits[token_id] += bias.get(str(token_id), 0.0)
-            if token_id in PROMPT or token_id in output:
-                up, down = (repetition_penalty, 1 / repetition_penalty)
-                logits[token_id] *= down if logits[token_id] > 0 else up
-            times = output.count(token_id)
-            logits[token_id] -= frequency_penalty * times + (presence_penalty if times else 0.0)
-        if stop is not None and len(output) < min_tokens:
-            logits[stop] = -np.inf
-        best, second = np.sort(logits)[::-1][:2]
-        assert best - second > 1e-4, "a near-tie: choose another seed for the checkpoint"
-        output.append(int(np.argmax(logits)))
-    return output
 
 
 def test_loglikelihood_as_lm_eval_asks(bench: Bench, http: HttpFleet) -> None:

@@ -1,7 +1,7 @@
 """Speculation changes nothing: tokens, log-probability bits and ends of requests, whatever is drafted, with one rank.
 
 The bundled model drafts well (about four of five tokens), a copy of it whose layer is noise drafts badly. The same over
-ranks and processes is in tests/e2e/test_one_answer.py, over HTTP in tests/e2e/test_speculation_http.py.
+ranks and processes is in tests/e2e/test_one_answer.py.
 """
 
 import json

@@ -424,26 +424,6 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
         assert named(tokens) == {"ids": tokens.ids} | dict.fromkeys(("logprobs", "ranks", "top_ids", "top_logprobs"))
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.6}], ids=str)
-def test_frequencies_are_the_probabilities(cuts: dict[str, Any]) -> None:
-    """Chi-square over fixed seeds; d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
-    vocab, n = 24, 20000 if ON_GPU else 1000
-    row = torch.randn(vocab) * 1.5
-    options = arguments([sequence(seed=i * 7919 + 1, **cuts) for i in range(n)], vocab, edits=False)
-    ids = ops.sample(row.expand(n, vocab).contiguous().to(DEVICE), **{k: to_device(x) for k, x in options.items()}).ids
-    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cuts
-    kept, weights = map(
-        torch.from_numpy, reference.candidates(row.double().numpy(), rest.pop("temperature", 1.0), **rest)
-    )
-    expected = torch.zeros(vocab, dtype=F64).index_put((kept,), weights / weights.sum() * n)
-    counts = torch.bincount(ids.cpu(), minlength=vocab)
-    assert counts[expected == 0].sum() == 0
-    often = expected >= 5
-    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum()
-    degrees = int(often.sum()) - 1
-    assert chi2 < degrees + 4 * math.sqrt(2 * degrees) + 4
-
-
 @pytest.mark.gpu
 def test_a_graph_replays_it() -> None:
     logits, sequences = mixed_rows(4096, 16, edits=True)
