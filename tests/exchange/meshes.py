@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,10 +51,12 @@ def before_first(mesh: Mesh, name: str, act: Callable[[Any], object]) -> None:
     setattr(wires, name, first)
 
 
-def connect_all(ranks: list[Mesh], endpoints: list[MeshEndpoint] | None = None) -> list[str | None]:
+def connect_all(
+    ranks: Sequence[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = HANG_SECONDS
+) -> list[str | None]:
     """Connect all ranks at once; what each raised, if anything."""
     endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
-    return failures_of(*(functools.partial(mesh.connect, endpoints, HANG_SECONDS) for mesh in ranks))
+    return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
 
 
 def failures_of(*calls: Callable[[], object]) -> list[str | None]:

@@ -5,15 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from time import perf_counter
 
 import pytest
 import zmq
+from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 from tests.strangers import mechanism, one_byte_and_gone, rubbish, say, try_key
 
-from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.frames import Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.wires import MeshLock
@@ -40,20 +39,7 @@ class Pair:
 
     def connect(self, timeout: float = HANG_SECONDS) -> list[str]:
         """Both at once; what they raised."""
-        endpoints, errors = [mesh.endpoint() for mesh in self.ranks], list[str]()
-
-        def run(mesh: Mesh) -> None:
-            try:
-                mesh.connect(endpoints, timeout)
-            except ExchangeError as error:
-                errors.append(str(error))
-
-        threads = [Thread(target=run, args=(mesh,)) for mesh in self.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return errors
+        return [error for error in connect_all(self.ranks, timeout=timeout) if error is not None]
 
     def exchange(self) -> None:
         """One frame each way, as in a step."""

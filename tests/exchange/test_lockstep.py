@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 from exchange_fleet import Fleet, agree, join_when_started
+from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
@@ -20,11 +21,7 @@ SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype="float32", max_tok
 def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:
     """Two connected ranks in this process."""
     first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=4, transport=transport) for rank in range(2))
-    endpoints = [first.endpoint(), second.endpoint()]
-    thread = threading.Thread(target=second.connect, args=(endpoints, HANG_SECONDS))
-    thread.start()
-    first.connect(endpoints, HANG_SECONDS)
-    thread.join()
+    assert connect_all([first, second]) == [None, None]
     return first, second
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
-from tests.exchange.test_nvlink_exchange import DEADLINE, SMALL, together
-from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
-from tests.limits import HANG_SECONDS
+from tests.exchange.meshes import connect_all
+from tests.exchange.test_nvlink_exchange import DEADLINE, SMALL, attach, together
+from tests.exchange.test_staged_exchange import check_alone, fleet_of, rank_runner, run_steps, steps_of
 
 from moeyard_worker.config.nccl_config import NCCL_ENVIRONMENT, set_nccl_environment
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nccl
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
@@ -30,10 +29,7 @@ from moeyard_worker.exchange.meeting import RelayStore, Through, relay
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.row_group import Moved, TorchGroup
-from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.families import load_model_config
-from moeyard_worker.scheduling.step import Step
 
 CPU = torch.device("cpu")
 
@@ -48,13 +44,8 @@ def open_meshes(
         build_mesh("nccl", shape=SMALL, rank=r, world_size=world, members=members, epoch=epoch, **times)  # type: ignore[arg-type]
         for r in members
     ]
-    endpoints = [mesh.endpoint() for mesh in meshes]
-    together([lambda mesh=mesh: mesh.connect(endpoints, HANG_SECONDS) for mesh in meshes])
+    assert connect_all(meshes) == [None] * len(meshes)
     return meshes
-
-
-def attach(exchanges: Sequence[NcclExchange], meshes: Sequence[Mesh], placement: Placement) -> None:
-    together([lambda e=e, m=m: e.attach(m, placement) for e, m in zip(exchanges, meshes, strict=True)])
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -72,16 +63,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     """Steps with prompts return what was computed, others all (row, k); some have no row at all."""
-    config = load_model_config(checkpoint)
-    shape = ExchangeShape(
-        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
-    )
-    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
+    shape, placement, plans = fleet_of(checkpoint, world)
     meshes = open_meshes(world)
     exchanges = [build_exchange("nccl", mesh=mesh, shape=shape, placement=placement) for mesh in meshes]
-    # The second rank begins two steps late, the third has no row at all.
-    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
-    plans += [[Step.empty()] * 6] * (world - 2)
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     for exchange, runner in zip(exchanges, runners, strict=True):
         # Before they have met: with and without prompts it takes no part, and leaves nothing behind.
@@ -89,7 +73,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
             exchange.expect(PeerRows(38, prompts))
             runner.forward(steps_of(50)[0])
         assert exchange.stats.bytes_sent == 0
-    attach(exchanges, meshes, placement)  # type: ignore[arg-type]
+    attach(exchanges, meshes, placement)
 
     def run(rank: int) -> list[torch.Tensor]:
         exchange = exchanges[rank]
@@ -107,14 +91,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     assert all((exchange.stats.bytes_sent > 0) == (world > 1) for exchange in exchanges[:2])
     for each in (*exchanges, *meshes):
         each.close()
-    for of_rank, length in zip(seen, (50, 37), strict=False):
-        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
-        wanted = run_steps(alone, steps_of(length), lambda number: None)
-        got = [logits for logits in of_rank if len(logits)]
-        assert len(got) == len(wanted)
-        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
-            assert torch.isfinite(theirs).all()
-            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+    check_alone(checkpoint, seen)
 
 
 def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -> NcclExchange:

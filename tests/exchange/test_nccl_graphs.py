@@ -8,17 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from tests.exchange.test_nccl_exchange import (
-    CPU,
-    Device,
-    attach,
-    launch_one,
-    make_exchange,
-    open_meshes,
-    raised,
-    round_trip,
-)
-from tests.exchange.test_nvlink_exchange import together
+from tests.exchange.test_nccl_exchange import CPU, Device, launch_one, make_exchange, open_meshes, raised, round_trip
+from tests.exchange.test_nvlink_exchange import attach, together
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange import nccl

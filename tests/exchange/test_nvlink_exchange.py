@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoints import make_checkpoint
-from tests.exchange.test_staged_exchange import NUM_PAGES, backend, rank_runner, run_steps, steps_of
+from tests.exchange.meshes import connect_all
+from tests.exchange.test_staged_exchange import backend, check_alone, fleet_of, rank_runner, run_steps, steps_of
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.ref import fetch_experts as fetch_oracle
@@ -33,7 +34,6 @@ from moeyard_kernels.types.peer_window import (
     PeerWindow,
 )
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.local import local_runner
 from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
@@ -45,8 +45,6 @@ from moeyard_worker.exchange.nvlink import NvlinkExchange
 from moeyard_worker.exchange.peer_counts import PeerCounts
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.placement import partition
-from moeyard_worker.models.families import load_model_config
-from moeyard_worker.scheduling.step import Step
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks of one process share memory of the host; tests/e2e has GPUs that do"
@@ -118,8 +116,7 @@ def open_meshes(world: int, shape: ExchangeShape, *, epoch: int = 1, deadline: f
         build_mesh("nvlink", shape=shape, rank=rank, world_size=world, epoch=epoch, deadline=deadline)
         for rank in range(world)
     ]
-    endpoints = [mesh.endpoint() for mesh in meshes]
-    together([lambda mesh=mesh: mesh.connect(endpoints, HANG_SECONDS) for mesh in meshes])
+    assert connect_all(meshes) == [None] * world
     return meshes
 
 
@@ -133,7 +130,7 @@ def open_exchanges(world: int, shape: ExchangeShape, placement: Placement) -> li
     ]
 
 
-def attach(exchanges: Sequence[NvlinkExchange], meshes: Sequence[Mesh], placement: Placement) -> None:
+def attach(exchanges: Sequence[Any], meshes: Sequence[Mesh], placement: Placement) -> None:
     together([lambda e=e, m=m: e.attach(m, placement) for e, m in zip(exchanges, meshes, strict=True)])
 
 
@@ -157,16 +154,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what runs before the ranks have met: it takes no part, and leaves nothing behind."""
-    config = load_model_config(checkpoint)
-    shape = ExchangeShape(
-        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
-    )
+    shape, placement, plans = fleet_of(checkpoint, world)
     monkeypatch.setattr(nvlink, "ops", Turns(world))
-    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
     exchanges = open_exchanges(world, shape, placement)
-    # The second rank begins two steps late, the third has no row at all.
-    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
-    plans += [[Step.empty()] * 6] * (world - 2)
     most = [max(step.num_tokens for step in steps) for steps in zip(*plans, strict=True)]
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     for exchange, runner in zip(exchanges, runners, strict=True):
@@ -190,14 +180,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: py
     seen = together([lambda rank=rank: run(rank) for rank in range(world)])
     for mesh in meshes:
         mesh.close()
-    for of_rank, length in zip(seen, (50, 37), strict=False):
-        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
-        wanted = run_steps(alone, steps_of(length), lambda number: None)
-        got = [logits for logits in of_rank if len(logits)]
-        assert len(got) == len(wanted)
-        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
-            assert torch.isfinite(theirs).all()
-            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+    check_alone(checkpoint, seen)
 
 
 def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(

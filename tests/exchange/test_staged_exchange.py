@@ -4,14 +4,14 @@ Two or three ranks in threads of this process, each with its shard of the expert
 oracles. A rank without rows takes part in every step.
 """
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.cuda.backend import CudaBackend
@@ -21,7 +21,6 @@ from moeyard_worker.engine.local import PAGE_SIZE, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
-from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
@@ -97,30 +96,38 @@ def run_steps(runner: Runner, steps: list[Step], begin: Callable[[int], None]) -
     return seen
 
 
-def connected(world: int, shape: ExchangeShape) -> list[Mesh]:
-    meshes = [build_mesh("zmq", shape=shape, rank=rank, world_size=world, deadline=30) for rank in range(world)]
-    endpoints = [mesh.endpoint() for mesh in meshes]
-    threads = [threading.Thread(target=mesh.connect, args=(endpoints, HANG_SECONDS)) for mesh in meshes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return meshes
+def fleet_of(directory: Path, world: int) -> tuple[ExchangeShape, Placement, list[list[Step]]]:
+    """What so many ranks exchange, who of them has which expert, and the six steps of each.
+
+    The second rank begins two steps late, the third has no row at all.
+    """
+    config = load_model_config(directory)
+    shape = ExchangeShape(
+        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
+    )
+    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]][:world]
+    plans += [[Step.empty()] * 6] * (world - 2)
+    return shape, Placement.of_shards(config.moe_layers, partition(config.num_experts, world)), plans
+
+
+def check_alone(directory: Path, seen: Sequence[list[torch.Tensor]]) -> None:
+    """What ranks have computed in the steps of `fleet_of` is what one rank computes, to the bit."""
+    for of_rank, length in zip(seen, (50, 37), strict=False):
+        alone = local_runner(directory, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
+        wanted = run_steps(alone, steps_of(length), lambda number: None)
+        got = [logits for logits in of_rank if len(logits)]
+        assert len(got) == len(wanted)
+        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.isfinite(theirs).all()
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
-    config = load_model_config(checkpoint)
-    shape = ExchangeShape(
-        num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size, dtype="bfloat16", max_tokens=64
-    )
-    placement = Placement.of_shards(config.moe_layers, partition(config.num_experts, world))
-    exchanges = [
-        StagedExchange(ZmqExchange(mesh, shape=shape, placement=placement), DEVICE) for mesh in connected(world, shape)
-    ]
-    # The second rank begins two steps late, the third has no row at all.
-    plans = [[*steps_of(50), Step.empty(), Step.empty()], [Step.empty(), Step.empty(), *steps_of(37)]]
-    plans += [[Step.empty()] * 6] * (world - 2)
+    shape, placement, plans = fleet_of(checkpoint, world)
+    meshes = [build_mesh("zmq", shape=shape, rank=rank, world_size=world, deadline=30) for rank in range(world)]
+    assert connect_all(meshes) == [None] * world
+    exchanges = [StagedExchange(ZmqExchange(mesh, shape=shape, placement=placement), DEVICE) for mesh in meshes]
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     with ThreadPoolExecutor(world) as pool:
         runs = [
@@ -130,14 +137,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
         seen = [run.result(timeout=HANG_SECONDS) for run in runs]
     for exchange in exchanges:
         exchange.close()
-    for of_rank, length in zip(seen, (50, 37), strict=False):
-        alone = local_runner(checkpoint, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
-        wanted = run_steps(alone, steps_of(length), lambda number: None)
-        got = [logits for logits in of_rank if len(logits)]
-        assert len(got) == len(wanted)
-        for number, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
-            assert torch.isfinite(theirs).all()
-            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32)), f"length {length}, step {number}"
+    check_alone(checkpoint, seen)
 
 
 def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:

@@ -1,11 +1,10 @@
 """What the ZMQ exchange refuses: calls that break its contract, and frames whose tag is right but whose body is not."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.limits import HANG_SECONDS
+from tests.exchange.meshes import connect_all
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import ExchangeError
@@ -41,11 +40,7 @@ def alone() -> Iterator[ZmqExchange]:
 def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange, Mesh]]:
     """Rank 0's exchange, and rank 1's bare mesh to send it anything."""
     meshes = [build_mesh(request.param, shape=SHAPE, rank=rank, world_size=2, deadline=10) for rank in range(2)]
-    endpoints = [mesh.endpoint() for mesh in meshes]
-    thread = threading.Thread(target=meshes[1].connect, args=(endpoints, HANG_SECONDS))
-    thread.start()
-    meshes[0].connect(endpoints, HANG_SECONDS)
-    thread.join()
+    assert connect_all(meshes) == [None, None]
     exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=placed(2))
     exchange.begin_step(9)
     yield request.param, exchange, meshes[1]

@@ -75,7 +75,7 @@ def exact(
     """One row in float64: q [Hq, D] against k [Hkv, L, D], v [Hkv, L, Dv] -> [Hq, Dv], [Hq] (log-sum-exp)."""
     low = max(0, k.shape[1] - window) if window else 0
     group = q.shape[0] // k.shape[0]
-    k, v = (x[:, low:].repeat_interleave(group, 0) for x in (k, v))
+    k, v = (x[:, low:].double().repeat_interleave(group, 0) for x in (k, v))
     scores = torch.einsum("hd,hld->hl", q.double().cpu(), k) * scale
     return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
 

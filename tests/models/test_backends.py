@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.models.test_families import relative
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
@@ -45,6 +46,7 @@ WIDTHS = {
     "deepseek_v2": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 }
 NUM_PAGES = 40
+LENGTHS = (70, 33, 50, 41)
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -63,8 +65,12 @@ def prompt(length: int, seed: int = 5) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.cpu() - wanted).abs().max() / wanted.abs().max())
+def chunk(which: int, start: int, end: int, *, is_prompt: bool, num_sampled: int = 1) -> Chunk:
+    """Of one of four sequences, each on pages of its own."""
+    tokens, pages = tuple(prompt(LENGTHS[which], which)[start:end]), tuple(range(10 * which, 10 * which + 5))
+    return Chunk(
+        key=(b"", ""), start=start, token_ids=tokens, pages=pages, prompt=is_prompt, num_sampled=num_sampled
+    )  # fmt: skip
 
 
 def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
@@ -75,15 +81,6 @@ def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
 
 def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
     """Two prompts, of which one is in its middle, a single decode row, and three rows of one sequence."""
-    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50, 41))]
-    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(4)]
-
-    def chunk(which: int, start: int, end: int, *, is_prompt: bool) -> Chunk:
-        tokens = tuple(ids[which][start:end])
-        return Chunk(
-            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=1
-        )  # fmt: skip
-
     results = []
     for runner in runners:
         first = Step(prefill=(chunk(0, 0, 30, is_prompt=True), chunk(2, 0, 49, is_prompt=True)))
@@ -186,20 +183,11 @@ def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner])
     runner = runners[0]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
-    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50))]
-    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(3)]
-
-    def chunk(which: int, start: int, end: int, *, is_prompt: bool) -> Chunk:
-        tokens = tuple(ids[which][start:end])
-        return Chunk(
-            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=1
-        )  # fmt: skip
-
     lengths = (69, 32, 49)
     runner.forward(Step(prefill=tuple(chunk(i, 0, n, is_prompt=True) for i, n in enumerate(lengths))))
     step = Step(decode=tuple(chunk(i, n, n + 1, is_prompt=False) for i, n in enumerate(lengths)))
     wanted = runner.forward(step)
-    last = torch.tensor([0, ids[2][49], 0, ids[1][32]], device=DEVICE)
+    last = torch.tensor([0, prompt(LENGTHS[2], 2)[49], 0, prompt(LENGTHS[1], 1)[32]], device=DEVICE)
     bucket = Bucket(decode=5, width=7)
     inputs = GraphInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
     unknown = [replace(step.decode[1], token_ids=(0,), fed=3), replace(step.decode[2], token_ids=(0,), fed=1)]
@@ -222,16 +210,7 @@ def test_a_padded_step_of_prompts_gives_the_bits_of_a_plan(runners: tuple[Runner
     runner = runners[0]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
-    ids = [prompt(length, seed) for seed, length in enumerate((70, 33, 50, 41))]
-    tables = [tuple(range(10 * i, 10 * i + 5)) for i in range(4)]
-
-    def chunk(which: int, start: int, end: int, *, is_prompt: bool, num_sampled: int = 1) -> Chunk:
-        tokens = tuple(ids[which][start:end])
-        return Chunk(
-            key=(b"", ""), start=start, token_ids=tokens, pages=tables[which], prompt=is_prompt, num_sampled=num_sampled
-        )  # fmt: skip
-
-    last = torch.tensor([0, ids[3][38]], device=DEVICE)
+    last = torch.tensor([0, prompt(LENGTHS[3], 3)[38]], device=DEVICE)
     middle = chunk(0, 30, 61, is_prompt=True, num_sampled=0)
     steps = [
         Step(prefill=(middle, chunk(1, 0, 33, is_prompt=True))),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.models.test_families import relative
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
@@ -78,10 +79,6 @@ def begin(runner: Runner) -> None:
     firsts = tuple(chunk(which, 0, end, is_prompt=True) for which, end in ((0, 64), (2, 128), (3, 70)))
     runner.forward(Step(prefill=firsts))
     runner.forward(Step(prefill=(chunk(2, 128, 130, is_prompt=True),)))
-
-
-def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.cpu() - wanted.cpu()).abs().max() / wanted.abs().max())
 
 
 def slots_of(runner: Runner) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import uvloop
 from tests.limits import HANG_SECONDS
 from tests.router.launcher import WORLD, Launcher, prepared
 from tests.router.scripted_worker import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedWorker
+from tests.router.tool_model import LONG, Model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from moeyard.listen import bind
@@ -310,6 +311,20 @@ def service(shared_service: Service) -> Iterator[Service]:
     for worker in shared_service.workers:
         worker.paused = False
     shared_service.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def tool_service(starter: Starter, tool_checkpoint: Path) -> Service:
+    """One service with tools and reasoning for all tests of a module; use `model`."""
+    return starter(1, model_path=tool_checkpoint, **LONG)
+
+
+@pytest.fixture
+def model(tool_service: Service, tool_codec: TextCodec) -> Iterator[Model]:
+    """The module's service with tools as new; afterwards nothing may be in flight."""
+    tool_service.workers[0].reset()
+    yield Model(tool_service, tool_codec)
+    tool_service.wait_idle()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import json
 
 import anthropic
 import pytest
-from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model
+from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT
 
 from moeyard_worker.protocol import Rejected
 
@@ -22,21 +22,8 @@ BODY = {"model": "tiny", "max_tokens": 500, "messages": ASK}
 
 
 @pytest.fixture(scope="module")
-def world(starter, tool_checkpoint, tool_codec):
-    return starter(1, model_path=tool_checkpoint, **LONG), tool_codec
-
-
-@pytest.fixture
-def model(world):
-    service, codec = world
-    service.workers[0].reset()
-    yield Model(service, codec)
-    service.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(world):
-    with anthropic.Anthropic(base_url=world[0].url, api_key="none", max_retries=0) as client:
+def client(tool_service):
+    with anthropic.Anthropic(base_url=tool_service.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -108,11 +95,11 @@ def test_thinking_text_and_calls_whole_and_streamed(model, client):
     assert counted == len(model.worker.submits[-1].prompt_token_ids)
 
 
-def test_anthropic_client_calls_a_tool_and_goes_on(model, world):
+def test_anthropic_client_calls_a_tool_and_goes_on(model, tool_service):
     model.says(THOUGHT + CALL, "It is sunny in Köln.")
 
     async def run():
-        async with anthropic.AsyncAnthropic(base_url=world[0].url, api_key="none", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(base_url=tool_service.url, api_key="none", max_retries=0) as client:
             async with client.messages.stream(**BODY, tools=[WEATHER]) as stream:
                 first = await stream.get_final_message()
             (call,) = [block for block in first.content if block.type == "tool_use"]

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from pydantic import BaseModel
-from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT, Model
+from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT
 
 from moeyard_worker.protocol import Rejected
 
@@ -22,21 +22,8 @@ NOW = {"type": "function", "name": "now"}
 
 
 @pytest.fixture(scope="module")
-def world(starter, tool_checkpoint, tool_codec):
-    return starter(1, model_path=tool_checkpoint, **LONG), tool_codec
-
-
-@pytest.fixture
-def model(world):
-    service, codec = world
-    service.workers[0].reset()
-    yield Model(service, codec)
-    service.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(world):
-    with openai.OpenAI(base_url=f"{world[0].url}/v1", api_key="none", max_retries=0) as client:
+def client(tool_service):
+    with openai.OpenAI(base_url=f"{tool_service.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -116,11 +103,11 @@ def test_reasoning_text_and_calls_whole_and_streamed(model):
         assert [built[i] for i in range(4)] == ["I should look. 🙂", "One moment.", '{"city": "Köln"}', "{}"]
 
 
-def test_openai_client_streams_and_goes_on_with_what_it_got(model, world):
+def test_openai_client_streams_and_goes_on_with_what_it_got(model, tool_service):
     model.says(THOUGHT + CALL, "It is sunny in Köln.")
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=f"{world[0].url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{tool_service.url}/v1", api_key="none", max_retries=0) as client:
             messages = [{"role": "user", "content": "Wetter?"}]
             async with client.responses.stream(model="tiny", input=messages, tools=[WEATHER]) as stream:
                 kinds = [event.type async for event in stream]

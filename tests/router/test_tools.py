@@ -13,20 +13,6 @@ from moeyard_router.text.chat import TextCodec
 from moeyard_worker.protocol import Rejected
 
 
-@pytest.fixture(scope="module")
-def tool_service(starter, tool_checkpoint):
-    return starter(1, model_path=tool_checkpoint, **LONG)
-
-
-@pytest.fixture
-def model(tool_service, tool_codec):
-    """The module's service as new."""
-    for worker in tool_service.workers:
-        worker.reset()
-    yield Model(tool_service, tool_codec)
-    tool_service.wait_idle()
-
-
 def bare(calls):
     return [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.decode_cases import exact
 from transformers.models.mixtral.modeling_mixtral import eager_attention_forward
 
 from moeyard_kernels.cpu.decode import gqa_decode
@@ -9,16 +10,6 @@ from moeyard_kernels.cpu.decode_plan import plan_decode
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 LENS = [1, 64, 65, 200, 17, 300, 63, 128, 129, 300]
-
-
-def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
-) -> torch.Tensor:
-    """One row: q [Hq, D] against k [Hkv, L, D], v [Hkv, L, Dv], float64 [Hq, Dv]."""
-    low = max(0, k.shape[1] - window) if window else 0
-    group = q.shape[0] // k.shape[0]
-    k, v = k[:, low:].double().repeat_interleave(group, 0), v[:, low:].double().repeat_interleave(group, 0)
-    return ((torch.einsum("hd,hld->hl", q.double(), k) * scale).softmax(-1).unsqueeze(1) @ v).squeeze(1)
 
 
 def pages_of(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
@@ -58,7 +49,7 @@ def test_batches_do_not_show(
     module.num_key_value_groups = heads // kv_heads
     for row, length in enumerate(LENS):
         keys, values = pages_of(k, table[row], length), pages_of(v, table[row], length)
-        wanted = exact(q[row], keys, values, scale=dim**-0.5, window=window)
+        wanted, _ = exact(q[row], keys, values, scale=dim**-0.5, window=window)
         worst = max(worst, (whole[row].double() - wanted).abs().max().item())
         low = max(0, length - (window or length))
         theirs, _ = eager_attention_forward(
