@@ -9,7 +9,6 @@ The others' GPUs go on: weights and pages stay, what was captured but for nccl's
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ from moeyard_worker.config.engine_config import ExchangeKind
 pytestmark = pytest.mark.gpu(2)
 
 DEADLINE = 4.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    found = ProcessPool()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import itertools
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -126,52 +125,45 @@ def placement(case: Case, model: Path) -> Placement | None:
     return dealt(read, case.ranks, str(case), copied=copied, alone=not copied)
 
 
-@pytest.fixture(scope="module")
-def gpu_ranks() -> Iterator[ProcessPool]:
-    pool = ProcessPool()
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(scope="module", params=[f"{kind}-{dtype}" for kind in ("mla", "gqa") for dtype in DTYPE_BYTES])
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpu_ranks: ProcessPool
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
     """A checkpoint, and what each request is answered alone by one rank, launch by launch."""
     kind, dtype = request.param.split("-")
     family, overrides = MODELS[kind]
     model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
-    with start_fleet(gpu_ranks, config(Case(1, "auto", eager=True), model)) as fleet:
+    with start_fleet(pool, config(Case(1, "auto", eager=True), model)) as fleet:
         return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
-    check(case, served, gpu_ranks)
+def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, served, pool)
 
 
 @pytest.mark.parametrize("served", ["gqa-bfloat16", "mla-bfloat16"], indirect=True)
 @pytest.mark.parametrize("case", PLACED, ids=str)
-def test_whoever_has_an_expert(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
-    check(case, served, gpu_ranks)
+def test_whoever_has_an_expert(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, served, pool)
 
 
 @pytest.mark.parametrize("served", ["gdn-bfloat16", "kda-bfloat16"], indirect=True)
 @pytest.mark.parametrize("case", HYBRID, ids=str)
-def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool) -> None:
-    check(case, served, gpu_ranks, uneven=True)
+def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, served, pool, uneven=True)
 
 
 @pytest.mark.parametrize("served", ["gqa-bfloat16"], indirect=True)
 @pytest.mark.parametrize("exchange", ["nvlink", "nccl"])
 def test_a_rank_launches_what_others_replay(
-    exchange: ExchangeKind, served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool
+    exchange: ExchangeKind, served: tuple[Path, dict[str, Any]], pool: ProcessPool
 ) -> None:
     """Either rank, in turn, and then none: what they send meets, whoever holds it in a graph."""
     model, expected = served
     case = Case(2, exchange, 2)
     spread = {name: i % case.ranks for i, name in enumerate(requests())}
-    with start_fleet(gpu_ranks, config(case, model)) as fleet:
+    with start_fleet(pool, config(case, model)) as fleet:
         for label, launching in (("first", (True, False)), ("second", (False, True)), ("none", (False, False))):
             for rank, eager in zip(fleet.ranks, launching, strict=True):
                 rank.call("eager", eager)
@@ -208,15 +200,15 @@ def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *,
 
 
 @pytest.fixture(scope="module")
-def demo(gpu_ranks: ProcessPool) -> dict[str, tuple[Any, ...]]:
+def demo(pool: ProcessPool) -> dict[str, tuple[Any, ...]]:
     """What the demo model answers to each request alone, on one rank and without drafts."""
-    with start_fleet(gpu_ranks, config(Case(1, "auto", eager=True), DEMO)) as fleet:
+    with start_fleet(pool, config(Case(1, "auto", eager=True), DEMO)) as fleet:
         return {name: run_alone(fleet, "reference", name, 0) for name in requests()}
 
 
 @pytest.mark.parametrize("case", SPECULATED, ids=str)
-def test_drafts_over_ranks(case: Case, demo: dict[str, Any], gpu_ranks: ProcessPool) -> None:
-    with start_fleet(gpu_ranks, config(case, DEMO)) as fleet:
+def test_drafts_over_ranks(case: Case, demo: dict[str, Any], pool: ProcessPool) -> None:
+    with start_fleet(pool, config(case, DEMO)) as fleet:
         last = case.ranks - 1
         # The other ranks have no row.
         assert run_alone(fleet, "alone", "c", last) == demo["c"]
@@ -264,19 +256,17 @@ def check_exchange_is_told(fleet: Fleet) -> None:
             assert 1e-7 < mean < fleet.config.step_deadline, (phase, mean)
 
 
-def test_auto_is_nvlink_where_gpus_reach_each_other(
-    served: tuple[Path, dict[str, Any]], gpu_ranks: ProcessPool
-) -> None:
+def test_auto_is_nvlink_where_gpus_reach_each_other(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(2), 2))
-    with start_fleet(gpu_ranks, config(Case(2, "auto"), served[0])) as fleet:
+    with start_fleet(pool, config(Case(2, "auto"), served[0])) as fleet:
         assert {report["exchange"] for report in fleet.reports} == {"nvlink" if reach else "zmq"}
         assert run_alone(fleet, "auto", "a", 1) == served[1]["a"]
 
 
-def test_more_workers_than_gpus_are_named(gpu_ranks: ProcessPool, tmp_path: Path) -> None:
+def test_more_workers_than_gpus_are_named(pool: ProcessPool, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "qwen3_moe", num_experts=4 * (NUM_GPUS + 1))
     refused = pytest.raises(
         RuntimeError, match=rf"--workers {NUM_GPUS + 1} takes a GPU each: there are {NUM_GPUS} GPUs"
     )
-    with refused, start_fleet(gpu_ranks, config(Case(NUM_GPUS + 1, "zmq"), model)):
+    with refused, start_fleet(pool, config(Case(NUM_GPUS + 1, "zmq"), model)):
         pass
