@@ -36,7 +36,7 @@ ROOMS = {
     "exchange": (("config",), 4005),
     "experts": (("config", "exchange"), 1785),
     "layers": (("config", "state", "exchange"), 815),
-    "models": (("config", "state", "exchange", "layers"), 1375),
+    "models": (("config", "state", "exchange", "layers"), 1425),
     "checkpoint": (("config", "layers", "models"), 775),
     "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5770),
 }

@@ -1,6 +1,7 @@
 """config.json into one normal form: old and new keys, per-layer kinds, stop ids, and refusals that name the key."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -365,8 +366,44 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "quantized": (
         "deepseek_v3",
-        {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config is not supported",
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+        "quantization_config is not supported: the weights are quantised by fp8 (e4m3) (supported: float32 and bf",
+    ),
+    "awq": ("qwen3_moe", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by awq (4 bits)"),
+    "gptq": ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, "quantised by gptq (8 bits)"),
+    "compressed": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        "quantised by compressed-tensors (pack-quantized)",
+    ),
+    "compressed before": (
+        "qwen3_moe",
+        {"compression_config": {"format": "int"}},
+        "compression_config is not supported",
+    ),
+    "unnamed groups": ("qwen3_moe", {"quantization_config": {"config_groups": {}}}, "by compressed-tensors (supp"),
+    "mxfp4": ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by mxfp4"),
+    "bitsandbytes": (
+        "qwen3_moe",
+        {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+        "quantised by bitsandbytes",
+    ),
+    "modelopt": (
+        "qwen3_moe",
+        {"quantization_config": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}},
+        "quantised by modelopt (NVFP4)",
+    ),
+    "mlx": ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX (4 bits)"),
+    "quantized, nobody says how": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
+    "quantized text": (
+        "qwen3_next",
+        {"model_type": "qwen3_5_moe", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        "quantised by fp8",
+    ),
+    "another architecture, quantized": (
+        "qwen3_moe",
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        "; quantization_config is not supported either: mxfp4",
     ),
     "dtype": ("qwen3_moe", {"torch_dtype": "float16"}, "dtype 'float16' is not supported"),
     "missing": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
@@ -422,6 +459,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmoe with a window": ("olmoe", {"sliding_window": 24}, "sliding_window is not supported (supported: null)"),
     "olmoe's head width": ("olmoe", {"head_dim": 32}, "head_dim is 32: 4 heads are not 64 wide"),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "method"),
+    [
+        ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "modelopt"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, "gptq (4 bits)"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4}, "awq (4 bits)"),
+    ],
+)
+def test_files_of_quantisers_are_refused(tmp_path: Path, name: str, content: dict[str, Any], method: str) -> None:
+    write(tmp_path, "qwen3_moe")
+    load_model_config(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    said = re.escape(f"{name}: is not supported: the weights are quantised by {method}")
+    with pytest.raises(CheckpointError, match=said):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("case", REFUSED)
