@@ -26,6 +26,18 @@ _ANTHROPIC_TYPES = MappingProxyType(
     {403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 )
 ANTHROPIC_PATH = "/v1/messages"
+# APIs of OpenAI, vLLM and SGLang for models that do not generate text; below /v1 or not.
+_OTHER_KINDS = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("/embeddings", "/embed", "/api/embed", "/api/embeddings", "/encode", "/pooling"), "embeddings"
+        ),
+        **dict.fromkeys(("/rerank", "/v2/rerank", "/score"), "scores of documents"),
+        **dict.fromkeys(("/classify", "/moderations"), "classes"),
+        **dict.fromkeys(("/images/generations", "/images/edits", "/images/variations"), "images"),
+        **dict.fromkeys(("/audio/transcriptions", "/audio/translations", "/audio/speech"), "audio"),
+    }
+)
 
 
 class ApiError(Exception):
@@ -69,6 +81,13 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     """A 404 for a name that is none of the served ones."""
     message = f"the model '{name}' does not exist; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, param="model", reason="unknown_model")
+
+
+def no_route(method: str, path: str, status: int, detail: str) -> ApiError:
+    """The answer to a path that is not served, or not by this method; of other kinds of models' APIs it says why."""
+    kind = _OTHER_KINDS.get(path.removeprefix("/v1").rstrip("/")) if status == 404 else None
+    why = detail if kind is None else f"the model of this server has no {kind}; it generates text"
+    return ApiError(status, f"{method} {path}: {why}")
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -201,8 +201,32 @@ def test_wrong_method_and_path(service):
     check_error(answer, 405, None)
     assert "POST" in answer.headers["allow"]
     check_error(service.client.post("/v1/models"), 405, None)
-    check_error(service.client.get("/v2/nothing"), 404, None)
+    assert check_error(service.client.get("/v2/nothing"), 404, None) == "GET /v2/nothing: Not Found"
     assert "'other/one'" in check_error(service.client.get("/v1/models/other/one"), 404, "model")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *(("/v1/embeddings", "embeddings"), ("/v1/embeddings/", "embeddings"), ("/embeddings", "embeddings")),
+        *(("/v1/rerank", "scores of documents"), ("/v1/audio/transcriptions", "audio"), ("/v1/images/edits", "images")),
+    ],
+)
+def test_apis_of_other_kinds_of_models_say_what_the_model_lacks(service, path, kind):
+    for answer in (service.post(path, model="tiny", input="x"), service.client.get(path)):
+        message = check_error(answer, 404, None)
+        assert message.endswith(f" {path}: the model of this server has no {kind}; it generates text")
+
+
+def test_a_wrong_tool_choice_is_told_what_is_right(service):
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    answer = service.post(CHAT, messages=HELLO, tools=tools, tool_choice={"type": "function", "name": "now"})
+    message = check_error(answer, 400, "tool_choice")
+    assert 'an object {"type": "function", "function": {"name": ...}}' in message
+    tools = [{"type": "function", "name": "now", "parameters": None, "strict": False}]
+    message = check_error(service.post("/v1/responses", input="x", tools=tools, tool_choice=5), 400, "tool_choice")
+    assert 'an object {"type": "function", "name": ...}' in message
+    assert "{{" not in message
 
 
 def test_template_refusal(start, checkpoint, tmp_path):

@@ -165,7 +165,7 @@ class ResponsesRequest(Strict):
         if isinstance(value, dict) and value.get("type") == "function":
             return ChosenFunction.model_validate(value)
         raise PydanticCustomError(
-            "tool_choice", 'expected "none", "auto", "required" or an object {{"type": "function", "name": ...}}'
+            "tool_choice", 'expected "none", "auto", "required" or an object {"type": "function", "name": ...}'
         )
 
     @field_validator("include", mode="after")

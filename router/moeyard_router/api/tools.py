@@ -127,7 +127,7 @@ def check_tool_choice(value: Any) -> Any:
     except ValidationError as error:
         raise PydanticCustomError(
             "tool_choice",
-            'expected "none", "auto", "required" or an object {{"type": "function", "function": {{"name": ...}}}}',
+            'expected "none", "auto", "required" or an object {"type": "function", "function": {"name": ...}}',
         ) from error
 
 

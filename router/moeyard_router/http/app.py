@@ -17,7 +17,7 @@ from moeyard_router.api.endpoints import GenerateEndpoint
 from moeyard_router.api.large import Bodies
 from moeyard_router.api.tokenize import BodyEndpoint, Tokens
 from moeyard_router.config import RouterConfig
-from moeyard_router.errors import ApiError, unknown_model
+from moeyard_router.errors import ApiError, no_route, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.gate import Gate
@@ -215,10 +215,8 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such route, or a method that the route does not have."""
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    return _json(
-        ApiError(error.status_code, what).body_at(request.url.path), error.status_code, dict(error.headers or {})
-    )
+    told = no_route(request.method, request.url.path, error.status_code, error.detail)
+    return _json(told.body_at(request.url.path), error.status_code, dict(error.headers or {}))
 
 
 async def _crash(request: Request, error: Exception) -> Response:
