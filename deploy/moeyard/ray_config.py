@@ -7,9 +7,13 @@ writes an authentication token to the home directory, and sends usage statistics
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
+
+# How long a private Ray may take to start. Ray's own 30 s are too few for a slow or a busy machine.
+START_SECONDS = 180.0
 
 # Whatever it is told not to print, Ray says of every process that ends, on stdout, that memory may have run out. What
 # ends is said by the supervisor; of Ray's own lines those that match are skipped.
@@ -22,6 +26,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         **QUIET,
         # Ray gives its workers niceness 15: whatever else runs would go before a step, and before all other ranks.
         "RAY_worker_niceness": "0",
+        "RAY_gcs_server_port_wait_time_s": f"{START_SECONDS:.0f}",
         # The driver gets SIGTERM to stop: no stack trace for it.
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -61,6 +66,11 @@ def prepare_local(threads: int) -> None:
 def prepare_remote() -> None:
     """Environment for joining a running cluster, whose token comes from the operator. Must run before `import ray`."""
     os.environ.update(REMOTE_ENVIRONMENT)
+
+
+def ray_logs() -> Path:
+    """The folder of what the daemons of the last Ray on this machine have logged."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "session_latest" / "logs"
 
 
 def uses_tls() -> bool:

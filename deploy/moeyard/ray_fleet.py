@@ -18,15 +18,15 @@ from ray.exceptions import RayError
 
 from moeyard import __version__
 from moeyard.last_resort import end_tree
-from moeyard.listen import check_ports
 from moeyard.logs import LogConfig
-from moeyard.rank import Event, FleetError, FleetLost, Rank, RanksLost, Recovered, Unrecoverable, named
+from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_address import check_reachable
 from moeyard.ray_errors import first_line
 from moeyard.ray_member import STOP_SECONDS, Progress, lost_of
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
-from moeyard.signals import Interrupts, run_apart
+from moeyard.ray_start import connect
+from moeyard.signals import Interrupts
 from moeyard.standby import Standby
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
@@ -54,8 +54,14 @@ class RayFleet:
         placement: Placement,
         takeover: str = "auto",
         standby: int | None = None,
+        device: str = "",
     ) -> None:
-        """`standby`: how many processes wait for a lost rank's place; None: one where starts take longest."""
+        """Note how to start; nothing is started.
+
+        `standby`: how many processes wait for a lost rank's place; None: one where starts take longest. `device`: what
+        the workers run on, for people (default: as `config` says).
+        """
+        self._device = device or config.device
         self._config = config
         self._keys = keys
         self._log = log
@@ -96,9 +102,13 @@ class RayFleet:
             check_reachable(self._address)
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         with interrupts.at_once():
-            self._connect()
+            connect(self._address, num_workers=self._config.num_workers, stage=stage)
+        if self._address is None:
+            children = psutil.Process().children(recursive=True)
+            self._head = next((process for process in children if process.name() == HEAD), None)
         self._check()
-        stage(f"starting {self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}")
+        workers = f"{self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}"
+        stage(f"starting {workers}, device {self._device}")
         self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
         try:
             # While ranks load and capture there is time for it.
@@ -247,24 +257,6 @@ class RayFleet:
                 self._places.give_back_from(self._ranks.size)
                 # Who waited may have come in.
                 self._standby.fill()
-
-    def _connect(self) -> None:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-        if self._address is None:
-            check_ports("127.0.0.1", num_workers=self._config.num_workers)
-            # The object store carries nothing but call arguments: its smallest size.
-            options |= {"num_cpus": self._config.num_workers, "num_gpus": 0, "include_dashboard": False}
-            options["object_store_memory"] = 80 * 1024**2
-        # Not to be told that it runs apart; `configure_logging` leaves its loggers as they are.
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        failed = "Ray cannot start" if self._address is None else f"cannot join Ray at {self._address}"
-        try:
-            run_apart(lambda: ray.init(address=self._address or "local", **options))
-        except (ConnectionError, RuntimeError, TimeoutError, RayError) as error:
-            raise FleetLost(f"{failed}: {first_line(error)}") from error
-        if self._address is None:
-            children = psutil.Process().children(recursive=True)
-            self._head = next((process for process in children if process.name() == HEAD), None)
 
     def _spec(self, config: EngineConfig, rank: int, epoch: int, placement: Placement) -> dict[str, Any]:
         return {
