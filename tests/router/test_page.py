@@ -155,14 +155,20 @@ def test_text_has_contrast(scheme: str, ink: str, paper: str) -> None:
     assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_wheel_has_the_page(tmp_path: Path) -> None:
-    """The files are package data: what `pip install` unpacks serves the page."""
+def test_wheel_has_the_page_and_the_demo(tmp_path: Path) -> None:
+    """The files are package data: what `pip install` unpacks serves the page, and a first answer."""
     pytest.importorskip("hatchling.build", reason="hatchling is not installed here")
     code = f"from hatchling.build import build_wheel; print(build_wheel({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    names = zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).namelist()
+    wheel = zipfile.ZipFile(tmp_path / done.stdout.split()[-1])
+    names = wheel.namelist()
     assert {f"moeyard_router/http/static/{path.name}" for path in STATIC.iterdir()} <= set(names)
+    demo = {name.removeprefix("moeyard/bundled/demo/") for name in names if name.startswith("moeyard/bundled/demo/")}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= demo
+    assert wheel.read("moeyard/bundled/demo/model.safetensors") == (ROOT / "deploy/demo/model.safetensors").read_bytes()
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    assert "Project-URL: Documentation, https://" in wheel.read(metadata).decode()
 
 
 def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., None]) -> None:
