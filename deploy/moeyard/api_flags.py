@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard.model_source import hub_id
+from moeyard.parser import Arguments
 from moeyard_router.config import SamplingDefaults
 from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
@@ -42,7 +43,7 @@ class ApiSettings:
         )
 
 
-def add_api_arguments(parser: argparse.ArgumentParser) -> None:
+def add_api_arguments(parser: Arguments) -> None:
     """Flags of every command that serves."""
     add = parser.add_argument
     add(

@@ -1,12 +1,10 @@
 """Command line: `moeyard serve | chat | bench | doctor | ...`. Errors of use: one line on stderr, exit code 2."""
 
 import argparse
-import logging
 import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
 
 from moeyard import __version__
 from moeyard.api_flags import add_api_arguments
@@ -16,10 +14,11 @@ from moeyard.control_flags import add_drain_arguments, add_restart_arguments, ad
 from moeyard.door_config import add_door_arguments, door_config, log_config
 from moeyard.entry import INTERRUPTED, leave
 from moeyard.expert_commands import add_experts_command
-from moeyard.flags import add_engine_arguments, add_source_arguments, engine_config
+from moeyard.flags import EVERYDAY, add_engine_arguments, add_source_arguments, engine_config
 from moeyard.full_disk import outlive_full_disk
 from moeyard.lazy import load
 from moeyard.model_source import add_model_argument, checkpoint
+from moeyard.parser import Parser, fail
 from moeyard.target import add_target_arguments
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES
@@ -27,23 +26,12 @@ from moeyard_worker.experts.sim import belady, format_table, simulate
 
 BENCH_SUBJECTS = ("server", "engine")
 SHELLS = ("bash", "zsh", "fish")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line. `origin` is what to say before one: where the flags come from."""
-
-    origin = ""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and where to read on, and exit with code 2."""
-        fail(f"{self.origin}{message}; see `{self.prog} --help`")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A command refuses what it does not know itself: argparse has the program do so, whose help is another."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
+EXAMPLES = """\
+examples:
+  moeyard serve Qwen/Qwen3-30B-A3B                              a model of the Hugging Face hub
+  moeyard serve /path/to/checkpoint --workers 4 --device cuda   a directory, on four GPUs
+  moeyard serve MODEL --host 0.0.0.0 --api-key-file keys        for clients on other machines
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,20 +40,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moeyard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a checkpoint behind an OpenAI-compatible API")
-    add_source_arguments(serve)
-    serve.add_argument(
-        "--config", metavar="FILE", help="flags out of a YAML file, keys without dashes; the command line goes first"
-    )
+    serve = add_server_parser(commands, "serve", "serve a checkpoint behind an OpenAI-compatible API")
+    serve.epilog = EXAMPLES
+    add_source_arguments(serve, config_file=True)
     add_engine_arguments(serve)
-    add_door_arguments(serve)
-    add_api_arguments(serve)
+    add_door_arguments(serve.add_argument_group("keys, TLS and logs"))
+    add_api_arguments(serve.add_argument_group("the model in the API"))
     serve.set_defaults(run=run_serve, parser=serve)
 
-    demo = commands.add_parser("demo", help="serve the bundled checkpoint, stream one chat completion and show figures")
+    text = "serve the bundled checkpoint, stream one chat completion and show figures"
+    demo = add_server_parser(commands, "demo", text, without=("--api-key-file",))
     demo.add_argument("--once", action="store_true", help="exit after the figures")
     add_engine_arguments(demo)
-    add_api_arguments(demo)
+    add_api_arguments(demo.add_argument_group("the model in the API"))
     demo.set_defaults(run=run_demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
 
     verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
@@ -102,6 +89,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_server_parser(
+    commands: "argparse._SubParsersAction[Parser]", name: str, text: str, *, without: tuple[str, ...] = ()
+) -> Parser:
+    """A command that takes the flags of a server, in groups; the everyday ones are those that it has."""
+    return commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        usage=f"moeyard {name} [MODEL] [flags]" if name != "demo" else "moeyard demo [flags]",
+        everyday=[flag for flag in EVERYDAY if flag not in without],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
     """What people use beside a server."""
     chat = commands.add_parser("chat", help="talk with a running server; in a pipe: answer what comes in")
@@ -112,12 +113,11 @@ def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     chat.set_defaults(run=run_chat)
 
-    doctor = commands.add_parser(
-        "doctor", help="what this machine has, and what `serve` with these flags would fail at"
-    )
+    text = "what this machine has, and what `serve` with these flags would fail at"
+    doctor = add_server_parser(commands, "doctor", text, without=("--api-key-file",))
     add_source_arguments(doctor)
     add_engine_arguments(doctor)
-    add_api_arguments(doctor)
+    add_api_arguments(doctor.add_argument_group("the model in the API"))
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     doctor.set_defaults(run=run_doctor)
 
@@ -207,14 +207,6 @@ def with_subject(argv: list[str]) -> list[str]:
     if argv[:1] == ["bench"] and len(argv) > 1 and argv[1] not in (*BENCH_SUBJECTS, "-h", "--help"):
         return ["bench", "server", *argv[1:]]
     return argv
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """Print one line on stderr and exit with `code`: 2 for what another attempt does not change."""
-    for handler in logging.getLogger().handlers:
-        handler.flush()  # a thread writes the log, and this line is the last
-    print(f"moeyard: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(code)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,8 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> argparse.
     for key, value in read(path).items():
         name = key.replace("-", "_")
         if name not in known:
-            raise ValueError(f"{path}: '{key}' is no flag of this command")
+            hint = parser.hint(f"--{name.replace('_', '-')}")
+            raise ValueError(f"{path}: '{key}' is no flag of this command" + (f"; {hint}" if hint else ""))
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
             raise ValueError(f"{path}: '{key}' takes a value or a list of values")
         if name == "model":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moeyard.logs import FORMATS, LEVELS, LogConfig
+from moeyard.parser import Arguments
 from moeyard_router.config import DoorConfig
 from moeyard_router.http.origins import parse_origins
 
@@ -13,7 +14,7 @@ KEY_VARIABLE = "MOEYARD_API_KEY"
 
 
 class _NoKeyHere(argparse.Action):
-    """vLLM's --api-key, refused: without this argparse would take it as short for --api-key-file."""
+    """vLLM's --api-key, refused with the reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
         parser.error(
@@ -21,7 +22,7 @@ class _NoKeyHere(argparse.Action):
         )
 
 
-def add_door_arguments(parser: argparse.ArgumentParser) -> None:
+def add_door_arguments(parser: Arguments) -> None:
     """Flags of `moeyard serve` about keys, certificates, web pages and logs."""
     add = parser.add_argument
     add(

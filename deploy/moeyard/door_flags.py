@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
+from moeyard.parser import Arguments
 from moeyard_router.config import RouterConfig
 from moeyard_worker.config.engine_config import EngineConfig, parse_size
 
@@ -54,7 +55,7 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_door_arguments(parser: argparse.ArgumentParser) -> None:
+def add_door_arguments(parser: Arguments) -> None:
     """Flags of every command that starts a router; defaults are RouterConfig's."""
 
     def add(name: str, kind: Any, metavar: str, text: str) -> None:

@@ -1,10 +1,10 @@
 """Flags of where a rank keeps its experts, and how it comes by those that it misses."""
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from moeyard.door_flags import byte_size
+from moeyard.parser import Arguments
 from moeyard_worker.config.engine_config import EXPERT_FETCHES, EXPERT_POLICIES
 
 
@@ -13,7 +13,7 @@ def expert_memory(text: str) -> int | None:
     return None if text == "auto" else byte_size(text)
 
 
-def add_expert_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+def add_expert_arguments(parser: Arguments, defaults: Mapping[str, Any]) -> None:
     """Slots, the policy that hands them out, and the links over which they are filled."""
     add = parser.add_argument
     add("--expert-slots", type=int, metavar="N", help="expert-cache slots of each rank (default: as many as fit)")

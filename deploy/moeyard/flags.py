@@ -8,9 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard.device_choice import choose_device
 from moeyard.door_flags import add_door_arguments, byte_size, count, duration
 from moeyard.expert_flags import add_expert_arguments
-from moeyard.model_source import add_model_argument, checkpoint, hub_id
+from moeyard.model_source import add_model_argument, described, hub_id, local_directory
+from moeyard.parser import Arguments
 from moeyard.recovery_flags import add_recovery_arguments
 from moeyard.step_flags import add_step_arguments, default_seqs, speculation_fields
 from moeyard_router.config import METRIC_ALIASES
@@ -26,6 +28,11 @@ from moeyard_worker.models.shapes import SHAPES, shape_model
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
 )
+# The flags that most starts need; `--help` explains these, `--help-all` all.
+EVERYDAY = (
+    *("--workers", "--device", "--host", "--port", "--api-key-file", "--served-model-name"),
+    *("--max-model-len", "--max-num-seqs", "--kv-memory", "--expert-memory"),
+)
 # Flags whose names differ from the field they set.
 FLAGS = MappingProxyType(
     {"num_workers": "--workers", "prefix_caching": "--no-prefix-caching", "num_layers": "--layers"}
@@ -39,27 +46,56 @@ def port(text: str) -> int:
     return int(text)
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served: a checkpoint, or weights of chance for a shape."""
-    add_model_argument(parser, " (default: the bundled demo)")
-    parser.add_argument(
+def device(text: str) -> str:
+    """argparse type of --device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda or cuda:N")
+    return text
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, *, config_file: bool = False) -> None:
+    """What is served: a checkpoint, or random weights for a shape. `config_file`: its flags may come from a file."""
+    group = parser.add_argument_group("the model")
+    add_model_argument(parser, group, otherwise=" (default: the bundled demo)")
+    if config_file:
+        text = "flags out of a YAML file, keys without dashes; the command line goes first"
+        group.add_argument("--config", metavar="FILE", help=text)
+    group.add_argument(
         "--load-format",
         choices=LOAD_FORMATS,
         default=DEFAULTS["load_format"],
-        help="dummy: no checkpoint, weights of chance for --shape (default %(default)s: safetensors)",
+        help="dummy: no checkpoint, random weights for --shape (default %(default)s: safetensors)",
     )
-    add_shape_arguments(parser)
+    add_shape_arguments(group)
 
 
-def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shape_arguments(parser: Arguments) -> None:
     """A published architecture, whole or cut."""
     parser.add_argument("--shape", choices=tuple(SHAPES), metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, metavar="N", help="the shape's first N layers (default: all)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that starts a fleet; defaults are EngineConfig's."""
-    add = parser.add_argument
+    """Flags of every command that starts a fleet, in groups; defaults are EngineConfig's."""
+    _add_worker_arguments(parser.add_argument_group("workers"))
+    _add_memory_arguments(parser.add_argument_group("memory"))
+    _add_request_arguments(parser.add_argument_group("sequences and steps"))
+    _add_http_arguments(parser.add_argument_group("HTTP"))
+    limits = parser.add_argument_group("limits for clients")
+    limits.add_argument(
+        "--max-waiting",
+        type=int,
+        default=DEFAULTS["max_waiting"],
+        metavar="N",
+        help="requests of a rank that wait and cannot start yet before 429 (default %(default)s)",
+    )
+    add_door_arguments(limits)
+    add_recovery_arguments(parser.add_argument_group("lost workers"))
+    _add_cluster_arguments(parser.add_argument_group("a Ray cluster"))
+
+
+def _add_worker_arguments(group: Arguments) -> None:
+    add = group.add_argument
     add(
         "--workers",
         type=int,
@@ -69,25 +105,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--device",
-        default=DEFAULTS["device"],
+        type=device,
+        default="auto",
         metavar="NAME",
-        help="cpu, cuda (a GPU each) or cuda:N (default %(default)s)",
-    )
-    add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
-    add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
-    add(
-        "--metric-aliases",
-        choices=METRIC_ALIASES,
-        action="append",
-        default=[],
-        help="add this program's names of metrics to the router's /metrics",
-    )
-    add(
-        "--routers",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes that share the API's port; one serves about 25,000 tokens/s (default %(default)s)",
+        help="cpu, cuda (a GPU each) or cuda:N; auto: cuda where each worker has a GPU, else cpu (default %(default)s)",
     )
     add(
         "--exchange",
@@ -110,11 +131,41 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULTS["dtype"],
         help="of weights and activations (default: the checkpoint's)",
     )
-    add_expert_arguments(parser, DEFAULTS)
+    add(
+        "--threads",
+        type=int,
+        default=DEFAULTS["threads"],
+        metavar="N",
+        help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
+    )
+    add(
+        "--step-deadline",
+        type=float,
+        default=DEFAULTS["step_deadline"],
+        metavar="S",
+        help="seconds a step may wait for a peer (default %(default)s)",
+    )
+    add(
+        "--expert-placement",
+        default="linear",
+        metavar="HOW",
+        help="which rank computes which expert: linear (contiguous shards), round_robin (in turn, for routers that "
+        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer, and "copies" on second '
+        "ranks: see `moeyard experts` (default %(default)s)",
+    )
+
+
+def _add_memory_arguments(group: Arguments) -> None:
+    add = group.add_argument
+    add_expert_arguments(group, DEFAULTS)
     text = "KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)"
     add("--kv-memory", type=byte_size, metavar="SIZE", help=text)
     text = "of it for snapshots of linear attention's state, behind which prompts are reused (default: half)"
     add("--snapshot-memory", type=byte_size, metavar="SIZE", help=text)
+
+
+def _add_request_arguments(group: Arguments) -> None:
+    add = group.add_argument
     add(
         "--max-model-len",
         type=int,
@@ -122,16 +173,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest prompt + output (default: the model's, or what the KV pages hold)",
     )
     add(
-        "--max-batch-tokens",
-        type=int,
-        metavar="N",
-        help=f"rows of one step on a rank (default {both('max_batch_tokens')})",
-    )
-    add(
         "--max-num-seqs",
         type=int,
         metavar="N",
         help=f"sequences running at once on a rank (default {DEFAULTS['max_num_seqs']}, or --max-batch-tokens if less)",
+    )
+    add(
+        "--max-batch-tokens",
+        type=int,
+        metavar="N",
+        help=f"rows of one step on a rank (default {both('max_batch_tokens')})",
     )
     add(
         "--prefill-chunk",
@@ -148,29 +199,27 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             f"{DEVICE_DEFAULTS['cuda']['mixed_prefill_tokens']})"
         ),
     )
-    add(
-        "--max-waiting",
-        type=int,
-        default=DEFAULTS["max_waiting"],
-        metavar="N",
-        help="requests of a rank that wait and cannot start yet before 429 (default %(default)s)",
-    )
-    add_door_arguments(parser)
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
-    add_step_arguments(parser)
+    add_step_arguments(group)
+
+
+def _add_http_arguments(group: Arguments) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
+    add("--port", type=port, default=8000, help="port of the API, 0 picks one (default %(default)s)")
     add(
-        "--step-deadline",
-        type=float,
-        default=DEFAULTS["step_deadline"],
-        metavar="S",
-        help="seconds a step may wait for a peer (default %(default)s)",
+        "--routers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that share the API's port; one serves about 25,000 tokens/s (default %(default)s)",
     )
     add(
-        "--threads",
-        type=int,
-        default=DEFAULTS["threads"],
-        metavar="N",
-        help="OpenMP threads of a worker, 1 or 2 (default %(default)s)",
+        "--metric-aliases",
+        choices=METRIC_ALIASES,
+        action="append",
+        default=[],
+        help="add this program's names of metrics to the router's /metrics",
     )
     add(
         "--shutdown-timeout",
@@ -179,15 +228,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once (default %(default)g)",
     )
-    add(
-        "--expert-placement",
-        default="linear",
-        metavar="HOW",
-        help="which rank computes which expert: linear (contiguous shards), round_robin (in turn, for routers that "
-        'choose by groups), or a FILE, {"owners": [rank, ...]} for all MoE layers or by layer, and "copies" on second '
-        "ranks: see `moeyard experts` (default %(default)s)",
-    )
-    add_recovery_arguments(parser)
+
+
+def _add_cluster_arguments(group: Arguments) -> None:
+    add = group.add_argument
     add("--ray-address", metavar="HOST:PORT", help="a running Ray cluster; without it a private one is started here")
     add(
         "--wait-for-cluster",
@@ -208,13 +252,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault."""
+    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault.
+
+    Of a model of the hub its description is fetched, after all flags are checked, and no weights.
+    """
+    choose_device(args)
     try:
         config = _engine_config(args)
         if config.shape is not None:
             shape_model(config.shape, config.num_layers)
         # Nothing is fetched for flags that are wrong.
-        return config if hub_id(args.model) is None else replace(config, model_path=checkpoint(args))
+        return config if hub_id(args.model) is None else replace(config, model_path=described(args))
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
 
@@ -237,7 +285,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model_path=None
         if args.load_format == "dummy" and args.model is None
-        else hub_id(args.model) or checkpoint(args),
+        else hub_id(args.model) or local_directory(args),
         load_format=args.load_format,
         shape=args.shape,
         num_layers=args.layers,

@@ -3,6 +3,7 @@
 import argparse
 
 from moeyard.door_flags import count, duration
+from moeyard.parser import Arguments
 from moeyard.takeover import MODES as TAKEOVERS
 
 
@@ -13,7 +14,7 @@ def processes(text: str) -> int:
     return int(text)
 
 
-def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
+def add_recovery_arguments(parser: Arguments) -> None:
     """Flags of `moeyard serve`."""
     add = parser.add_argument
     add(
@@ -42,5 +43,5 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
         type=processes,
         metavar="N",
         help="processes that wait, with everything imported, to take a lost worker's place; a few hundred MB of host "
-        "memory each, none with --ray-address (default: 1 with --device cuda, else 0)",
+        "memory each, none with --ray-address (default: 1 on GPUs, else 0)",
     )

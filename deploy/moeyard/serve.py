@@ -6,23 +6,24 @@ fleet is ready is one line on stderr and leaves no process behind.
 
 import argparse
 import dataclasses
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
-from moeyard.api_flags import ApiSettings, answer_formats_of, api_settings, check_compression, start_notes
+from moeyard.api_flags import ApiSettings, api_settings, start_notes
+from moeyard.before_start import check_before_start, fetch_missing
 from moeyard.control import ControlDoor
 from moeyard.control_commands import commands, open_door
+from moeyard.device_choice import check_device, device_reason
 from moeyard.door_flags import door_fields
 from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
+from moeyard.model_source import hub_id
 from moeyard.ordering import ordered
 from moeyard.placing import placement_of
 from moeyard.rank import Rank
@@ -31,28 +32,18 @@ from moeyard.signals import noted
 from moeyard.startup import startup
 from moeyard.supervisor import Supervisor
 from moeyard.upkeep import Upkeep
-from moeyard_kernels.cpu import footprint
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
 from moeyard_router.http.tls import open_certificate
-from moeyard_router.text.answer_formats import AnswerFormats
-from moeyard_router.text.chat import open_codec
-from moeyard_router.text.patterns import check_patterns
-from moeyard_worker.checkpoint.check import check_weights
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, loading_rates
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.fitting import plan_or_tell
-from moeyard_worker.engine.host_memory import available_memory
-from moeyard_worker.engine.memory import MemoryPlan, plan_memory
-from moeyard_worker.experts.trace import rank_path
+from moeyard_worker.config.engine_config import EngineConfig, loading_rates
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.sockets import make_keys
 
 DUMMY_NOTE = (
-    'weights of chance and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
+    'random weights and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
     "token ids and mean nothing"
 )
 
@@ -85,10 +76,13 @@ def serve(
     model = served_model(config)
     api = api_settings(args, config)
     placement = placement_of(args.expert_placement, model, config.num_workers)
-    checked = check_before_start(config, model, api=api, local=args.ray_address is None, placement=placement)
+    local, hub_model = args.ray_address is None, hub_id(args.model)
+    checked = check_before_start(config, model, api=api, local=local, placement=placement, hub_model=hub_model)
     formats = checked.formats
     sock = bind(args.host, args.port, shared=True)
+    check_device(args)
     warn_if_open(door, args.host)
+    fetch_missing(checked, config, model)
     if args.ray_address is None:
         ray_config.prepare_local(config.threads)
     else:
@@ -110,6 +104,7 @@ def serve(
             placement=placement,
             takeover=args.expert_takeover,
             standby=args.standby,
+            device=device_named(args),
         )
         try:
             interrupts.check()
@@ -138,7 +133,7 @@ def serve(
                     server.stop()
                     return
                 was_ready = True
-                running = report_ready(router, ranks, seconds=time.monotonic() - begun)
+                running = report_ready(router, ranks, device=device_named(args), seconds=time.monotonic() - begun)
                 if on_ready is not None:
                     on_ready(running)
 
@@ -221,7 +216,13 @@ def router_config(
     )
 
 
-def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> Running:
+def device_named(args: argparse.Namespace) -> str:
+    """The device, and what chose it where --device left that open."""
+    why = device_reason(args)
+    return args.device if why is None else f"{args.device} ({why})"
+
+
+def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> Running:
     """Print the ready line."""
     scheme = router.door.scheme
     url = reachable_url(router.host, router.port, scheme)
@@ -232,8 +233,9 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, seconds: float) -> 
     elsewhere = f"; on all addresses, from other machines as {outside}/v1" if outside else ""
     print(
         f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} "
-        f"worker{'s'[: len(ranks) > 1]}, expert slots {report['expert_slots']}/{report['num_experts']} per worker"
-        f"{between}, up to {router.max_model_len} tokens, after {seconds:.1f} s{elsewhere}",
+        f"worker{'s'[: len(ranks) > 1]}, device {device}, expert slots {report['expert_slots']}/"
+        f"{report['num_experts']} per worker{between}, up to {router.max_model_len} tokens, after {seconds:.1f} s"
+        f"{elsewhere}",
         flush=True,
     )
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
@@ -248,54 +250,6 @@ def warn_if_open(door: DoorConfig, host: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """What is known before anything is started: how answers are read, and a worker's plan (None: only it can tell)."""
-
-    formats: AnswerFormats
-    plan: MemoryPlan | None
-
-
-def check_before_start(
-    config: EngineConfig, model: ModelConfig, *, api: ApiSettings, local: bool, placement: Placement | None = None
-) -> Checked:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError."""
-    check_compression(api, config, model)
-    checkpoint = check_weights(config, model)
-    codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
-    if config.model_path is not None:
-        check_patterns(Path(config.model_path) / "tokenizer.json")
-    formats = answer_formats_of(codec, api)
-    placement = placement or placement_of("linear", model, config.num_workers)
-    if local:
-        check_trace(config)
-    elif ":" in config.device:
-        raise ValueError(f"--device {config.device}: a Ray cluster gives out its GPUs; use --device cuda")
-    if not local or config.device != "cpu":
-        # What a GPU holds is known where torch is: the worker plans, and says what does not fit.
-        return Checked(formats=formats, plan=None)
-    itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-    planner = partial(
-        plan_memory, model=model, itemsize=itemsize, resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
-        footprints=footprint, num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
-    )  # fmt: skip
-    plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
-    return Checked(formats=formats, plan=plan)
-
-
-def check_trace(config: EngineConfig) -> None:
-    """Raise ValueError when a rank could not write what --record-routing asks for."""
-    if config.record_routing is None:
-        return
-    for rank in range(config.num_workers):
-        path = rank_path(Path(config.record_routing), rank=rank, world_size=config.num_workers)
-        if path.is_dir():
-            raise ValueError(f"--record-routing {path} is a directory; name a file")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            what = "it" if path.exists() else "its directory"
-            raise ValueError(f"--record-routing {path}: {what} cannot be written; name another one")
 
 
 def report_loaded(ranks: list[Rank]) -> None:

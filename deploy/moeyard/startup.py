@@ -1,4 +1,4 @@
-"""What a start is at, said on stderr: stages as lines, weights as a bar or, in a log, a line now and then."""
+"""What a start is doing, told on stderr: stages as lines, bytes as a bar or, in a log, a line now and then."""
 
 import sys
 import time
@@ -12,6 +12,54 @@ from moeyard_worker.config.engine_config import format_size
 
 # A log gets a line of progress so often.
 INTERVAL_SECONDS = 5.0
+
+
+class Progress:
+    """Bytes of one activity; `show` may be called at any rate."""
+
+    def __init__(
+        self,
+        doing: str,
+        *,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = INTERVAL_SECONDS,
+    ) -> None:
+        self._doing = doing
+        self._out = sys.stderr if out is None else out
+        self._clock = clock
+        self._interval = interval
+        self._next = float("-inf")
+        self._bar: tqdm[None] | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """Tell that `done` of `total` bytes are there."""
+        if self._out.isatty():
+            self._draw(done, total)
+        elif self._clock() >= self._next:
+            self._next = self._clock() + self._interval
+            share = f"{100 * done / total:.0f} %"
+            print(f"{self._doing}: {format_size(done)} of {format_size(total)} ({share})", file=self._out, flush=True)
+
+    def _draw(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                desc=self._doing,
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                leave=False,
+                file=self._out,
+            )
+        self._bar.total = total  # ranks learn theirs one after the other
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar off the terminal, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 class Startup:
@@ -28,10 +76,7 @@ class Startup:
         """`captures`: whether steps are captured in CUDA graphs once the weights are there, which takes its time."""
         self._captures = captures
         self._out = sys.stderr if out is None else out
-        self._clock = clock
-        self._interval = interval
-        self._next = float("-inf")
-        self._bar: tqdm[None] | None = None
+        self._progress = Progress("loading weights", out=out, clock=clock, interval=interval)
         self._whole = False
 
     def stage(self, text: str) -> None:
@@ -40,38 +85,18 @@ class Startup:
         print(text, file=self._out, flush=True)
 
     def loading(self, done: int, total: int) -> None:
-        """So many bytes of the weights are there, over all ranks. 0 of 0 is not known yet."""
+        """Tell that `done` bytes of the weights are there, over all ranks. 0 of 0 is not known yet."""
         if not total or self._whole:
             return
         if done >= total:
             self._whole = True
             self.stage("weights are there; " + ("capturing CUDA graphs" if self._captures else "preparing to step"))
-        elif self._out.isatty():
-            self._draw(done, total)
-        elif self._clock() >= self._next:
-            self._next = self._clock() + self._interval
-            share = f"{100 * done / total:.0f} %"
-            print(f"loading weights: {format_size(done)} of {format_size(total)} ({share})", file=self._out, flush=True)
-
-    def _draw(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
-                desc="loading weights",
-                total=total,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                leave=False,
-                file=self._out,
-            )
-        self._bar.total = total  # ranks learn theirs one after the other
-        self._bar.update(done - self._bar.n)
+        else:
+            self._progress.show(done, total)
 
     def close_bar(self) -> None:
         """Take the bar off the terminal, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._progress.close()
 
 
 @contextmanager

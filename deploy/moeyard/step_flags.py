@@ -3,10 +3,11 @@
 import argparse
 from typing import Any
 
+from moeyard.parser import Arguments
 from moeyard_worker.config.engine_config import DEFAULT_SEQS, MAX_DRAFTS, SPECULATIONS
 
 
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+def add_step_arguments(parser: Arguments) -> None:
     """Two steps at a time, captured steps, drafts."""
     add = parser.add_argument
     add(

@@ -193,6 +193,10 @@ def test_dead_ray_address() -> None:
             ["serve", "--speculate", "mtp", "--max-num-seqs", "9", "--max-batch-tokens", "17"],
             ["--max-num-seqs 9", "--draft-tokens auto", "36 rows", "--max-batch-tokens 17"],
         ),
+        (["serve", "--prot", "8000"], ["--prot", "did you mean", "--port?"]),
+        (["serve", "--device", "gpu"], ["--device", "'gpu' is not auto, cpu, cuda or cuda:N"]),
+        (["serve", "https://huggingface.co/Qwen/Qwen3-30B-A3B"], ["give `Qwen/Qwen3-30B-A3B`"]),
+        (["serve", "qwen3:30b"], ["Ollama", "Qwen/Qwen3-30B-A3B"]),
         (["serve", "--bogus"], ["--bogus", "see `moeyard serve --help`"]),
         (["bench", "engine", "--shape", "Kimi-K2", "--bogus"], ["--bogus", "see `moeyard bench engine --help`"]),
         (["bogus"], ["bogus", "serve", "--help"]),
@@ -214,11 +218,10 @@ def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to serve from")
 def test_serve_without_a_gpu() -> None:
-    """The worker looks for GPUs itself and does not ask Ray."""
+    """A missing GPU is found before Ray starts."""
     outcome = moeyard("serve", "--device", "cuda", "--port", "0")
-    assert outcome.code == 2, outcome
-    *stages, line = outcome.err.splitlines()
-    assert stages == ["starting Ray", "starting 1 worker"]
+    check_refused(outcome)
+    line = outcome.err.splitlines()[-1]
     assert re.fullmatch(r"moeyard: --device cuda: torch \S+ sees no CUDA GPU here; use --device cpu", line)
 
 

@@ -1,27 +1,43 @@
 """Models by their id on the hub: a cache built by hand, a hub of a few lines of HTTP, and none at all."""
 
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
+from tests.deploy.test_cli import moeyard
 from tests.deploy.test_serve import free_port
+from tests.limits import HANG_SECONDS
 
 from moeyard.api_flags import api_settings
+from moeyard.before_start import Checked, check_before_start, fetch_missing
 from moeyard.cli import build_parser, main
 from moeyard.flags import engine_config
 from moeyard.hub import fetch, missing_file
 from moeyard.model_source import hub_id
+from moeyard_worker.checkpoint.index import read_header
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import served_model
 
 MODEL = "org/tiny-1.5"
 OLD, NEW = "a" * 40, "b" * 40
 INDEX = json.dumps({"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}})
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "deploy" / "demo"
+CONFIG = json.loads((DEMO / "config.json").read_text())
 FILES = {
-    "config.json": "{}",
+    "config.json": json.dumps(CONFIG),
     "tokenizer.json": "{}",
     "model.safetensors.index.json": INDEX,
     "model-1.safetensors": "1",
@@ -36,10 +52,6 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", False)):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     use_hub(monkeypatch, f"http://127.0.0.1:{free_port()}")
-    # transformers' oracle, loaded by other tests, switches the bars off for its whole process; a machine may for all.
-    bars = sys.modules["huggingface_hub.utils.tqdm"]  # by attribute this name is the class in it
-    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
-    monkeypatch.setattr(bars, "progress_bar_states", {})
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -53,7 +65,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def cached(tmp_path: Path) -> Path:
     """The model in the cache, at its main branch; with an older commit of which files are missing."""
     repository = tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}"
-    for commit, files in ((NEW, FILES), (OLD, {"config.json": "{}"})):
+    for commit, files in ((NEW, FILES), (OLD, {"config.json": FILES["config.json"]})):
         (repository / "snapshots" / commit).mkdir(parents=True)
         for name, text in files.items():
             (repository / "snapshots" / commit / name).write_text(text)
@@ -63,11 +75,35 @@ def cached(tmp_path: Path) -> Path:
     return repository / "snapshots"
 
 
+class Held(bytes):
+    """A file of which the hub sends the beginning, and no more until `gate` is set."""
+
+    def __init__(self, _: bytes) -> None:
+        self.gate = threading.Event()
+
+
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def files() -> dict[str, bytes]:
+    """What the hub has, which a test may change."""
+    return {name: text.encode() for name, text in {**FILES, **MORE}.items()}
+
+
+@pytest.fixture
+def real(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The same with a checkpoint that can be served: the demo's, behind an index."""
+    keys = list(read_header(DEMO / "model.safetensors"))
+    files.clear()
+    files |= {name: (DEMO / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": dict.fromkeys(keys, "model.safetensors")}
+    ).encode()
+    return files
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A hub that has the model at commit NEW of its main branch; the paths it was asked for."""
     asked: list[str] = []
-    files = {**FILES, **MORE}
 
     class Hub(BaseHTTPRequestHandler):
         def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
@@ -76,7 +112,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(body)
+                self.wfile.write(body if not isinstance(body, Held) else body[:1000])
+                if isinstance(body, Held):
+                    body.gate.wait()
 
         def do_GET(self) -> None:
             asked.append(self.path)
@@ -88,7 +126,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 self.reply(200, json.dumps(tree).encode())
             elif path.startswith(f"/{MODEL}/resolve/{NEW}/"):
                 name = path.removeprefix(f"/{MODEL}/resolve/{NEW}/")
-                self.reply(200, files[name].encode(), ETag=f'"{name}-1"', X_Repo_Commit=NEW)
+                self.reply(200, files[name], ETag=f'"{name}-1"', X_Repo_Commit=NEW)
             elif path.startswith("/api/models/org/gated"):
                 self.reply(403, X_Error_Code="GatedRepo")
             else:
@@ -118,7 +156,7 @@ def test_what_is_missing_is_fetched_and_nothing_else(hub: list[str], capsys: pyt
     directory = Path(fetch(MODEL, None))
     assert directory.name == NEW
     assert {f.name: f.read_text() for f in directory.iterdir()} == {**FILES, "chat_template.jinja": "x"}
-    assert "100%" in capsys.readouterr().err, "somebody waits for it"
+    assert capsys.readouterr().err.splitlines()[-1] == "downloaded 2 B of weights"
     hub.clear()
     assert fetch(MODEL, None) == str(directory)
     assert hub == []
@@ -198,3 +236,163 @@ def test_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str
         main(["serve", *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(says)
+
+
+def weights_of(asked: list[str]) -> list[str]:
+    """Requests for weights, even for their size."""
+    return [path for path in asked if path.endswith(".safetensors")]
+
+
+def checked(*flags: str) -> tuple[Checked, EngineConfig, ModelConfig]:
+    """What `serve` checks before it starts."""
+    args = build_parser().parse_args(["serve", MODEL, *flags])
+    config = engine_config(args)
+    model = served_model(config)
+    api = api_settings(args, config)
+    return check_before_start(config, model, api=api, local=True, hub_model=MODEL), config, model
+
+
+def change(files: dict[str, bytes], **values: Any) -> None:
+    """Put other values into config.json."""
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), **values}).encode()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, r"quantised by fp8 \(e4m3\)"),
+        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        (
+            {"num_hidden_layers": 8},
+            r"its index names no tensor \S+layers\.7\.\S+, which config\.json calls for \(and \d+",
+        ),
+    ],
+)
+def test_a_model_that_is_not_served_costs_no_weights(
+    values: dict[str, Any], says: str, real: dict[str, bytes], hub: list[str]
+) -> None:
+    change(real, **values)
+    with pytest.raises(ValueError, match=says):
+        checked()
+    assert f"/{MODEL}/resolve/{NEW}/config.json" in hub
+    assert weights_of(hub) == []
+
+
+def test_other_commands_refuse_before_weights_too(
+    real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(real, quantization_config={"quant_method": "awq", "bits": 4})
+    for words in (["verify", MODEL], ["bench", "engine", MODEL, "--device", "cpu"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert "quantised by awq (4 bits)" in capsys.readouterr().err
+    assert main(["doctor", MODEL, "--port", "0", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert any(f["level"] == "problem" and "quantised by awq (4 bits)" in f["text"] for f in findings)
+    assert weights_of(hub) == []
+
+
+def test_serve_says_what_it_downloads_and_what_that_takes(
+    real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, config, model = checked("--workers", "2")
+    assert weights_of(hub) == []
+    capsys.readouterr()
+    fetch_missing(found, config, model)
+    err = capsys.readouterr().err
+    said, *progress, last = err.splitlines()
+    assert re.fullmatch(
+        rf"{MODEL}: 15\.11 MiB of weights to download in 1 file, [\d.]+ [MGT]iB are free in \S+; in memory the experts "
+        r"take [\d.]+ MiB in all, other weights [\d.]+ MiB per worker; a worker has [\d.]+ GiB free: dense weights .*",
+        said,
+    )
+    # One line at least, the first of which is told as soon as anything is known.
+    assert progress
+    assert all(re.fullmatch(r"downloading weights: [\d.]+ [KM]?i?B of 15\.11 MiB \(\d+ %\)", line) for line in progress)
+    assert last == "downloaded 15.11 MiB of weights"
+    assert Path(str(config.model_path), "model.safetensors").read_bytes() == real["model.safetensors"]
+    assert checked()[0].download is None
+
+
+def test_the_doctor_downloads_nothing(
+    real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", MODEL, "--port", "0", "--json"])
+    found = {each["subject"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["model"]["text"].startswith(f"{MODEL}: 6 layers, 32 experts")
+    assert found["download"]["level"] == "ok"
+    assert found["download"]["text"].startswith("15.11 MiB of weights to download in 1 file")
+    assert weights_of(hub) == []
+
+
+def test_a_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    with pytest.raises(ValueError, match=r"15\.11 MiB of weights.* 1 MiB are free in \S+; make room, or set HF_"):
+        checked()
+    assert weights_of(hub) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["q-Q4_K_M.gguf"], r"has its weights as GGUF files \(q-Q4_K_M\.gguf\); only safetensors are read"),
+        (["config.json", "tokenizer.json", "q.gguf"], "as GGUF files"),
+        (["config.json", "tokenizer.json", "pytorch_model.bin"], "as PyTorch files"),
+        (
+            ["config.json", "tokenizer.json"],
+            "no model.safetensors.index.json, and the hub has no model.safetensors",
+        ),
+        (["config.json", "model.safetensors"], r"has no tokenizer\.json, and the hub gave none"),
+    ],
+)
+def test_a_repository_without_safetensors(names: list[str], says: str, files: dict[str, bytes], hub: list[str]) -> None:
+    content = files["config.json"]
+    files.clear()
+    files |= dict.fromkeys(names, content)
+    with pytest.raises(ValueError, match=says):
+        checked()
+    assert not [path for path in hub if path.endswith((".gguf", ".bin", ".safetensors"))]
+
+
+def test_the_command_refuses_before_weights(
+    real: dict[str, bytes], hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole command, for a port that is taken and a checkpoint that is not served."""
+    monkeypatch.setenv("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "another"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        outcome = moeyard("serve", MODEL, "--port", str(taken.getsockname()[1]))
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("moeyard: cannot listen on 127.0.0.1:")
+    change(real, quantization_config={"quant_method": "gptq", "bits": 4})
+    shutil.rmtree(tmp_path / "another")
+    outcome = moeyard("serve", MODEL, "--port", "0")
+    assert outcome.code == 2
+    assert "quantised by gptq (4 bits)" in outcome.err.splitlines()[-1]
+    assert f"/{MODEL}/resolve/{NEW}/config.json" in hub
+    assert weights_of(hub) == []
+
+
+def test_ctrl_c_ends_a_download_at_once(real: dict[str, bytes], hub: list[str], tmp_path: Path) -> None:
+    """While the library's threads wait for a file that does not come."""
+    held = Held(real["model.safetensors"])
+    real["model.safetensors"] = held
+    code = (
+        "import _thread, sys; from moeyard import hub; directory = hub.describe(sys.argv[1], None)\n"
+        "class Interrupting(hub.Progress):\n"
+        "    def show(self, done, total): super().show(done, total); _thread.interrupt_main()\n"
+        "hub.Progress = Interrupting; hub.download(hub.missing_weights(sys.argv[1], directory))"
+    )
+    folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
+    cache = {"HF_ENDPOINT": huggingface_hub.constants.ENDPOINT, "HF_HUB_CACHE": str(tmp_path / "cut")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, MODEL], env={**os.environ, **cache, "PYTHONPATH": folders},
+            capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
+        )  # fmt: skip
+    finally:
+        held.gate.set()
+    assert done.returncode == 130, done.stderr
+    assert weights_of(hub)
+    assert done.stderr.startswith("downloading weights: ")

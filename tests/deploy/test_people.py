@@ -277,15 +277,19 @@ def test_a_start_without_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON and as lines, with the demo's checkpoint, and with a port and a checkpoint that are not to be had."""
     demo = str(ROOT / "deploy" / "demo")
-    main(["doctor", demo, "--port", "0", "--json"])
+    code = main(["doctor", demo, "--port", "0", "--json"])
     result = json.loads(capsys.readouterr().out)
     found = {each["subject"]: each for each in result["findings"]}
     assert {"python", "torch", "ray", "cores", "memory", "shm", "files", "port", "clock", "gpus", "fit"} <= set(found)
     assert found["model"]["text"].startswith("demo: 6 layers, 32 experts")
     assert found["fit"]["level"] == "ok"
     assert result["problem"] == sum(each["level"] == "problem" for each in result["findings"])
+    assert code == (1 if result["problem"] else 0)
     with bind("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
+        assert main(["doctor", "--port", port, "--json"]) == 1
+        result = json.loads(capsys.readouterr().out)
+        assert [each["level"] for each in result["findings"] if each["subject"] == "port"] == ["problem"]
         assert main(["doctor", "/no/such/checkpoint", "--port", port]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("problem port") and "choose another --port" in line for line in lines)

@@ -11,7 +11,7 @@ from moeyard_worker.config.engine_config import DTYPES, EXPERT_POLICIES
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moeyard bench engine`."""
     add = parser.add_argument
-    add_model_argument(parser, " (or --shape)")
+    add_model_argument(parser, otherwise=" (or --shape)")
     add_shape_arguments(parser)
     add("--device", default="cuda", metavar="NAME", help="cpu, cuda or cuda:N (default %(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: the checkpoint's)")

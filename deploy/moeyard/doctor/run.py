@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Iterator
 
 from moeyard.api_flags import ApiSettings, api_settings
+from moeyard.before_start import check_before_start, needs
+from moeyard.device_choice import choose_device, device_reason
 from moeyard.doctor.finding import OK, PROBLEM, WARNING, Finding, ok, problem
 from moeyard.doctor.machine import (
     check_clock,
@@ -16,7 +18,7 @@ from moeyard.doctor.machine import (
 )
 from moeyard.doctor.software import check_software
 from moeyard.lazy import load
-from moeyard.serve import check_before_start
+from moeyard.model_source import hub_id
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import served_model
 
@@ -38,6 +40,7 @@ def doctor(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> int:
 
 def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Iterator[Finding]:
     """All findings, the quick ones first."""
+    choose_device(args)
     yield from check_software()
     yield from check_processor(args.workers, on_cpu=args.device == "cpu")
     yield from check_memory()
@@ -45,10 +48,13 @@ def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Ite
     yield check_port(args.host, args.port)
     yield check_clock()
     yield check_leftovers()
+    if (why := device_reason(args)) is not None:
+        yield ok("device", f"{args.device} ({why})")
     # Of a Ray cluster's machines each has its own.
     yield from check_torch(args.device, args.workers if args.ray_address is None else 1)
     if args.model is not None or args.load_format == "dummy":
-        yield from check_model(engine, lambda config: api_settings(args, config), local=args.ray_address is None)
+        local, hub_model = args.ray_address is None, hub_id(args.model)
+        yield from check_model(engine, lambda config: api_settings(args, config), local=local, hub_model=hub_model)
 
 
 def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
@@ -63,9 +69,16 @@ def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
 
 
 def check_model(
-    engine: Callable[[], EngineConfig], settings: Callable[[EngineConfig], ApiSettings], *, local: bool
+    engine: Callable[[], EngineConfig],
+    settings: Callable[[EngineConfig], ApiSettings],
+    *,
+    local: bool,
+    hub_model: str | None,
 ) -> Iterator[Finding]:
-    """What `serve` checks before it starts anything: the family, the files, the tokenizer, and whether it fits."""
+    """What `serve` checks before it starts anything: the family, the files, the tokenizer, and whether it fits.
+
+    Of `hub_model`, an id of the hub, no weights are downloaded.
+    """
     try:
         config = engine()
         model, api = served_model(config), settings(config)
@@ -74,12 +87,14 @@ def check_model(
             f"{api.names[0]}: {model.num_layers} layers, {model.num_experts} experts (top {model.top_k}), "
             f"up to {model.max_position} tokens",
         )
-        plan = check_before_start(config, model, api=api, local=local).plan
+        checked = check_before_start(config, model, api=api, local=local, hub_model=hub_model)
     except ValueError as error:
         text, _, advice = str(error).rpartition("; ")
         yield problem("model", text or advice, advice if text else "see README.md for the families")
         return
-    if plan is None:
+    if checked.download is not None:
+        yield ok("download", f"{checked.download}; {needs(checked, config, model)}")
+    elif checked.plan is None:
         yield ok("fit", "the files are whole; whether they fit is known where the workers run")
     else:
-        yield ok("fit", f"{config.num_workers} workers, each: {plan}")
+        yield ok("fit", f"{config.num_workers} workers, each: {checked.plan}")
