@@ -30,7 +30,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.everyday = tuple(everyday)
         if self.everyday:
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain every flag, and exit")
+            # It leaves nothing in the namespace, as --help does: a file of flags has no such key.
+            nothing = argparse.SUPPRESS
+            text = "explain every flag, and exit"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, dest=nothing, default=nothing, help=text)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and where to read on, and exit with code 2."""

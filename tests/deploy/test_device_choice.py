@@ -15,6 +15,7 @@ from moeyard.cli import build_parser
 from moeyard.device_choice import check_device, choose_device, device_reason, find_gpus
 from moeyard.flags import engine_config
 from moeyard.gpu_probe import probe
+from moeyard.serve import device_named
 
 DEMO = str(Path(__file__).resolve().parents[2] / "deploy" / "demo")
 
@@ -50,6 +51,9 @@ def test_without_a_driver_nothing_is_asked(driver: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("torch was asked"))
     assert chosen() == ("cpu", "auto: no NVIDIA driver here")
     assert chosen("--device", "cpu") == ("cpu", None)
+    args = build_parser().parse_args(["serve", DEMO])
+    engine_config(args)
+    assert device_named(args) == "cpu (auto: no NVIDIA driver here)"
     driver.touch()
     device, why = chosen("--ray-address", "127.0.0.1:1")
     assert device == "cpu"

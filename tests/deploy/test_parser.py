@@ -119,6 +119,8 @@ def test_three_examples_are_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_key_of_a_file_gets_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
+    file.write_text("help-all: true\n")
+    assert "'help-all' is no flag of this command" in refused(capsys, "serve", "--config", str(file))
     for key, says in (("tensor-parallel-size", "did you mean --workers N?"), ("max_model_length", "--max-model-len?")):
         file.write_text(f"{key}: 2\n")
         line = refused(capsys, "serve", "--config", str(file))
