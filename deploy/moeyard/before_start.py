@@ -1,4 +1,4 @@
-"""What `moeyard serve` checks before it downloads or starts anything; `moeyard doctor` checks the same."""
+"""Checks of `moeyard serve` before it downloads or starts anything; `moeyard doctor` makes the same ones."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # huggingface_hub takes half a second to load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What is known before anything is started.
+    """Facts that are known before anything is started.
 
     `formats`: how answers are read. `plan` of a worker's memory: None where only the worker can tell. `download`: what
     the hub has still to give (`hub.Download`), or None.
@@ -82,7 +82,7 @@ def check_before_start(
 
 
 def missing_weights(config: EngineConfig, hub_model: str | None) -> "Download | None":
-    """What the hub's cache lacks of the model that is served; None for a directory, or where it lacks nothing."""
+    """Return the weights that the hub's cache lacks; None for a directory, or where it lacks none."""
     if hub_model is None or config.model_path is None:
         return None
     found: Download | None = load("moeyard.hub").missing_weights(hub_model, Path(config.model_path))
@@ -112,7 +112,7 @@ def fetch_missing(checked: Checked, config: EngineConfig, model: ModelConfig) ->
 
 
 def needs(checked: Checked, config: EngineConfig, model: ModelConfig) -> str:
-    """What memory the weights take, over all workers, and what is planned for each where that is known."""
+    """Describe the memory that the weights take, over all workers, and the plan of each where it is known."""
     itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
     experts = len(model.moe_layers) * model.num_experts * model.expert_bytes(itemsize)
     dense = model_spec(model, ()).resident_bytes(itemsize, footprint)

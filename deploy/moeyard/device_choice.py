@@ -1,4 +1,4 @@
-"""Which device `--device` means on this machine, found out before Ray starts or anything is downloaded."""
+"""The device that `--device` means on this machine, found before Ray starts or anything is downloaded."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def choose_device(args: argparse.Namespace) -> None:
 def check_device(args: argparse.Namespace) -> None:
     """Raise ValueError with one line where this machine lacks a GPU that `--device` names.
 
-    What "auto" chose has been looked at, and the GPUs of a Ray cluster are on other machines.
+    The choice of "auto" has been checked already, and the GPUs of a Ray cluster are on other machines.
     """
     if args.device != "cpu" and args.ray_address is None and device_reason(args) is None:
         find_gpus(args.device, args.workers)

@@ -54,7 +54,7 @@ def device(text: str) -> str:
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, *, config_file: bool = False) -> None:
-    """What is served: a checkpoint, or random weights for a shape. `config_file`: its flags may come from a file."""
+    """Add flags for the model: a checkpoint, or random weights for a shape. `config_file`: and for a file of flags."""
     group = parser.add_argument_group("the model")
     add_model_argument(parser, group, otherwise=" (default: the bundled demo)")
     if config_file:
@@ -254,7 +254,7 @@ def _add_cluster_arguments(group: Arguments) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig that the flags describe; raises ValueError naming the flag at fault.
 
-    Of a model of the hub its description is fetched, after all flags are checked, and no weights.
+    The description of a model of the hub is fetched after all flags are checked; its weights are not.
     """
     choose_device(args)
     try:

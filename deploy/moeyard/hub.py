@@ -34,7 +34,7 @@ from moeyard.startup import Progress
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.models.families import load_model_config
 
-# What describes a model lies in the repository's own folder; others hold copies for other programs.
+# The description of a model lies in the repository's own folder; others hold copies for other programs.
 _DESCRIPTION = ("*.json", "*.jinja")
 _UNWANTED = ("*/*", "consolidated*")
 _LOOK_SECONDS = 0.5
@@ -78,7 +78,7 @@ class Download:
 
     def check_room(self) -> None:
         """Raise ValueError where the cache's disk is too small."""
-        if self.num_bytes > self.free:
+        if self.num_bytes - self.fetched() > self.free:
             raise ValueError(f"{self.model}: {self}; make room, or set HF_HUB_CACHE to a folder on a larger disk")
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def describe(model: str, revision: str | None) -> Path:
 
 
 def missing_weights(model: str, directory: Path) -> Download | None:
-    """What is to be downloaded before the model in `directory` (from `describe`) is whole; None where nothing is.
+    """Return the download that makes the model in `directory` (from `describe`) whole; None where it is.
 
     Raises ValueError with one line where the hub has not all of it.
     """
@@ -215,7 +215,7 @@ def _index(directory: Path) -> tuple[frozenset[str], list[str]]:
 
 
 def _format_problem(model: str, directory: Path) -> str:
-    """What is wrong with the format of a model whose description is not whole; "" where that cannot be told."""
+    """Name the wrong format of a model whose description is not whole; "" where that cannot be told."""
     try:
         return other_format(model, HfApi().list_repo_files(model, revision=directory.name))
     except Exception:  # boundary: another error is told already, and the hub may be out of reach
@@ -223,7 +223,7 @@ def _format_problem(model: str, directory: Path) -> str:
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
-    """What the cache has of it; None where it has nothing, or knows that files of the description are missing."""
+    """Return the cache's directory of it; None without one, or where files of the description are missing."""
     try:
         return Path(
             snapshot_download(

@@ -76,7 +76,7 @@ def hub_id(model: str | None) -> str | None:
 
 
 def other_format(where: str, files: Iterable[str]) -> str:
-    """What to say of a directory or a repository that has weights, but no safetensors; "" for all others."""
+    """Name the format of a directory or a repository that has weights, but no safetensors; "" for all others."""
     names = sorted(files)
     found = [name for name in names if _file_format(name)]
     if not found or any(name.endswith(".safetensors") for name in names):
@@ -110,7 +110,7 @@ def foreign_form(model: str, revision: str | None = None) -> str:
 
 
 def _of_hub(model: str, path: str, revision: str | None) -> str:
-    """What to give in the place of a page's address on the hub, or of Ollama's and llama.cpp's name for it."""
+    """Name the id to give for a page's address on the hub, or for Ollama's and llama.cpp's name of it."""
     parts = [part for part in re.split(r"[?#]", path)[0].split("/") if part]
     name = "/".join(parts[:2])
     if "gguf" in path.lower() or ":" in name:

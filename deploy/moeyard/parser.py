@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from moeyard.other_servers import INSTEAD
 
-# What takes arguments: a parser, or a group of its help.
+# A parser, or a group of flags in its help.
 Arguments = argparse._ActionsContainer
 HELP_WIDTH = 110
 _NAME_WIDTH = 24
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def hint(self, word: str) -> str:
-        """What was meant by a flag that this parser does not know, "" where nothing is near."""
+        """Guess what an unknown flag meant; "" where nothing is near."""
         if not word.startswith("-"):
             return ""
         name = word.partition("=")[0]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
 
-# How long a private Ray may take to start. Ray's own 30 s are too few for a slow or a busy machine.
+# Longest start of a private Ray. Ray's own 30 s are too few for a slow or a busy machine.
 START_SECONDS = 180.0
 
 # Whatever it is told not to print, Ray says of every process that ends, on stdout, that memory may have run out. What

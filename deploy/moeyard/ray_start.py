@@ -73,7 +73,7 @@ def when_registered(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
-    """What `ask` gives once it no longer raises RuntimeError, which it does until the node has registered.
+    """Return the result of `ask` once it no longer raises RuntimeError, as it does until the node has registered.
 
     Raises FleetLost with one line if that takes longer than START_SECONDS, or if the daemon is not `alive`.
     """

@@ -1,4 +1,4 @@
-"""What a start is doing, told on stderr: stages as lines, bytes as a bar or, in a log, a line now and then."""
+"""Progress of a start on stderr: stages as lines, bytes as a bar or, in a log, as a line now and then."""
 
 import sys
 import time
@@ -38,7 +38,7 @@ class Progress:
             self._draw(done, total)
         elif self._clock() >= self._next:
             self._next = self._clock() + self._interval
-            share = f"{100 * done / total:.0f} %"
+            share = f"{100 * done / max(total, 1):.0f} %"
             print(f"{self._doing}: {format_size(done)} of {format_size(total)} ({share})", file=self._out, flush=True)
 
     def _draw(self, done: int, total: int) -> None:
@@ -63,7 +63,7 @@ class Progress:
 
 
 class Startup:
-    """`stage` and `loading` may be called at any rate; what nobody needs to read twice is not written twice."""
+    """Stages of a start and bytes loaded; `stage` and `loading` may be called at any rate."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Startup:
 
 @contextmanager
 def startup(*, captures: bool) -> Iterator[Startup]:
-    """One of them, whose bar is gone however the start ends."""
+    """Yield a `Startup` whose bar is gone however the start ends."""
     found = Startup(captures=captures)
     try:
         yield found

@@ -1,4 +1,4 @@
-"""What `--device auto` chooses, and what is found out before Ray starts."""
+"""The choice of `--device auto`, and the search for GPUs before Ray starts."""
 
 import json
 import subprocess

@@ -23,7 +23,7 @@ from moeyard.api_flags import api_settings
 from moeyard.before_start import Checked, check_before_start, fetch_missing
 from moeyard.cli import build_parser, main
 from moeyard.flags import engine_config
-from moeyard.hub import fetch, missing_file
+from moeyard.hub import describe, fetch, missing_file
 from moeyard.model_source import hub_id
 from moeyard_worker.checkpoint.index import read_header
 from moeyard_worker.config.engine_config import EngineConfig
@@ -84,7 +84,7 @@ class Held(bytes):
 
 @pytest.fixture
 def files() -> dict[str, bytes]:
-    """What the hub has, which a test may change."""
+    """Files of the hub, which a test may change."""
     return {name: text.encode() for name, text in {**FILES, **MORE}.items()}
 
 
@@ -244,7 +244,7 @@ def weights_of(asked: list[str]) -> list[str]:
 
 
 def checked(*flags: str) -> tuple[Checked, EngineConfig, ModelConfig]:
-    """What `serve` checks before it starts."""
+    """Run the checks of `serve` before it starts."""
     args = build_parser().parse_args(["serve", MODEL, *flags])
     config = engine_config(args)
     model = served_model(config)
@@ -331,6 +331,10 @@ def test_a_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkey
     with pytest.raises(ValueError, match=r"15\.11 MiB of weights.* 1 MiB are free in \S+; make room, or set HF_"):
         checked()
     assert weights_of(hub) == []
+    # A part that is there needs no room.
+    blobs = describe(MODEL, None).parents[1] / "blobs"
+    (blobs / "x.incomplete").write_bytes(bytes(15 << 20))
+    assert checked()[0].download is not None
 
 
 @pytest.mark.parametrize(

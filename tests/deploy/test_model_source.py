@@ -1,4 +1,4 @@
-"""What is said of names that are neither a directory nor an id of the hub."""
+"""Refusals of names that are neither a directory nor an id of the hub."""
 
 import argparse
 import re

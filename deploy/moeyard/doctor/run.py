@@ -75,9 +75,9 @@ def check_model(
     local: bool,
     hub_model: str | None,
 ) -> Iterator[Finding]:
-    """What `serve` checks before it starts anything: the family, the files, the tokenizer, and whether it fits.
+    """Check what `serve` checks before it starts: the family, the files, the tokenizer, and whether it fits.
 
-    Of `hub_model`, an id of the hub, no weights are downloaded.
+    `hub_model`: the id of a model of the hub, whose weights are not downloaded.
     """
     try:
         config = engine()

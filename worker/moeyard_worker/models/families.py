@@ -99,7 +99,7 @@ def _quantised(config: Fields) -> Iterator[tuple[str, str]]:
 
 
 def _method(said: Any, method: str) -> str:
-    """What a quantiser's own name for its method is, and its form; `method` is told where nothing names one."""
+    """Return a quantiser's name for its method, with the form; `method` where nothing names one."""
     if not isinstance(said, dict):
         return method
     inner = said.get("quantization")
