@@ -167,8 +167,6 @@ def test_wheel_has_the_page_and_the_demo(tmp_path: Path) -> None:
     demo = {name.removeprefix("moeyard/bundled/demo/") for name in names if name.startswith("moeyard/bundled/demo/")}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= demo
     assert wheel.read("moeyard/bundled/demo/model.safetensors") == (ROOT / "deploy/demo/model.safetensors").read_bytes()
-    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-    assert "Project-URL: Documentation, https://" in wheel.read(metadata).decode()
 
 
 def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., None]) -> None:
