@@ -126,7 +126,7 @@ MALFORMED = [
     ("hermes", "<tool_call>" + " " * 3000 + "no object", None),
     ("hermes", '<tool_call>{"name": "' + "x" * 3000, None),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>and then?", None),
-    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜>.", None),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f g<｜tool▁call▁end｜>.", None),
     (
         "kimi_k2",
         "<|tool_calls_section_begin|> <|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
@@ -190,13 +190,16 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
                 ("<parameter=level>\n1\n</parameter>", '{"level": 1}', "", []),
                 ("<parameter=any>\n{'a': 1}\n</parameter>", '{"any": "{\'a\': 1}"}', "", []),
                 ('<parameter=any>\n{"a": 1}\n</parameter>', '{"any": {"a": 1}}', "", []),
-                ('<parameter=days>\n[\n  1\n]\n</parameter>', '{"days": [1]}', "", []),
+                ('<parameter=days>\n[\n  1\n]\n</parameter>', '{"days": [\n  1\n]}', "", []),
+                ('<parameter=days>\n["a\nb"]\n</parameter>', '{"days": ["a\\nb"]}', "", []),
+                ('<parameter=days>\n["\\ud83d\n"]\n</parameter>', '{"days": ["\\ud83d\\n"]}', "", []),
+                ('<parameter=days>\n[\n1e999]\n</parameter>', '{"days": [\n1e999]}', "", []),
                 ("<parameter=days>\n[NaN]\n</parameter>", '{"days": "[NaN]"}', "", []),
                 ("<parameter=other>\nx\n</parameter>", '{"other": "x"}', "", []),
                 # What is forgotten, and what does not belong there.
                 ("<parameter=city>\nKöln", '{"city": "Köln"}', "", []),
                 ("<parameter=n>\n1\n</parameter> and <parameter>\n<parameter=city>\nb\n</parameter>",
-                 '{"n": 1, "city": "b"}', "", []),
+                 '{"n": "1\\n</parameter> and <parameter>\\n<parameter=city>\\nb"}', "", []),
                 ('{"n": 1, "city": "b"}', '{"n": 1, "city": "b"}', "", []),
             )
         ),
@@ -309,7 +312,7 @@ PARTS = st.sampled_from(
         '{"name": "f", "arguments": ', '{"a": "x"}', "}", "]", "{", '"', "\\", "<", "word", "é🙂", ",", "```json\n",
         "function", "functions.f:0", "f>", 'f">', "weather>\n", 'weather">\n', "city", "<parameter=", "</parameter>",
         '<｜DSML｜parameter name="', '" string="true">', '" string="false">', "</｜DSML｜parameter>", "days>", "null",
-        "</",
+        "</", "\n```xml\n", "\n```\n", ', "id": "x"', '"parameters": {', '"name": "f", ', "</function>\n</tool_call>",
         '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
     ]
 )  # fmt: skip
@@ -376,17 +379,11 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text("abc_1", min_size=1), VALUES, max_size=3))
 @example({"a": {"</parameter>": None}, "b": "</function>", "c": "<parameter="})
 def test_parameters_come_out_as_they_were_written(arguments):
-    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which.
-
-    A marker within a value ends it, however deep it stands there: the markup has no way to quote one.
-    """
+    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     schema = {"properties": {k: {"type": kinds.get(type(v), "null")} for k, v in arguments.items()}}
     for name in ("qwen3_coder", "deepseek_v32"):
         form = TOOL_FORMATS[name]
-        markers = (*form.markers, form.parameters.begin, form.parameters.end, form.parameters.cut)
-        if any(m in shown(value) for value in arguments.values() for m in markers):
-            continue
         text = written_one_by_one(form, "f", arguments)
         asked = dataclasses.replace(extraction(name), schemas={"f": schema})
         events = events_of(asked, [form.section_begin + form.opening + text + form.section_end])

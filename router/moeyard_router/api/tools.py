@@ -243,7 +243,7 @@ def answering(
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.inside_after(prompt, begun),
         tools=tools,
-        schemas={} if tools is None or tools.parameters is None else use.schemas,
+        schemas={} if tools is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         # A grammar of calls takes what is within the block for thoughts.

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from moeyard_router.text.chat import Codec
 from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, ReasoningFormat
-from moeyard_router.text.tool_calls import ToolFormat
-from moeyard_router.text.tool_formats import TOOL_FORMATS, reasoning_format_of, tool_format_of
+from moeyard_router.text.tool_formats import TOOL_FORMATS, ToolFormat, reasoning_format_of, tool_format_of
 
 AUTO, NONE = "auto", "none"
 TOOL_PARSERS = (AUTO, NONE, *TOOL_FORMATS)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from moeyard_router.text.lark import ANY_TEXT, BLANKS_OF_ARGUMENTS, json_text, literal, slashed
 from moeyard_router.text.parameter_grammar import parameter_rules
 from moeyard_router.text.reasoning import END_THINK, THINK
-from moeyard_router.text.tool_calls import ToolFormat
+from moeyard_router.text.tool_formats import ToolFormat
 from moeyard_worker.protocol import Grammar
 
 # What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeyard_router.text.events import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextEvent, joined
-from moeyard_router.text.reasoning import ReasoningFormat, ReasoningParser
-from moeyard_router.text.tool_calls import ToolCallParser, ToolFormat
+from moeyard_router.text.reasoning import END_THINK, ReasoningFormat, ReasoningParser
+from moeyard_router.text.tool_calls import ToolCallParser
+from moeyard_router.text.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,7 @@ class Extraction:
     """How the choices of one request are taken apart.
 
     `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
-    the block of `reasoning`. `schemas`: of the functions' arguments, by name, for formats that need them.
+    the block of `reasoning`. `schemas`: of the functions' arguments, by name.
     `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
     `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
     `calls_end_reasoning`: a call that begins within the block ends it, of families that write such.
@@ -50,6 +51,7 @@ class Extractor:
         self._extraction = extraction
         self._reasoning: ReasoningParser | None = None
         self._tools: ToolCallParser | None = None
+        self._unclosed = False  # a call began within the block; the block's end may follow all the same
         if extraction.reasoning is not None:
             unthought = extraction.tools.unthought if extraction.tools and extraction.calls_end_reasoning else ""
             ends = [unthought] if unthought else []
@@ -81,6 +83,9 @@ class Extractor:
     def _with_calls(self, events: list[TextEvent]) -> list[TextEvent]:
         if self._tools is None:
             return events
+        if self._reasoning is not None and self._reasoning.ended_early and not self._unclosed:
+            self._unclosed = True
+            self._tools.expect(END_THINK)
         out: list[TextEvent] = []
         for event in events:
             out += self._tools.push(event.text) if isinstance(event, Content) else [event]

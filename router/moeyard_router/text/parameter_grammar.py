@@ -84,9 +84,10 @@ class _Values:
         least = schema.get("minLength")
         text = ANY_TEXT
         if isinstance(least, int) and 0 < least <= MAX_LEAST and types == {"string"}:
-            text = f"(?s:.{{{least},}}){slashed(markup.pad)}"  # the pad is not counted
-        self.rules += text_until(f"{rule}_text", markup.end, ids, text=text)
-        return f"{rule}_text {literal(markup.behind, ids)}"
+            text = f"(?s:.{{{least},}})"
+        # A text may quote the end marker, though not with what the family's templates write around it.
+        self.rules += text_until(f"{rule}_text", markup.pad + markup.end + markup.behind, ids, text=text)
+        return f"{rule}_text"
 
 
 def _escaped(name: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeyard_router.text.events import held_back
+from moeyard_router.text.json_value import valid_json
 
 MAX_NAME = 512  # characters of what is between the markers of a name; what is longer is none
 _DEPTH = 16  # of references and alternatives that are followed to a type
@@ -24,7 +25,7 @@ class ParameterMarkup:
 
     `head` matches all that is between `begin` and the value, with a group `name` and perhaps `string`, "true" for a
     text and "false" for JSON; its last character, and no other, is ">". `pad` may stand at either end of a value.
-    `cut` is what ends a value whose own end the model forgot; it is read again. `written` are the two forms of `head`
+    `cut` ends a value whose own end the model forgot; it is read again. `written` are the two forms of `head`
     as the family's templates write them behind the name: before a text, and before JSON; `behind` follows `end`.
     """
 
@@ -38,20 +39,38 @@ class ParameterMarkup:
 
 
 class ParameterReader:
-    """Reads the arguments of one call. `stops` end them; `schema` tells what is a text and what is not."""
+    """Reads the arguments of one call.
 
-    def __init__(self, markup: ParameterMarkup, *, stops: tuple[str, ...], schema: Mapping[str, Any]) -> None:
+    `call`: the markers of a call. `stops` end the arguments. `schema` tells what is a text and what is not.
+
+    A value may quote the markup, as code about such calls does. Its end is the first end marker which another
+    parameter or a stop follows, and which is not that of a parameter or a call within the value. If there is none, for
+    what the value quotes is not whole or the model forgot the marker, it is the first place that might be meant.
+    """
+
+    def __init__(
+        self, markup: ParameterMarkup, *, call: tuple[str, str], stops: tuple[str, ...], schema: Mapping[str, Any]
+    ) -> None:
         self._markup = markup
-        self._stops = tuple(s for s in stops if s)
+        self._call = call
+        self._tags = (markup.end, markup.begin, *call)
+        self._tag = re.compile("|".join(map(re.escape, self._tags)))
+        self._stops = stops
         self._schema = schema
         self._count = 0
         self._types: frozenset[str] | None = None  # of the value that is being read
         self._fresh = False
         self._quoted = False  # it is being passed on, as a string
         self._held = ""  # of a value that waits until it is known what it is
+        self._scanned = 0  # characters of the value's text in which no marker is to be looked for any more
+        self._inner: list[str] = []  # first markers within the value whose last ones have not come
+        self._perhaps: tuple[int, int] | None = None  # where the value may end, and where to read on then
 
-    def read(self, text: str) -> tuple[str, str, bool]:
-        """(JSON that became certain, text that is not understood yet, whether nothing of the arguments follows)."""
+    def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
+        """(JSON that became certain, text that is not understood yet, whether nothing of the arguments follows).
+
+        `final`: the output ends behind `text`.
+        """
         pieces: list[str] = []
         more = True
         while more:
@@ -61,7 +80,7 @@ class ParameterReader:
                     pieces.append("}" if self._count else "{}")
                     return "".join(pieces), text, True
             else:
-                text, more = self._value(pieces, text)
+                text, more = self._value(pieces, text, final=final)
         return "".join(pieces), text, False
 
     def finish(self, rest: str) -> str:
@@ -71,23 +90,17 @@ class ParameterReader:
         return _escaped(rest) if self._quoted else self._held + rest
 
     def _between(self, pieces: list[str], text: str) -> tuple[str, bool, bool]:
-        """Before a name: what stands there and is no marker means nothing."""
-        begin = self._markup.begin
-        found = [(i, marker) for marker in (begin, *self._stops) if (i := text.find(marker)) >= 0]
-        if not found:
-            return text[len(text) - held_back(text, (begin, *self._stops)) :], False, False
-        place, marker = min(found)
-        if marker != begin:
-            return text[place:], False, True
-        head = text[place + len(begin) :]
-        end = head.find(">", 0, MAX_NAME)
-        if end < 0 and len(head) < MAX_NAME:
-            return text[place:], False, False
-        match = self._markup.head.fullmatch(head[: end + 1])
-        if match is None:
-            return head, True, False
+        """Before a name, or a stop."""
+        text = text.lstrip()
+        if text.startswith(self._stops):
+            return text, False, True
+        end = text.find(">")
+        if end < 0 or not text.startswith(self._markup.begin):
+            return text, False, False
+        match = self._markup.head.fullmatch(text, len(self._markup.begin), end + 1)
+        assert match is not None, "it was looked at before"
         self._begin(match, pieces)
-        return head[end + 1 :], True, False
+        return text[end + 1 :], True, False
 
     def _begin(self, match: re.Match[str], pieces: list[str]) -> None:
         name, said = match["name"], match.groupdict().get("string")
@@ -97,23 +110,69 @@ class ParameterReader:
         if self._types is None:
             self._types = parameter_types(self._schema, name)
         self._fresh, self._quoted, self._held = True, False, ""
+        self._scanned, self._inner, self._perhaps = 0, [], None
 
-    def _value(self, pieces: list[str], text: str) -> tuple[str, bool]:
+    def _value(self, pieces: list[str], text: str, *, final: bool) -> tuple[str, bool]:
         markup = self._markup
         if self._fresh and text:
             text, self._fresh = text.removeprefix(markup.pad), False
-        ends = (markup.end, markup.cut)
-        found = [(i, marker) for marker in ends if (i := text.find(marker)) >= 0]
-        if not found:
-            place = len(text) - held_back(text, ends)
-            place = len(text[:place].removesuffix(markup.pad))
-            self._take(pieces, text[:place])
-            return text[place:], False
-        place, marker = min(found)
-        self._take(pieces, text[:place].removesuffix(markup.pad))
+        found = self._end(text, final=final)
+        keep = found[0] if found else self._perhaps[0] if self._perhaps else self._scanned
+        keep = len(text[:keep].removesuffix(markup.pad))
+        self._take(pieces, text[:keep])
+        if found is None:
+            self._scanned -= keep
+            if self._perhaps is not None:
+                self._perhaps = (self._perhaps[0] - keep, self._perhaps[1] - keep)
+            return text[keep:], False
         pieces.append('"' if self._quoted else value_as_json(self._held, self._types or _ANY))
         self._types = None
-        return text[place + (len(marker) if marker == markup.end else 0) :], True
+        return text[found[1] :], True
+
+    def _end(self, text: str, *, final: bool) -> tuple[int, int] | None:
+        """The end of a value and what is behind it, None if it has not come; notes how far the text was looked at."""
+        markup, (begins, ends) = self._markup, self._call
+        while match := self._tag.search(text, self._scanned):
+            tag, (place, behind) = match[0], match.span()
+            if tag == markup.end:
+                follows = self._follows(text, behind)
+                if follows is None and not final:
+                    self._scanned = place
+                    return None
+                if follows is not False:
+                    if not self._inner:
+                        return place, behind
+                    self._perhaps = self._perhaps or (place, behind)
+                if self._inner and self._inner[-1] == markup.begin:
+                    self._inner.pop()
+            elif tag != ends:
+                self._inner.append(tag)
+            elif begins in self._inner:
+                while self._inner.pop() != begins:
+                    pass
+            elif text.startswith(markup.cut, place) or (final and markup.cut.startswith(text[place:])):
+                self._perhaps = self._perhaps or (place, place)
+            elif markup.cut.startswith(text[place:]):
+                self._scanned = place
+                return None
+            self._scanned = behind
+        self._scanned = max(self._scanned, len(text) - held_back(text, self._tags))
+        return self._perhaps if final else None
+
+    def _follows(self, text: str, place: int) -> bool | None:
+        """Whether another parameter or a stop comes next; None if more text is needed to know."""
+        begin = self._markup.begin
+        rest = text[place : place + 2 * MAX_NAME]
+        room = len(rest) < 2 * MAX_NAME
+        rest = rest.lstrip()
+        if rest.startswith(self._stops):
+            return True
+        if rest.startswith(begin):
+            end = rest.find(">")
+            if end < 0:
+                return None if room else False
+            return self._markup.head.fullmatch(rest, len(begin), end + 1) is not None
+        return None if room and any(marker.startswith(rest) for marker in (begin, *self._stops)) else False
 
     def _take(self, pieces: list[str], text: str) -> None:
         """More of a value."""
@@ -146,8 +205,7 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     if types and "string" in types and not _kinds(value) & (types - {"string"}):
         return json.dumps(text, ensure_ascii=False)
-    # As it is written, but for control characters in strings.
-    return bare if bare.isprintable() else json.dumps(value, ensure_ascii=False)
+    return valid_json(bare, value)
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from moeyard_router.text.code_fence import CodeFence
 from moeyard_router.text.events import MAX_BLANK, Content, Reasoning, TextEvent, held_back, joined
 
 THINK, END_THINK = "<think>", "</think>"
@@ -23,7 +24,7 @@ class ReasoningFormat:
     """How a family marks its reasoning.
 
     `assumed`: an output that does not open the block is inside it all the same, unless the prompt has closed it.
-    `implicit_ends`: markers that end it without </think>; they belong to what follows.
+    `implicit_ends`: markers that end it without </think>, but for those in a code block; they belong to what follows.
     """
 
     name: str
@@ -49,7 +50,14 @@ REASONING_FORMATS = MappingProxyType(
             ReasoningFormat(name="deepseek_v3"),
             ReasoningFormat(name="qwen3"),
             # Kimi-K2-Thinking may go from thinking to a call without a word between.
-            ReasoningFormat(name="kimi_k2", implicit_ends=("<|tool_calls_section_begin|>",)),
+            ReasoningFormat(
+                name="kimi_k2",
+                implicit_ends=(
+                    "<|tool_calls_section_begin|>",
+                    "<|tool_call_section_begin|>",
+                    "<|tool_call_begin|>",
+                ),
+            ),
         )
     }
 )
@@ -61,7 +69,9 @@ class ReasoningParser:
     def __init__(self, form: ReasoningFormat, *, inside: bool, more_ends: Sequence[str] = ()) -> None:
         """`more_ends`: as the format's `implicit_ends`, of this request alone."""
         self._ends = (END_THINK, *form.implicit_ends, *more_ends)
+        self.ended_early = False  # by a marker other than </think>
         self._inside = inside
+        self._fence = CodeFence()
         self._buffer = ""
         self._step = self._at_start
 
@@ -112,16 +122,24 @@ class ReasoningParser:
         found = [(i, end) for end in self._ends if (i := text.find(end)) >= 0]
         if not found:
             keep = len(text) - held_back(text, self._ends)
-            keep = max(len(text[:keep].rstrip("\n")), keep - MAX_BLANK)
-            out.append(Reasoning(text[:keep]))
-            self._buffer = text[keep:]
+            self._think(out, max(len(text[:keep].rstrip("\n")), keep - MAX_BLANK))
             return False
         place, end = min(found)
-        out.append(Reasoning(text[: max(len(text[:place].rstrip("\n")), place - MAX_BLANK)]))
         own = end == END_THINK
+        if not own and self._fence.inside_after(text[:place]):
+            self._think(out, place + len(end))
+            return True
+        self._think(out, max(len(text[:place].rstrip("\n")), place - MAX_BLANK))
         self._buffer = text[place + len(end) :] if own else text[place:]
+        self.ended_early = not own
         self._step = self._block_ended if own else self._after
         return True
+
+    def _think(self, out: list[TextEvent], size: int) -> None:
+        """Pass on text of the block."""
+        text, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._fence.push(text)
+        out.append(Reasoning(text))
 
     def _block_ended(self, out: list[TextEvent]) -> bool:
         self._buffer = self._buffer.lstrip("\n")

@@ -3,14 +3,16 @@
 A family marks a call by strings before and after it, and most by a second pair around all calls. One machine reads
 them all; what a family is like is a `ToolFormat` (tool_formats.py). A call is announced as soon as its head is whole,
 and its arguments are passed on as they come. Until then nothing is certain: text that begins like a call and goes on
-otherwise comes out as content, to the last character. Where the text was cut into pieces makes no difference.
+otherwise comes out as content, to the last character. So does a call in a fenced code block, which is an example.
+Where the text was cut into pieces makes no difference.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from moeyard_router.text.code_fence import CodeFence
 from moeyard_router.text.events import (
     MAX_BLANK,
     CallArguments,
@@ -21,71 +23,35 @@ from moeyard_router.text.events import (
     held_back,
     joined,
 )
-from moeyard_router.text.json_value import JsonValue, read_call, unquoted
-from moeyard_router.text.parameters import ParameterMarkup, ParameterReader
+from moeyard_router.text.json_value import ARGUMENTS, JsonValue, members_of, read_call, unquoted
+from moeyard_router.text.parameters import ParameterReader
+from moeyard_router.text.tool_formats import ToolFormat
 
 MAX_HEAD = 1024  # characters between a call's first marker and its arguments; what is longer is no call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
-    """How a family writes calls: [section_begin] (call_begin head arguments closing call_end)+ [section_end].
-
-    `head` matches what is between `call_begin` and the arguments, with a group `name` and perhaps `id`; it must end
-    before the arguments' first character, never look further and match in one way only; `inner` are the markers in it.
-    `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
-    `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
-    order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
-    the same are read too. `id_length`: the family's templates take ids of so many letters and digits only.
-    `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
-    the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
-    between two. `unthought` is the beginning of a call that models of the family also make while they think, without
-    the end of that.
-    """
-
-    name: str
-    call_begin: str
-    call_end: str
-    head: re.Pattern[str]
-    written: tuple[str, str, str]
-    opening: str = ""
-    joint: str = ""
-    unthought: str = ""
-    inner: tuple[str, ...] = ()
-    section_begin: str = ""
-    section_end: str = ""
-    between: str = " \t\r\n"
-    closing: str = " \t\r\n"
-    whole: bool = False
-    id_length: int | None = None
-    parameters: ParameterMarkup | None = None
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """Markers that end content: the section's, and a call's own where it cannot be mistaken."""
-        own = (self.call_begin,) if len(self.call_begin) > 1 else ()
-        return (self.section_begin, *own) if self.section_begin else own
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """All strings that must be seen in the text, special tokens or not."""
-        given = (self.section_begin, self.call_begin, *self.inner, self.call_end, self.section_end)
-        return tuple(dict.fromkeys(m for m in given if len(m) > 1))
+# The beginning, perhaps cut off, of what may follow the arguments in a call's object; `value` once it is certain.
+_MEMBERS = re.compile(r'\s*(?:,\s*(?:"(?P<key>[^"\\]{0,64})(?:"\s*(?P<value>:.*)?)?)?)?', re.DOTALL)
 
 
 class ToolCallParser:
     """Reads one choice. `call_id` makes the id of call `index` where the model writes none.
 
-    `schemas` are those of the functions' arguments, by name: what a value is that is written bare.
+    `schemas` are those of the functions' arguments, by name: they tell the type of a value that is written bare, and
+    which members of a call's object are arguments in the wrong place.
     """
 
     def __init__(
         self, form: ToolFormat, *, call_id: Callable[[int], str], schemas: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         self._form = form
+        self._openers = form.openers
+        self._stops = (form.call_end, *form.section_ends, *form.openers)
         self._call_id = call_id
         self._schemas = schemas or {}
+        self._schema: Mapping[str, Any] = {}  # of the last call
         self._reader: ParameterReader | None = None
+        self._fence = CodeFence()
+        self._strays: tuple[str, ...] = ()  # markers that no content may hold: what they belong to has ended before
+        self._final = False
         self._calls = 0
         self._buffer = ""  # text not yet understood
         self._claimed = ""  # text before it that is part of a call if one follows, and content otherwise
@@ -102,35 +68,58 @@ class ToolCallParser:
             pass
         return joined(out)
 
+    def expect(self, *markers: str) -> None:
+        """Leave these markers out of the content, each once."""
+        self._strays = tuple(dict.fromkeys((*self._strays, *(m for m in markers if len(m) > 1))))
+
     def finish(self) -> list[TextEvent]:
         """What was held back, once no text follows; a call that was begun ends here."""
+        self._final = True
+        out = self.push("")
+        end = CallEnd(self._calls - 1)
+        if self._state == self._closing:
+            return joined([*out, end, Content(self._claimed)])
+        if self._state == self._members:
+            match = _MEMBERS.fullmatch(self._buffer)
+            lost = match is not None and self._is_argument(match["key"])
+            return joined([*out, end, Content(self._buffer if lost else "")])
         rest, self._buffer = "".join((self._claimed, *self._pieces, self._buffer)), ""
+        quoted = bool(self._pieces)
         self._claimed, self._pieces = "", []
         if self._state == self._arguments:
-            return joined([CallArguments(self._calls - 1, rest), CallEnd(self._calls - 1)])
+            return joined([*out, CallArguments(self._calls - 1, unquoted(rest) if quoted else rest), end])
         if self._state == self._parameters and self._reader is not None:
-            return joined([CallArguments(self._calls - 1, self._reader.finish(rest)), CallEnd(self._calls - 1)])
-        if self._state == self._closing:
-            return [CallEnd(self._calls - 1)]
+            return joined([*out, CallArguments(self._calls - 1, self._reader.finish(rest)), end])
         if self._calls and not rest.strip(self._form.between if self._state == self._section else None):
-            return []
-        return joined([Content(rest)])
+            return out
+        return joined([*out, Content(rest)])
 
     def _content(self, out: list[TextEvent]) -> bool:
         """Until a marker. White space waits too: before a call, or after the last one, it is no content."""
-        text, form = self._buffer, self._form
-        found = [(i, opener) for opener in form.openers if (i := text.find(opener)) >= 0]
-        place = min(found)[0] if found else len(text) - held_back(text, form.openers)
+        text = self._buffer
+        markers = (*self._openers, *self._strays)
+        found = [(i, marker) for marker in markers if (i := text.find(marker)) >= 0]
+        place = min(found)[0] if found else len(text) - held_back(text, markers)
         keep = max(len(text[:place].rstrip()), place - MAX_BLANK)
-        out.append(Content(text[:keep]))
-        if not found:
+        marker = min(found)[1] if found else ""
+        behind = place + len(marker)
+        if marker in self._strays:
+            self._say(out, text[:place])
+            self._buffer = text[behind:]
+            self._do_not_expect(marker)
+            return True
+        if marker and self._fence.inside_after(text[:place]):
+            self._say(out, text[:behind])
+            self._buffer = text[behind:]
+            return True
+        self._say(out, text[:keep])
+        if not marker:
             self._buffer = text[keep:]
             return False
-        opener = min(found)[1]
-        self._claimed, self._buffer = text[keep:place] + opener, text[place + len(opener) :]
-        # A call that is written bare may end as one within a section all the same, where the section is the call's own.
-        self._in_section = bool(form.section_end) and (opener != form.call_begin or form.parameters is not None)
-        self._state = self._head if opener == form.call_begin else self._section
+        self._claimed, self._buffer = text[keep:behind], text[behind:]
+        # A call without a section's first marker may have its last one all the same.
+        self._in_section = bool(self._form.section_end)
+        self._state = self._head if marker == self._form.call_begin else self._section
         return True
 
     def _section(self, out: list[TextEvent]) -> bool:
@@ -143,17 +132,22 @@ class ToolCallParser:
             self._claim(len(form.call_begin))
             self._state = self._head
             return True
-        first = self._claimed.lstrip().startswith(form.section_begin)
-        if not first and text.startswith(form.section_end):
-            self._claimed, self._buffer = "", text[len(form.section_end) :]
-            self._state = self._content
-            return True
-        if not first and text.startswith(form.section_begin):
-            self._claim(len(form.section_begin))
-            return True
-        later = () if first else (form.section_begin, form.section_end)
+        first = self._claimed.lstrip().startswith(form.section_begins)
+        for end in () if first else form.section_ends:
+            if text.startswith(end):
+                self._do_not_expect(*form.section_ends)
+                self._claimed, self._buffer = "", text[len(end) :]
+                self._state = self._content
+                return True
+        for begin in () if first else form.section_begins:
+            if text.startswith(begin):
+                self._claim(len(begin))
+                return True
+        later = () if first else (*form.section_begins, *form.section_ends)
         if any(marker.startswith(text) for marker in (form.call_begin, *later)):
             return False
+        if not first:
+            self.expect(*form.section_ends)
         return self._give_up(out)
 
     def _head(self, out: list[TextEvent]) -> bool:
@@ -163,28 +157,32 @@ class ToolCallParser:
         if match:
             self._begin(out, match["name"], match.groupdict().get("id"))
             self._buffer = text[match.end() :]
-            stops = (form.call_end, form.section_end, form.call_begin)
             if form.parameters is not None and not self._buffer.startswith("{"):
-                schema = self._schemas.get(match["name"], {})
-                self._reader = ParameterReader(form.parameters, stops=(*stops, form.section_begin), schema=schema)
+                self._reader = ParameterReader(
+                    form.parameters, call=(form.call_begin, form.call_end), stops=self._stops, schema=self._schema
+                )
                 self._state = self._parameters
                 return True
-            self._value = JsonValue(stops)
+            self._value = JsonValue(self._stops)
             self._state = self._arguments
+            if not self._buffer.startswith(("{", '"')):
+                out.append(CallArguments(self._calls - 1, "{}"))
+                self._state = self._closing
             return True
         if form.whole and _may_be_object(form, text[:MAX_HEAD]):
             if len(text) < MAX_HEAD and not _has_object(form, text):
-                return False
+                return self._final and self._give_up(out)
             self._value = JsonValue((form.call_end,))
             self._state = self._whole_call
             return True
-        return self._give_up(out) if form.whole or len(text) >= MAX_HEAD or form.call_end in text else False
+        certain = form.whole or len(text) >= MAX_HEAD or form.call_end in text or self._final
+        return certain and self._give_up(out)
 
     def _whole_call(self, out: list[TextEvent]) -> bool:
         """A call whose keys come in an unusual order, so that it is known only once it is whole."""
         own = self._form.call_begin if len(self._form.call_begin) == 1 else ""  # the object's brace is the marker
         fresh = self._value.fresh
-        end, ended = self._value.scan((own if fresh else "") + self._buffer)
+        end, ended = self._value.scan((own if fresh else "") + self._buffer, final=self._final)
         end -= len(own) if fresh else 0
         self._pieces.append(self._buffer[:end])
         self._buffer = self._buffer[end:]
@@ -195,9 +193,9 @@ class ToolCallParser:
         if call is None:
             self._buffer = text + self._buffer
             return self._give_up(out)
-        name, arguments = call
-        self._begin(out, name, None)
-        out.append(CallArguments(self._calls - 1, arguments))
+        self._begin(out, call.name, None)
+        out.append(CallArguments(self._calls - 1, call.arguments))
+        self._claimed = self._misplaced(call.others)
         self._buffer = "}" * len(own) + self._buffer  # where that brace is the last marker, it is still to be read
         self._state = self._closing
         return True
@@ -205,7 +203,7 @@ class ToolCallParser:
     def _parameters(self, out: list[TextEvent]) -> bool:
         """Within arguments that are written one by one."""
         assert self._reader is not None, "a head was read before"
-        text, self._buffer, ended = self._reader.read(self._buffer)
+        text, self._buffer, ended = self._reader.read(self._buffer, final=self._final)
         out.append(CallArguments(self._calls - 1, text))
         if ended:
             self._state = self._closing
@@ -214,18 +212,37 @@ class ToolCallParser:
     def _arguments(self, out: list[TextEvent]) -> bool:
         """Within the arguments: an object that streams, or a JSON string with the object inside."""
         quoted = bool(self._pieces) or (self._value.fresh and self._buffer.startswith('"'))
-        end, ended = self._value.scan(self._buffer)
+        end, ended = self._value.scan(self._buffer, final=self._final)
         text, self._buffer = self._buffer[:end], self._buffer[end:]
         if not quoted:
             out.append(CallArguments(self._calls - 1, text))
         else:
             self._pieces.append(text)
             if ended is not None:
-                out.append(CallArguments(self._calls - 1, unquoted("".join(self._pieces))))
+                text = unquoted("".join(self._pieces))
+                out.append(CallArguments(self._calls - 1, text if text.strip() else "{}"))
                 self._pieces = []
         if ended is None:
             return False
+        self._state = self._members if self._form.whole and ended else self._closing
+        return True
+
+    def _members(self, out: list[TextEvent]) -> bool:
+        """Behind the arguments within a call's object: its other members, such as an id."""
+        text = self._buffer
+        match = _MEMBERS.fullmatch(text)
         self._state = self._closing
+        if match is None:
+            return True
+        members = JsonValue((self._form.call_end,), depth=1)
+        end, ended = members.scan(text[:MAX_HEAD]) if match["value"] else (0, None)
+        if ended is None and len(text) < MAX_HEAD:
+            self._state = self._members
+            return False
+        size = end - 1 if ended else end  # without the object's brace, which models forget at times
+        others = members_of("{" + text[:size].lstrip()[1:] + "}") if ended is not None else None
+        if others is not None:
+            self._claimed, self._buffer = self._misplaced(others), text[size:]
         return True
 
     def _closing(self, out: list[TextEvent]) -> bool:
@@ -235,23 +252,49 @@ class ToolCallParser:
         self._buffer = text
         if not text.startswith(form.call_end) and form.call_end.startswith(text):
             return False
+        out.append(CallEnd(self._calls - 1))
+        self._say(out, self._claimed)
+        self._claimed = ""
+        self._state = self._section if self._in_section else self._content
         if text.startswith(form.call_end):
             self._buffer = text[len(form.call_end) :]
-        out.append(CallEnd(self._calls - 1))
-        self._state = self._section if self._in_section else self._content
+        elif form.whole and not self._in_section and text.startswith("{"):
+            self._state = self._head  # another call between the same markers
+        else:
+            self.expect(form.call_end)
         return True
 
     def _begin(self, out: list[TextEvent], name: str, call_id: str | None) -> None:
         out.append(CallBegin(self._calls, call_id or self._call_id(self._calls), name))
+        self._schema = self._schemas.get(name, {})
+        self._fence.push("\n")  # text behind the call begins a line
+        self._do_not_expect(self._form.call_end)
         self._calls += 1
         self._claimed = ""
+
+    def _misplaced(self, others: Mapping[str, str]) -> str:
+        """Arguments among the other members of a call's object, as they are written."""
+        misplaced = {key: value for key, value in others.items() if self._is_argument(key) and value != "{}"}
+        return ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in misplaced.items())
+
+    def _is_argument(self, key: str | None) -> bool:
+        """Whether a member of the last call's object of this name holds arguments, or is one."""
+        declared = self._schema.get("properties")
+        return key in ARGUMENTS or (isinstance(declared, Mapping) and key in declared)
+
+    def _say(self, out: list[TextEvent], text: str) -> None:
+        self._fence.push(text)
+        out.append(Content(text))
+
+    def _do_not_expect(self, *markers: str) -> None:
+        self._strays = tuple(stray for stray in self._strays if stray not in markers)
 
     def _claim(self, size: int) -> None:
         self._claimed, self._buffer = self._claimed + self._buffer[:size], self._buffer[size:]
 
     def _give_up(self, out: list[TextEvent]) -> bool:
-        """It was no call: what had been claimed for one is content, and what follows is read anew."""
-        out.append(Content(self._claimed))
+        """Make content of what was claimed for a call that is none, and read on behind it."""
+        self._say(out, self._claimed)
         self._claimed = ""
         self._state = self._content
         return True

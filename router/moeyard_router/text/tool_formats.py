@@ -1,16 +1,80 @@
 """How the served families write calls of tools, by vLLM's names of their parsers."""
 
 import re
+from dataclasses import dataclass
 from types import MappingProxyType
 
+from moeyard_router.text.json_value import ARGUMENTS
 from moeyard_router.text.parameters import ParameterMarkup
 from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, ReasoningFormat
-from moeyard_router.text.tool_calls import ToolFormat
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family writes calls: [section_begin] (call_begin head arguments closing call_end)+ [section_end].
+
+    `head` matches what is between `call_begin` and the arguments, with a group `name` and perhaps `id`; it must end
+    before the arguments' first character, or before the marker behind a call without arguments, never look further and
+    match in one way only; `inner` are the markers in it. `section_variants` are other spellings of the section's two
+    markers, which models write at times.
+    `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
+    `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
+    order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
+    the same are read too. `id_length`: the family's templates take ids of so many letters and digits only.
+    `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
+    the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
+    between two. `unthought` is the beginning of a call that models of the family also make while they think, without
+    the end of that.
+    """
+
+    name: str
+    call_begin: str
+    call_end: str
+    head: re.Pattern[str]
+    written: tuple[str, str, str]
+    opening: str = ""
+    joint: str = ""
+    unthought: str = ""
+    inner: tuple[str, ...] = ()
+    section_begin: str = ""
+    section_end: str = ""
+    section_variants: tuple[tuple[str, str], ...] = ()
+    between: str = " \t\r\n"
+    closing: str = " \t\r\n"
+    whole: bool = False
+    id_length: int | None = None
+    parameters: ParameterMarkup | None = None
+
+    @property
+    def section_begins(self) -> tuple[str, ...]:
+        """The marker before all calls, in every spelling; none for a family without sections."""
+        return (self.section_begin, *(begin for begin, _ in self.section_variants)) if self.section_begin else ()
+
+    @property
+    def section_ends(self) -> tuple[str, ...]:
+        """The marker behind all calls, in every spelling."""
+        return (self.section_end, *(end for _, end in self.section_variants)) if self.section_end else ()
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Markers that end content: the section's, and a call's own where it cannot be mistaken."""
+        return (*self.section_begins, *((self.call_begin,) if len(self.call_begin) > 1 else ()))
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All strings that must be seen in the text, special tokens or not."""
+        given = (*self.section_begins, self.call_begin, *self.inner, self.call_end, *self.section_ends)
+        return tuple(dict.fromkeys(m for m in given if len(m) > 1))
+
+
+_DEEPSEEK_END = "<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>"
 _DEEPSEEK_HEAD = re.compile(
     # V3 and R1 say "function", the separator, the name and a fence; V3.1 the name and the separator.
-    r"\s*(?:function<｜tool▁sep｜>(?=[^\s{]))?(?P<name>[^\s<>`{]{1,256})\s*(?:<｜tool▁sep｜>|```(?:json)?)\s*(?=\{)"
+    r"\s*(?:function<｜tool▁sep｜>(?=[^\s{]))?(?P<name>[^\s<>`{]{1,256})\s*"
+    rf'(?:(?:<｜tool▁sep｜>\s*)?```(?:json)?\s*(?=[{{"]|(?:```\s*)?(?:{_DEEPSEEK_END}))'
+    rf'|<｜tool▁sep｜>\s*(?=[{{"]|{_DEEPSEEK_END})|(?={_DEEPSEEK_END}))'
 )
+_KIMI_END = r"<\|tool_call_end\|>|<\|tool_calls?_section_end\|>"
 
 
 def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolFormat:
@@ -30,6 +94,8 @@ def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolForma
 
 
 _DSML = "｜DSML｜"  # a token of its own in DeepSeek-V3.2's vocabulary
+_DSML_PARAMETER = rf'<{_DSML}parameter name="[^"<>\n]{{1,256}}"[^<>]{{0,128}}>'
+_MEMBERS = rf'\s*"name"\s*:\s*"(?P<name>[^"\\\n]{{1,256}})"\s*,\s*"(?:{"|".join(ARGUMENTS)})"\s*:\s*(?=[{{"])'
 
 _FORMATS = (
     # Hermes 2 and later, Qwen2.5 and Qwen3: {"name": ..., "arguments": ...} between tags.
@@ -37,7 +103,7 @@ _FORMATS = (
         name="hermes",
         call_begin="<tool_call>",
         call_end="</tool_call>",
-        head=re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\\n]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])'),
+        head=re.compile(rf"\s*\{{{_MEMBERS}"),
         closing=" \t\r\n}",
         whole=True,
         written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
@@ -56,9 +122,11 @@ _FORMATS = (
         call_begin="<|tool_call_begin|>",
         call_end="<|tool_call_end|>",
         section_end="<|tool_calls_section_end|>",
+        section_variants=(("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),),
         inner=("<|tool_call_argument_begin|>",),
         head=re.compile(
-            r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:{]{1,256}):\d{1,6})\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+            r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:{]{1,256}):\d{1,6})\s*"
+            rf'(?:<\|tool_call_argument_begin\|>\s*(?=[{{"]|{_KIMI_END})|(?={_KIMI_END}))'
         ),
         written=("<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
@@ -70,7 +138,7 @@ _FORMATS = (
         call_end="}",
         section_end="]",
         between=" \t\r\n[,",
-        head=re.compile(r'\s*"name"\s*:\s*"(?P<name>[^"\\\n]{1,256})"\s*,\s*"arguments"\s*:\s*(?=[{"])'),
+        head=re.compile(_MEMBERS),
         whole=True,
         id_length=9,
         written=('{"name": "', '", "arguments": ', "}"),
@@ -85,7 +153,7 @@ _FORMATS = (
         call_begin="<function=",
         call_end="</function>",
         section_end="</tool_call>",
-        head=re.compile(r"(?P<name>[^\s<>{]{1,256})>\s*(?=<parameter=|</function>|\{)"),
+        head=re.compile(r"(?P<name>[^\s<>{]{1,256})>\s*(?=<parameter=[^<>\n]{1,256}>|</function>|</tool_call>|\{)"),
         parameters=ParameterMarkup(
             begin="<parameter=",
             head=re.compile(r"(?P<name>[^<>\n]{1,256})>"),
@@ -109,10 +177,13 @@ _FORMATS = (
         call_end=f"</{_DSML}invoke>",
         section_end=f"</{_DSML}function_calls>",
         inner=(_DSML,),
-        head=re.compile(rf'(?P<name>[^"<>\n]{{1,256}})">\s*(?=<{_DSML}parameter |</{_DSML}invoke>|\{{)'),
+        head=re.compile(
+            rf'(?P<name>[^"<>\n]{{1,256}})">\s*'
+            rf"(?={_DSML_PARAMETER}|</{_DSML}invoke>|</{_DSML}function_calls>|\{{)"
+        ),
         parameters=ParameterMarkup(
             begin=f'<{_DSML}parameter name="',
-            head=re.compile(r'(?P<name>[^"<>\n]{1,256})"(?: +string="(?P<string>true|false)")? *>'),
+            head=re.compile(r'(?P<name>[^"<>\n]{1,256})"(?:[^<>]*? string="(?P<string>true|false)")?[^<>]{0,128}>'),
             end=f"</{_DSML}parameter>",
             cut=f"</{_DSML}invoke>",
             written=('" string="true">', '" string="false">'),

@@ -1,0 +1,50 @@
+"""Whether text that arrives in pieces stands in a fenced code block of Markdown."""
+
+import re
+
+_MAX_LINE = 256  # characters; a longer line is no fence
+_MAX_DEPTH = 16  # of blocks within blocks
+_FENCE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})(?P<info>.*)", re.DOTALL)
+
+
+class CodeFence:
+    """Follows the fences of a text.
+
+    A fence stands at the beginning of its line, behind quote and list markers at most. One with a language behind it
+    always opens a block: models nest blocks with fences of one length, which CommonMark does not know.
+    """
+
+    def __init__(self) -> None:
+        self._fences: list[str] = []  # of the blocks that are open
+        self._line = ""
+
+    def push(self, text: str) -> None:
+        """Take the next piece of text."""
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            _end_line(self._fences, line)
+        self._line = rest[:_MAX_LINE]
+
+    def inside_after(self, text: str) -> bool:
+        """Whether what follows `text` stands in a block, if `text` comes next."""
+        fences = self._fences.copy()
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            _end_line(fences, line)
+        _end_line(fences, rest)
+        return bool(fences)
+
+
+def _end_line(fences: list[str], line: str) -> None:
+    """Change the open blocks by a line of text."""
+    match = _FENCE.match(line)
+    if match is None or len(line) >= _MAX_LINE:
+        return
+    fence, info = match["fence"], match["info"].lstrip()
+    if fence[0] in info:
+        return  # ```x``` within a text
+    language = info[:1].isalnum() or info[:1] in ("{", ".")
+    if fences and not language and fence.startswith(fences[-1]):
+        fences.pop()
+    elif len(fences) < _MAX_DEPTH:
+        fences.append(fence)
