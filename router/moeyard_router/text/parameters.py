@@ -43,9 +43,9 @@ class ParameterReader:
 
     `call`: the markers of a call. `stops` end the arguments. `schema` tells what is a text and what is not.
 
-    A value may quote the markup, as code about such calls does. Its end is the first end marker which another
-    parameter or a stop follows, and which is not that of a parameter or a call within the value. If there is none, for
-    what the value quotes is not whole or the model forgot the marker, it is the first place that might be meant.
+    A value may quote the markup, as code about such calls does. It ends at the first end marker that another parameter
+    or a stop follows, and that does not belong to a parameter or a call within the value. Without such a marker it ends
+    at the first place that might be meant: the value quotes half a call, or the model forgot the marker.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ParameterReader:
         return text[found[1] :], True
 
     def _end(self, text: str, *, final: bool) -> tuple[int, int] | None:
-        """The end of a value and what is behind it, None if it has not come; notes how far the text was looked at."""
+        """Where a value ends and where to read on, None if its end has not come. Notes how far it looked."""
         markup, (begins, ends) = self._markup, self._call
         while match := self._tag.search(text, self._scanned):
             tag, (place, behind) = match[0], match.span()

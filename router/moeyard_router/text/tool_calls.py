@@ -61,7 +61,7 @@ class ToolCallParser:
         self._state = self._content
 
     def push(self, text: str) -> list[TextEvent]:
-        """What became certain with the next piece of text."""
+        """Take the next piece of text and return the events that became certain."""
         self._buffer += text
         out: list[TextEvent] = []
         while self._state(out):
@@ -73,7 +73,7 @@ class ToolCallParser:
         self._strays = tuple(dict.fromkeys((*self._strays, *(m for m in markers if len(m) > 1))))
 
     def finish(self) -> list[TextEvent]:
-        """What was held back, once no text follows; a call that was begun ends here."""
+        """Return the rest, once no text follows. A call that was begun ends here."""
         self._final = True
         out = self.push("")
         end = CallEnd(self._calls - 1)

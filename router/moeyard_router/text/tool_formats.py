@@ -13,10 +13,11 @@ from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, R
 class ToolFormat:
     """How a family writes calls: [section_begin] (call_begin head arguments closing call_end)+ [section_end].
 
-    `head` matches what is between `call_begin` and the arguments, with a group `name` and perhaps `id`; it must end
-    before the arguments' first character, or before the marker behind a call without arguments, never look further and
-    match in one way only; `inner` are the markers in it. `section_variants` are other spellings of the section's two
+    `head` matches the text between `call_begin` and the arguments, with a group `name` and perhaps `id`. It ends before
+    the arguments' first character, or before the marker behind a call without arguments. It never looks further and
+    matches in one way only. `inner` are the markers in it. `section_variants` are other spellings of the section's two
     markers, which models write at times.
+
     `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
     `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
     order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
