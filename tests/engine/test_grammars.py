@@ -133,6 +133,13 @@ def test_blanks_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], s
     assert not fits('{"a":' + " " * 9 + "1}")
 
 
+def test_bounds_above_64_bits(bench: Bench, grammars: Grammars) -> None:
+    schema = {**SCHEMA, "properties": {"a": {"type": "integer", "maximum": 2**64, "default": 2**70}}}
+    constraint = held(grammars, Grammar(kind="json_schema", text=json.dumps(schema)))
+    assert constraint.mask(ids(bench, '{"a": 1}')).words is not None
+    assert constraint.mask(ids(bench, '{"a": "')).words is None
+
+
 def test_ends_of_the_request_count_where_the_grammar_may_end(bench: Bench, grammars: Grammars) -> None:
     (stop,) = ids(bench, "z")
     digits = Grammar(kind="regex", text="[0-9]+")

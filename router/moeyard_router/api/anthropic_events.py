@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from moeyard_router.api.blocks import Block, BlockWriter, sse
 from moeyard_router.api.choice import Choice
 from moeyard_router.errors import ApiError
+from moeyard_router.text import exact_json
 
 
 class MessageWriter(BlockWriter):
@@ -99,7 +98,7 @@ def _input(arguments: str) -> dict[str, Any]:
     advises for such input, under the name INVALID_JSON.
     """
     try:
-        values = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        values = exact_json.loads(arguments)
+    except ValueError:
         values = None
     return values if isinstance(values, dict) else {"INVALID_JSON": arguments}

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import orjson
-
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
 from moeyard_router.errors import ApiError
+from moeyard_router.text import exact_json
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.events import CallBegin, CallEnd, Content, Reasoning, TextEvent
 
@@ -38,7 +37,7 @@ class Block:
 
 def sse(kind: str, data: dict[str, Any]) -> bytes:
     """A server-sent event with its name, as both APIs have it."""
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + exact_json.dumps(data) + b"\n\n"
 
 
 class BlockWriter(ABC):
@@ -77,7 +76,7 @@ class BlockWriter(ABC):
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
         """The whole answer as JSON."""
         self._take(deltas[0], [])
-        return orjson.dumps(self.whole(choices))
+        return exact_json.dumps(self.whole(choices))
 
     def _take(self, delta: Delta, out: list[bytes]) -> None:
         if delta.finish_reason is not None:
@@ -124,8 +123,8 @@ class BlockWriter(ABC):
     def _is_whole(self) -> bool:
         """Whether the open call's arguments are JSON."""
         try:
-            orjson.loads("" if self._open is None else self._open.text)
-        except orjson.JSONDecodeError:
+            exact_json.loads("" if self._open is None else self._open.text)
+        except ValueError:
             return False
         return True
 

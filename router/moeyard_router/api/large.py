@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, BinaryIO
 
-import orjson
 from pydantic import TypeAdapter
 
 from moeyard_router.api.intake import Job, Prompt
 from moeyard_router.config import DoorConfig, RouterConfig
 from moeyard_router.errors import ApiError, bad_request
+from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.extraction import Extraction
 from moeyard_worker.protocol import TokenIds
@@ -84,7 +84,7 @@ def pack_crash(error: Exception) -> bytes:
 
 
 def _head(head: dict[str, Any]) -> bytes:
-    data = orjson.dumps(head)
+    data = exact_json.dumps(head)
     return _ANSWER.pack(len(data)) + data
 
 
@@ -130,7 +130,7 @@ class _Process:
             for part in parts:
                 self._in.write(part)
             self._in.flush()
-            head = orjson.loads(self._read(_ANSWER.unpack(self._read(_ANSWER.size))[0]))
+            head = exact_json.loads(self._read(_ANSWER.unpack(self._read(_ANSWER.size))[0]))
             prompts = tuple(
                 Prompt(token_ids=TokenIds(self._read(ids)), text=self._read(text).decode())
                 for ids, text in head.get("prompts", ())

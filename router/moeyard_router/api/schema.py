@@ -7,7 +7,6 @@ change the answer (fields.py).
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import orjson
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -18,6 +17,7 @@ from moeyard_router.api.sizes import check_sizes
 from moeyard_router.api.structured import StructuredFields
 from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.errors import ApiError, bad_request
+from moeyard_router.text import exact_json
 from moeyard_worker.protocol import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
@@ -226,8 +226,8 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     """Validate a request body; raises `ApiError` 400 naming the first field at fault."""
     try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        data = exact_json.loads(body)
+    except ValueError as error:
         raise bad_request(f"the request body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")

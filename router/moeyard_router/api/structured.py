@@ -6,10 +6,11 @@ worker compiles it, and what it says then comes back as a 400 too.
 
 from typing import Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeyard_router.errors import bad_request
+from moeyard_router.text import exact_json
+from moeyard_router.text.lark import lost_integer
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 # No blanks between the parts of a JSON text, in llguidance's own words.
@@ -148,10 +149,18 @@ def _each(
         name = f"{prefix}choice"
         if not choice or "" in choice:
             raise bad_request(f"'{name}': expected a list of strings, none of them empty", name)
-        found.append((name, Grammar(kind="choice", text=orjson.dumps(list(dict.fromkeys(choice))).decode())))
+        found.append((name, Grammar(kind="choice", text=exact_json.dumps(list(dict.fromkeys(choice))).decode())))
     if json_object:
         found.append((f"{prefix}json_object", Grammar(kind="json_object")))
     return found
+
+
+def check_constants(schema: Any, name: str) -> None:
+    """Raise `ApiError` 400 naming a field whose schema has a constant that no grammar can hold an answer to."""
+    lost = lost_integer(schema)
+    if lost is not None:
+        message = f"'{name}': no grammar can hold an answer to the constant {lost!s:.80}: its digits exceed a double"
+        raise bad_request(message, name)
 
 
 def _schema(name: str, given: Any, blanks: dict[str, Any]) -> _Named:
@@ -159,14 +168,15 @@ def _schema(name: str, given: Any, blanks: dict[str, Any]) -> _Named:
     schema = given
     if isinstance(given, str):
         try:
-            schema = orjson.loads(given)
-        except orjson.JSONDecodeError as error:
+            schema = exact_json.loads(given)
+        except ValueError as error:
             raise bad_request(f"'{name}' is not valid JSON: {error}", name) from error
     if not isinstance(schema, dict | bool):
         raise bad_request(f"'{name}' must be a JSON object or a boolean, got {type(schema).__name__}", name)
+    check_constants(schema, name)
     if blanks and isinstance(schema, dict):
         schema = {**schema, "x-guidance": blanks}
     try:
-        return name, Grammar(kind="json_schema", text=orjson.dumps(schema).decode())
+        return name, Grammar(kind="json_schema", text=exact_json.dumps(schema).decode())
     except TypeError as error:
         raise bad_request(f"'{name}' is nested too deeply", name) from error

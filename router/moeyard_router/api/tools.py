@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,7 +17,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from moeyard_router.api.structured import check_constants
 from moeyard_router.errors import bad_request
+from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.answer_grammar import Calls, Thinking, answer_grammar, can_be_part
 from moeyard_router.text.extraction import Extraction
@@ -148,7 +149,7 @@ class ToolUse:
     @property
     def num_chars(self) -> int:
         """About how much text a template makes of them, in characters."""
-        return 0 if self.choice == "none" else len(orjson.dumps(self.shown))
+        return 0 if self.choice == "none" else len(exact_json.dumps(self.shown))
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -257,6 +258,7 @@ def answering(
     calls = None
     if tools is not None and forced:
         functions = use.callable_functions(only_strict=not must)
+        check_constants([schema for _, schema in functions], "tools")
         calls = Calls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
     grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
     size = 0 if grammar is None else len(grammar.text.encode())

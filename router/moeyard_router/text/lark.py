@@ -8,12 +8,38 @@ from typing import Any
 # Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
 # that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
 BLANKS, BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
+# Keys of a schema whose values are maps of schemas, and those that say nothing about valid values.
+_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+_NOTES = frozenset(("default", "description", "examples", "title"))
 ANY_TEXT = "(?s:.*)"
 
 
 def json_text(schema: Mapping[str, Any], blanks: str = BLANKS) -> str:
     """A JSON text that `schema` validates."""
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
+
+
+def lost_integer(schema: Any) -> int | None:
+    """Find an integer among the constants of a schema that llguidance would change: it reads numbers as doubles."""
+    waiting: list[tuple[Any, bool]] = [(schema, False)]  # a part of the schema, and whether it is a constant
+    while waiting:
+        part, constant = waiting.pop()
+        if constant and isinstance(part, int) and not _is_kept(part):
+            return part
+        if isinstance(part, list):
+            waiting += ((each, constant) for each in part)
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                if not constant and key in _MAPS and isinstance(value, dict):
+                    waiting += ((each, False) for each in value.values())
+                elif constant or key not in _NOTES:
+                    waiting.append((value, constant or key in ("const", "enum")))
+    return None
+
+
+def _is_kept(number: int) -> bool:
+    largest = 2**63 - 1
+    return number == largest or (abs(number) < largest and int(float(number)) == number)
 
 
 def literal(text: str, token_ids: Mapping[str, int]) -> str:

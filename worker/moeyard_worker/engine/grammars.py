@@ -212,7 +212,10 @@ def _json(text: str) -> str:
     own = schema.get("x-guidance")
     # A default pattern would win over "whitespace_flexible": false.
     chosen = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
-    return LLMatcher.grammar_from_json_schema(schema, defaults=None if chosen else {"whitespace_pattern": _WHITESPACE})
+    # The schema is passed as text because llguidance refuses Python's integers above 64 bits.
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults=None if chosen else {"whitespace_pattern": _WHITESPACE}
+    )
 
 
 def _check_multiples(text: str) -> None:
