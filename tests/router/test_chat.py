@@ -58,11 +58,23 @@ def test_renders_as_transformers_does(prompt, variables):
     assert render(mine, add_generation_prompt=prompt, variables=variables) == theirs[0]
 
 
-@pytest.mark.parametrize("last", ["I say", "I say ", " padded \n", "says says"])
-def test_continues_as_transformers_does(last):
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }} </s>\n{% endfor %}"
+PARTS = """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}</s>{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [PLAIN, TRIMMED, PARTS], ids=["plain", "trimmed", "parts"])
+@pytest.mark.parametrize("last", [
+    "I say", "I say ", " padded \n", "says says", "s", "</", "/s>", ">", "", " ", "a\n\n", "</s>\n",
+    [{"type": "text", "text": "one"}, {"type": "text", "text": "s"}],
+])  # fmt: skip
+def test_continues_as_transformers_does(last, source):
+    """Also a last message that is found again in what the template writes behind it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    if isinstance(last, list) and source != PARTS:
+        pytest.skip("this template takes no parts")
     messages = [*MESSAGES, {"role": "assistant", "content": last}]
     theirs, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
     mine = render(ChatTemplate(source, {}), messages, add_generation_prompt=False, continue_final_message=True)

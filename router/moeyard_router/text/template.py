@@ -28,6 +28,7 @@ MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest p
 RENDER_SECONDS = 0.5
 RENDER_SECONDS_PER_CHARACTER = 5e-7
 RENDER_MEMORY = 1 << 30
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued; transformers' word
 _MAX_COMPLAINT = 500  # characters of what a template says when it refuses
 _OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blocks": True})
 
@@ -82,12 +83,15 @@ class ChatTemplate:
 
         Raises `ApiError` 400 with the template's own words if it refuses the messages, `Elsewhere` as the class says.
         """
+        given = [dict(m) for m in messages]
+        if continue_final_message:
+            given[-1] = _tagged(given[-1])
         names: dict[str, Any] = {
             "tools": None,
             "documents": None,
             **self._special_tokens,
             **variables,
-            "messages": [dict(m) for m in messages],
+            "messages": given,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -106,7 +110,7 @@ class ChatTemplate:
         except MemoryError as error:
             message = f"the chat template takes more than {RENDER_MEMORY >> 20} MiB of memory for these messages"
             raise bad_request(message, "messages") from error
-        return _cut_after_final(text, str(messages[-1]["content"] or "")) if continue_final_message else text
+        return _cut_at_tag(text, messages[-1]["content"]) if continue_final_message else text
 
     def _render(self, names: dict[str, Any]) -> str:
         if self._template is None:
@@ -148,19 +152,28 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _cut_after_final(text: str, content: str) -> str:
-    """The rendered text up to the end of the last message, so that the model goes on with that message."""
-    core = content.strip()
-    # `rfind` may compare every character with every other; `find` is linear, so both are turned round.
-    behind = text[::-1].find(core[::-1]) if core else -1
-    start = len(text) - behind - len(core) if behind >= 0 else -1
-    if start < 0:
+def _tagged(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with a tag behind its text, or behind the last of its texts. Raises `ApiError` 400 if it has none."""
+    content = message["content"]
+    if content is None:
+        raise bad_request("continue_final_message: the last message has no content to go on with", "messages")
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _TAG}]}
+
+
+def _cut_at_tag(text: str, content: Any) -> str:
+    """The rendered text up to the tag, as transformers cuts it, so that the model goes on with the last message.
+
+    A template that trims the message takes the tag's blank off; then the blanks in front of the tag go too.
+    """
+    last = content if isinstance(content, str) else content[-1]["text"]
+    place = text.rfind(_TAG.strip())
+    if place < 0 or last.strip() not in text:
         raise bad_request(
             "continue_final_message: the chat template does not show the last message's text as it is", "messages"
         )
-    end = start + len(core)
-    tail = content[len(content.rstrip()) :]
-    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
+    return text[:place] if text.startswith(_TAG, place) else text[:place].rstrip()
 
 
 def _tojson(
