@@ -34,9 +34,10 @@ from moeyard.startup import Progress
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.models.families import load_model_config
 
-# The description of a model lies in the repository's own folder; others hold copies for other programs.
-_DESCRIPTION = ("*.json", "*.jinja")
-_UNWANTED = ("*/*", "consolidated*")
+# The description of a model lies in the repository's own folder, named chat templates in one of theirs. Other folders
+# hold copies for other programs.
+_DESCRIPTION = ("*.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
+_UNWANTED = ("*/*.json", "consolidated*")
 _LOOK_SECONDS = 0.5
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -43,7 +43,8 @@ FILES = {
     "model-1.safetensors": "1",
     "model-2.safetensors": "2",
 }
-MORE = {"chat_template.jinja": "x", "README.md": "no", "consolidated.safetensors": "no", "original/config.json": "no"}
+TEMPLATES = {"chat_template.jinja": "x", "additional_chat_templates/tool_use.jinja": "y"}
+MORE = {"README.md": "no", "consolidated.safetensors": "no", "original/config.json": "no", "original/x.jinja": "no"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ class Held(bytes):
 @pytest.fixture
 def files() -> dict[str, bytes]:
     """Files of the hub, which a test may change."""
-    return {name: text.encode() for name, text in {**FILES, **MORE}.items()}
+    return {name: text.encode() for name, text in {**FILES, **TEMPLATES, **MORE}.items()}
 
 
 @pytest.fixture
@@ -155,7 +156,8 @@ def test_a_whole_copy_needs_no_hub(cached: Path, hub: list[str]) -> None:
 def test_what_is_missing_is_fetched_and_nothing_else(hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     directory = Path(fetch(MODEL, None))
     assert directory.name == NEW
-    assert {f.name: f.read_text() for f in directory.iterdir()} == {**FILES, "chat_template.jinja": "x"}
+    found = {str(f.relative_to(directory)): f.read_text() for f in directory.rglob("*") if f.is_file()}
+    assert found == {**FILES, **TEMPLATES}
     assert capsys.readouterr().err.splitlines()[-1] == "downloaded 2 B of weights"
     hub.clear()
     assert fetch(MODEL, None) == str(directory)

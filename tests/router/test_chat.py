@@ -104,6 +104,60 @@ def test_where_templates_are_found(directory, files):
     assert render(TextCodec(directory).template) == "found"
 
 
+USED = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+NAMED = {"default": "plain", "tool_use": "{{ tools | length }}", "rag": "documents"}
+STORED = {
+    "list": {"tokenizer_config.json": [{"name": name, "template": text} for name, text in NAMED.items()]},
+    "map": {"tokenizer_config.json": NAMED},
+    "one": {"tokenizer_config.json": "one for all"},
+    "files": {"chat_template.jinja": "from a file", "additional_chat_templates/tool_use.jinja": "{{ tools | length }}"},
+    "files before a list": {
+        "tokenizer_config.json": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}],
+        "chat_template.jinja": "from a file",
+    },
+    "another name": {"chat_template.jinja": "from a file", "additional_chat_templates/rag.jinja": "{% if %}"},
+    "default twice": {"chat_template.jinja": "x", "additional_chat_templates/default.jinja": "from the folder"},
+}
+
+
+def store(directory, files):
+    for name, given in files.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        if path.suffix == ".json":
+            given = json.dumps({"bos_token": "<|bos|>", "chat_template": given})
+        path.write_text(given)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_named_templates_are_chosen_as_transformers_does(directory, name):
+    from transformers import PreTrainedTokenizerFast
+
+    store(directory, STORED[name])
+    codec, theirs = TextCodec(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    for mine, tools in ((codec.template, None), (codec.tool_template, USED)):
+        variables = {} if tools is None else {"tools": tools}
+        expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+        assert render(mine, variables=variables) == expected
+
+
+def test_a_template_for_tools_alone(directory):
+    """transformers and vLLM render chats with tools and refuse all others."""
+    store(directory, {"additional_chat_templates/tool_use.jinja": "{{ tools | length }}<tool_call>"})
+    codec = TextCodec(directory)
+    assert codec.template is None
+    config = RouterConfig(
+        model_name="tiny", model_path=directory, workers=(WorkerAddress(rank=0, endpoint="ipc://unused"),),
+        max_model_len=1000, vocab_size=400,
+    )  # fmt: skip
+    intake = Intake(config, codec)
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    job = asyncio.run(intake.chat(ChatRequest.model_validate({**asked, "tools": USED})))
+    assert codec.decode(job.prompts[0].token_ids) == "1<tool_call>"
+    with pytest.raises(ApiError, match="has no chat template for chats without tools"):
+        asyncio.run(intake.chat(ChatRequest.model_validate({**asked, "tools": USED, "tool_choice": "none"})))
+
+
 def test_no_template(directory):
     assert TextCodec(directory).template is None
 

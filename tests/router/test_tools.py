@@ -94,6 +94,13 @@ def test_an_answer_that_is_cut_off_keeps_its_reason(model):
     assert bare(choice["message"]["tool_calls"]) == [("weather", '{"city": "K')]
 
 
+def test_tokens_of_a_chat_with_tools_are_counted(model):
+    model.says("Hm.")
+    model.chat(tools=[WEATHER])
+    answer = model.service.post("/tokenize", messages=ASK, tools=[WEATHER]).json()
+    assert answer["tokens"] == list(model.worker.submits[-1].prompt_token_ids)
+
+
 def test_the_template_may_close_the_block(model):
     model.says("No need to <think>.")
     choice = model.chat(chat_template_kwargs={"enable_thinking": False})

@@ -127,7 +127,8 @@ class Intake:
         """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
         self._limits.check_choices(request.n or 1, 1)
-        text, unseen = await self._rendered(request)
+        template = self._template(request.tool_use)
+        text, unseen = await self._rendered(request, template)
         how = answering(
             request.tool_use,
             self._formats,
@@ -145,7 +146,7 @@ class Intake:
         self._check_model(request.model)
         if request.messages is not None:
             chat = request.as_chat()
-            rendered, _ = await self._rendered(chat)
+            rendered, _ = await self._rendered(chat, self._template(chat.tool_use))
             special = bool(chat.add_special_tokens)
             return (await self._prompt(rendered, special=special, echo=False, param="messages")).token_ids
         text, special = request.prompt or "", request.add_special_tokens is not False
@@ -164,16 +165,22 @@ class Intake:
             raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
         return self._codec.decode(request.tokens)
 
-    async def _rendered(self, request: ChatRequest) -> tuple[str, tuple[str, ...]]:
+    def _template(self, use: ToolUse) -> ChatTemplate:
+        """The template for these tools; raises `ApiError` 400 where there is none."""
+        template = self._codec.template if use.shown is None else self._codec.tool_template
+        if template is not None:
+            return template
+        only = "" if self._codec.tool_template is None else " for chats without tools"
+        raise bad_request(f"model '{self._config.model_name}' has no chat template{only}", "messages")
+
+    async def _rendered(self, request: ChatRequest, template: ChatTemplate) -> tuple[str, tuple[str, ...]]:
         """The prompt's text, and what of the request the template has no use for."""
-        if self._codec.template is None:
-            raise bad_request(f"model '{self._config.model_name}' has no chat template", "messages")
         use = request.tool_use
-        check_served(use, self._formats, self._codec.template.traits)
+        check_served(use, self._formats, template.traits)
         size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages) + use.num_chars
         # What a template does with variables of its own is unknown here.
         size = max(size, THREAD_TEXT) if request.chat_template_kwargs else size
-        text, unseen = await self.work(size, _render, self._codec.template, request, use)
+        text, unseen = await self.work(size, _render, template, request, use)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
         return text, unseen

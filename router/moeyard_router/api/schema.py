@@ -190,7 +190,7 @@ class ChatRequest(_Generation):
 
 
 class TokenizeRequest(Strict):
-    """Body of POST /tokenize: `prompt`, or `messages` as for a chat. A prompt gets special tokens by default."""
+    """Body of POST /tokenize: `prompt`, or `messages` and `tools` of a chat. A prompt has special tokens by default."""
 
     model: str | None = None
     prompt: str | None = None
@@ -199,6 +199,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], BeforeValidator(check_tools)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -210,7 +211,9 @@ class TokenizeRequest(Strict):
     def as_chat(self) -> ChatRequest:
         """The chat whose prompt is asked for; raises `ApiError` 400 if it could not be sent."""
         names = ("messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
-        return validate({n: getattr(self, n) for n in (*names, "chat_template_kwargs")}, ChatRequest)
+        chat = {n: getattr(self, n) for n in (*names, "chat_template_kwargs")}
+        tools = None if self.tools is None else [tool.given for tool in self.tools]
+        return validate({**chat, "tools": tools}, ChatRequest)
 
 
 class DetokenizeRequest(Strict):

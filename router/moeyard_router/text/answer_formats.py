@@ -41,7 +41,9 @@ def answer_formats(
 
     `auto` true demands a parser of calls; None is as many as there are.
     """
-    template = codec.template.source if codec.template is not None else ""
+    # The template for chats with tools comes first: it shows how calls are written.
+    found = dict.fromkeys((codec.tool_template, codec.template))
+    template = "\n".join(each.source for each in found if each is not None)
     for what, name, known in (("tool", tools, TOOL_PARSERS), ("reasoning", reasoning, REASONING_PARSERS)):
         if name not in known:
             raise ValueError(f"{what} parser {name!r} is not one of {', '.join(known)}")

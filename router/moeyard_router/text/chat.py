@@ -15,6 +15,7 @@ from moeyard_router.text.length import LengthCheck, most_characters
 from moeyard_router.text.template import ChatTemplate
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_USED_TEMPLATES = ("default", "tool_use")
 _MAX_BYTES = 256 << 20  # of one file; the largest published tokenizer.json has 35 MB (2026-11)
 _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threads takes longer than tokenizing it
 
@@ -22,7 +23,7 @@ _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threa
 class TextCodec:
     """Text to token ids and back, for one checkpoint directory; `chat_template` is a file to use in place of its own.
 
-    `killable`: see `ChatTemplate`.
+    `template` is for chats without tools, `tool_template` for those with tools. `killable`: see `ChatTemplate`.
 
     Reads tokenizer.json, tokenizer_config.json and the chat template; raises `ValueError` naming the file at fault.
     Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
@@ -53,10 +54,12 @@ class TextCodec:
         config = _read_object(path) or {}
         self.special_tokens = _special_tokens(path, config)
         if chat_template is None:
-            found = _template_source(directory, config)
+            found = _template_sources(directory, config)
         else:
-            found = chat_template, _read_text(chat_template)
-        self.template = _template(*found, self.special_tokens, killable=killable)
+            found = {"default": (chat_template, _read_text(chat_template))}
+        templates = {name: _template(*found[name], self.special_tokens, killable=killable) for name in found}
+        self.template = templates.get("default")
+        self.tool_template = templates.get("tool_use", self.template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Long texts belong in a thread, where they do not hold the interpreter lock."""
@@ -85,7 +88,7 @@ class TextCodec:
 class IdCodec:
     """No tokenizer: a prompt is token ids, and so is an answer. What vLLM calls --skip-tokenizer-init."""
 
-    template = None
+    template = tool_template = None
     has_text = False
 
     def __init__(self) -> None:
@@ -171,37 +174,46 @@ def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template(
-    path: Path, source: str | None, special_tokens: Mapping[str, str], *, killable: bool
-) -> ChatTemplate | None:
-    """The chat template of this text, or None for none; raises `ValueError` naming its file if it cannot be used."""
-    if source is None:
-        return None
+def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, killable: bool) -> ChatTemplate:
+    """The chat template of this text; raises `ValueError` naming its file if it cannot be used."""
+    if not isinstance(source, str):
+        raise ValueError(f"{path}: chat_template must be a string or a list of named ones")
     try:
         return ChatTemplate(source, special_tokens, killable=killable)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, str | None]:
-    """File and text of the chat template: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
+    """File and text of the templates that chats use: `default`, and `tool_use` for chats with tools.
+
+    As in transformers, chat_template.jinja and additional_chat_templates/NAME.jinja replace all others. Without them
+    it is chat_template.json, else tokenizer_config.json; both hold one text, a map or a list of named ones.
+    """
     path = directory / "chat_template.jinja"
-    if _is_there(path):
-        return path, _read_text(path)
-    path = directory / "chat_template.json"
-    own: Mapping[str, Any] | None = _read_object(path)
-    if own is None:
-        path, own = directory / "tokenizer_config.json", config
-    found = own.get("chat_template")
-    if isinstance(found, list):
-        for entry in found:
+    found: dict[str, tuple[Path, Any]] = {"default": (path, _read_text(path))} if _is_there(path) else {}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        name = path.name.removesuffix(".jinja")
+        found[name] = path, _read_text(path) if name in _USED_TEMPLATES else ""
+    if not found:
+        path = directory / "chat_template.json"
+        own: Mapping[str, Any] | None = _read_object(path)
+        if own is None:
+            path, own = directory / "tokenizer_config.json", config
+        found = {name: (path, source) for name, source in _named(path, own.get("chat_template")).items()}
+    used = {name: found[name] for name in _USED_TEMPLATES if name in found}
+    if found and not used:
+        raise ValueError(f"{path}: none of the chat templates {', '.join(sorted(found))} is named 'default'")
+    return used
+
+
+def _named(path: Path, given: Any) -> dict[str, Any]:
+    """Templates by their names, from what a file has as chat_template; one without a name is the default."""
+    if given is None:
+        return {}
+    if isinstance(given, list):
+        for entry in given:
             if not (isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry):
                 raise ValueError(f"{path}: a chat_template of a list needs a name and a template, got {entry!r:.80}")
-        found = {entry["name"]: entry["template"] for entry in found}
-    if isinstance(found, dict):
-        if "default" not in found:
-            raise ValueError(f"{path}: none of the chat templates {', '.join(sorted(found))} is named 'default'")
-        found = found["default"]
-    if found is not None and not isinstance(found, str):
-        raise ValueError(f"{path}: chat_template must be a string or a list of named ones")
-    return path, found
+        return {entry["name"]: entry["template"] for entry in given}
+    return given if isinstance(given, dict) else {"default": given}
