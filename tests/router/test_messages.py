@@ -44,6 +44,104 @@ def conversation(arguments, content=None):
     ]
 
 
+TURN = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
+# What templates do with system messages. Qwen3.5's raises at one that is not the first,
+RAISES = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}
+{%- endif %}{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+# Mixtral's leaves out all but the first,
+OMITS = """{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
+{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+# DeepSeek-R1's shows the last in front of all,
+LAST = """{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}
+{%- set ns.system = m.content %}{% endfor %}{{ ns.system }}
+{%- for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}{% endfor %}"""
+# others take several in front of the first turn,
+LEADING = """{% set ns = namespace(turn=false) %}{% for m in messages %}{% if m.role == 'system' and ns.turn %}
+{{- raise_exception('in front!') }}{% endif %}{% set ns.turn = m.role != 'system' %}
+{{- m.role }}: {{ m.content }}{% endfor %}"""
+# or any; some have a developer behind the system, and no other,
+ANY = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+DEVELOPER = """{% for m in messages %}
+{%- if m.role == 'system' and not loop.first or m.role == 'developer' and loop.index > 2 %}
+{{- raise_exception('in front!') }}{% endif %}{{ m.role }}: {{ m.content }}{% endfor %}"""
+# and some take none at all.
+NO_SYSTEM = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system!') }}{% endif %}
+{{- m.content }}{% endfor %}"""
+A, B, C = ({"role": "system", "content": text} for text in "ABC")
+DEV = {"role": "developer", "content": "B"}
+AB, ABC = {"role": "system", "content": "A\n\nB"}, {"role": "system", "content": "A\n\nB\n\nC"}
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "shown"),
+    [
+        (RAISES, [A, *TURN], [A, *TURN]),
+        (RAISES, [A, B, *TURN], [AB, *TURN]),
+        (RAISES, [A, DEV, *TURN], [AB, *TURN]),
+        (RAISES, [DEV, *TURN], [B, *TURN]),
+        (RAISES, [A, *TURN, DEV, TURN[0], C], [ABC, *TURN, TURN[0]]),
+        (RAISES, [*TURN, A, TURN[0]], [A, *TURN, TURN[0]]),
+        (OMITS, [A, *TURN, B, TURN[0]], [AB, *TURN, TURN[0]]),
+        (OMITS, [*TURN, A, TURN[0]], [A, *TURN, TURN[0]]),
+        (LAST, [A, *TURN, B, TURN[0]], [AB, *TURN, TURN[0]]),
+        (LEADING, [A, B, *TURN], [A, B, *TURN]),
+        (LEADING, [A, B, *TURN, C, TURN[0]], [ABC, *TURN, TURN[0]]),
+        (ANY, [A, *TURN, B, TURN[0], C], [A, *TURN, B, TURN[0], C]),
+        (ANY, [A, DEV, *TURN], [A, B, *TURN]),
+        (DEVELOPER, [A, DEV, *TURN], [A, DEV, *TURN]),
+        (DEVELOPER, [A, *TURN, DEV, TURN[0]], [AB, *TURN, TURN[0]]),
+        (DEVELOPER, [A, B, *TURN], [AB, *TURN]),
+        (NO_SYSTEM, [A, B, *TURN], [A, B, *TURN]),
+    ],
+)
+def test_system_messages_are_one_where_the_template_takes_one_only(source, asked, shown):
+    template = ChatTemplate(source, {})
+    assert given(asked, template)[0] == shown
+    if source != NO_SYSTEM:
+        text = render(asked, source)
+        assert sorted(set("ABC") & set(text)) == sorted({m["content"] for m in asked} & set("ABC"))
+
+
+def test_a_system_message_that_is_continued_stays_the_last():
+    asked = ChatRequest.model_validate({"messages": [A, *TURN, B]}).messages
+    messages, _ = template_messages(asked, ChatTemplate(OMITS, {}).traits, continued=True)
+    assert messages == [A, *TURN, B]
+
+
+PARTS = """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}?{% endif %}{% endfor %}
+{%- endif %}{% endfor %}"""
+PARTS_ALONE = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+USERS_PARTS = """{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' and m.content is not string %}
+{{- m.content | map(attribute='text') | join('+') }}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+PRINTED = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (PARTS, "<system>ab<user>cd<assistant>e<user>f"),
+        (PARTS_ALONE, "<system>ab<user>cd<assistant>e<user>f"),
+        (USERS_PARTS, "<system>a\nb<user>c+d<assistant>e<user>f"),
+        (PRINTED, '<system>"a\\nb"<user>"c\\nd"<assistant>"e"<user>"f"'),
+        (ANY, "system: a\nbuser: c\ndassistant: euser: f"),
+    ],
+    ids=["parts", "parts alone", "parts of users", "printed", "texts"],
+)
+def test_a_template_that_goes_through_parts_gets_them(source, text):
+    """As transformers and vLLM have it; others get the texts joined by a newline, as in vLLM."""
+    parts = [{"type": "text", "text": text} for text in "abcd"]
+    messages = [
+        {"role": "system", "content": parts[:2]},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}, "d"]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "e"}]},
+        {"role": "user", "content": "f"},
+    ]
+    assert render(messages, source) == text
+
+
 def given(messages, template):
     request = ChatRequest.model_validate({"messages": messages})
     return template_messages(request.messages, template.traits)
@@ -83,6 +181,37 @@ def test_calls_of_tools_render_as_in_transformers(source, form, content):
 )
 def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments, shown):
     assert f'"arguments": {shown}}}</call>' in render(conversation(arguments), OBJECTS)
+
+
+ITEMS_FILTER = ITEMS.replace("call.function.arguments.items()", "call.function.arguments | items")
+MAPPINGS = """{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
+{%- if call.function.arguments is mapping %}{% for key in call.function.arguments %}
+{{- '<' + key + '>' }}{{ call.function.arguments[key] | tojson }}{% endfor %}{% endif %}
+{%- endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [ITEMS, ITEMS_FILTER, MAPPINGS], ids=["items()", "items", "mapping"])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Ber', '<city>"Ber"'),
+        ('{"city": "Bern", "da', '<city>"Bern"'),
+        ('{"a": [1, {"b": "x', '<a>[1, {"b": "x"}]'),
+        ('{"a": 1, "b": tr', "<a>1"),
+        ('{"code": "one\ntwo', '<code>"one\\ntwo"'),
+        ('{\n "code": "one\ntwo"\n}', '<code>"one\\ntwo"'),
+        ('{"n": 123456789012345678901', "<n>123456789012345678901"),
+        ("{", ""),
+        ("null", ""),
+        ("[1]", '<INVALID_JSON>"[1]"'),
+        ('"text"', '<INVALID_JSON>"\\"text\\""'),
+        ("no JSON", '<INVALID_JSON>"no JSON"'),
+        ('{"a": oops}', '<INVALID_JSON>"{\\"a\\": oops}"'),
+        ("[" * 5000, f'<INVALID_JSON>"{"[" * 5000}"'),
+    ],
+)
+def test_a_template_that_goes_through_arguments_gets_an_object(source, arguments, shown):
+    assert render(conversation(arguments)[:2], source) == "Weather?" + shown
 
 
 def test_arguments_are_an_object_and_a_text():

@@ -190,6 +190,21 @@ def test_an_answer_that_is_cut_off(model, client):
     assert bare(last["response"])["output"] == bare(whole.model_dump(exclude_unset=True))["output"]
 
 
+def test_integers_above_64_bits_keep_their_digits(model):
+    number = 123456789012345678901
+    model.says(f'<tool_call>\n{{"name": "pay", "arguments": {{"wei": {number}}}}}\n</tool_call>')
+    parameters = {"type": "object", "properties": {"wei": {"type": "integer", "maximum": number}}}
+    tool = {"type": "function", "name": "pay", "parameters": parameters}
+    whole = model.service.post(PATH, input="Pay.", tools=[tool]).json()
+    last = events(model, tools=[tool])[-1]["response"]
+    for answer in (whole, last):
+        assert answer["tools"][0]["parameters"] == parameters
+        (item,) = answer["output"]
+        assert item["arguments"] == f'{{"wei": {number}}}'
+    model.service.post(PATH, input=[{"role": "user", "content": "Pay."}, whole["output"][0]], tools=[tool])
+    assert model.prompt().count(str(number)) == 2
+
+
 def test_an_answer_without_text_is_an_empty_message(model, client):
     model.says("")
     assert client.responses.create(model="tiny", input="?").output_text == ""

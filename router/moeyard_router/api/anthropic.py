@@ -10,6 +10,7 @@ from moeyard_router.api.anthropic_blocks import TextBlock, Texts, ThinkingBlock,
 from moeyard_router.api.compression import KvCompressionField
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.messages import INVALID_JSON
 from moeyard_router.api.schema import Count, parse
 from moeyard_router.api.tools import check_tools
 from moeyard_router.api.translation import Translation, below, given, one_of, text_parts
@@ -198,7 +199,7 @@ def _assistant(message: Turn) -> list[dict[str, Any]]:
     texts = [b for b in message.blocks if isinstance(b, TextBlock)]
     thoughts = [b.thinking for b in message.blocks if isinstance(b, ThinkingBlock)]
     calls = [
-        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.input}}
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": _arguments(b)}}
         for b in message.blocks
         if isinstance(b, ToolUseBlock)
     ]
@@ -210,6 +211,12 @@ def _assistant(message: Turn) -> list[dict[str, Any]]:
     if calls:
         made["tool_calls"] = calls
     return [made]
+
+
+def _arguments(block: ToolUseBlock) -> str | dict[str, Any]:
+    """The input of a call; the text that the model wrote where an answer had no object for it."""
+    text = block.input.get(INVALID_JSON)
+    return text if isinstance(text, str) and len(block.input) == 1 else block.input
 
 
 def _others(message: Turn) -> list[dict[str, Any]]:

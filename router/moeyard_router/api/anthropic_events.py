@@ -5,6 +5,7 @@ from typing import Any
 
 from moeyard_router.api.blocks import Block, BlockWriter, sse
 from moeyard_router.api.choice import Choice
+from moeyard_router.api.messages import INVALID_JSON
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
 
@@ -101,4 +102,4 @@ def _input(arguments: str) -> dict[str, Any]:
         values = exact_json.loads(arguments)
     except ValueError:
         values = None
-    return values if isinstance(values, dict) else {"INVALID_JSON": arguments}
+    return values if isinstance(values, dict) else {INVALID_JSON: arguments}

@@ -275,7 +275,7 @@ def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple
     """
     going_on = bool(request.continue_final_message)
     asks = request.add_generation_prompt
-    messages, unseen = template_messages(request.messages, template.traits)
+    messages, unseen = template_messages(request.messages, template.traits, continued=going_on)
     variables, unused = template_variables(request, template.traits)
     if use.shown is not None:
         variables = {**variables, "tools": use.shown}

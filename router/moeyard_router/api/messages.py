@@ -1,18 +1,23 @@
 """The messages of a chat: what clients send and echo, and what of it a chat template is given."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.tools import check_depth
 from moeyard_router.errors import bad_request
+from moeyard_router.text import exact_json
 from moeyard_router.text.template_traits import TemplateTraits
+
+INVALID_JSON = "INVALID_JSON"  # the key of arguments that are no object, where an API or a template needs one
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also one that was cut off
+_ESCAPES = MappingProxyType({code: f"\\u{code:04x}" for code in range(32)})
 
 
 class TextPart(Strict):
@@ -66,9 +71,8 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. `content` is a string or a list of texts and text parts; these are joined by newlines, as vLLM does.
-
-    Only the assistant's may be absent. `reasoning_content` is DeepSeek's name of `reasoning`, and vLLM's older one.
+    """One turn. `content` is a string or a list of texts and text parts. Only the assistant's may be absent.
+    `reasoning_content` is DeepSeek's name of `reasoning`, and vLLM's older one.
     """
 
     harmless: ClassVar[frozenset[str]] = frozenset(
@@ -117,11 +121,15 @@ class ChatMessage(Strict):
         return self
 
     @property
-    def content(self) -> str | None:
-        """The text of all parts; a refusal stands for the assistant's text, or behind it. None where there is none."""
+    def texts(self) -> list[str]:
+        """The texts of all parts; a refusal stands for the assistant's text, or behind it."""
         texts = [self.parts] if isinstance(self.parts, str) else [part.shown for part in self.parts or ()]
-        if self.refusal:
-            texts = [*filter(None, texts), self.refusal]
+        return [*filter(None, texts), self.refusal] if self.refusal else texts
+
+    @property
+    def content(self) -> str | None:
+        """All texts, joined by newlines as in vLLM; None if there are none."""
+        texts = self.texts
         return "\n".join(texts) if texts else None
 
     @property
@@ -166,12 +174,13 @@ class Arguments(dict[str, Any]):
 
 
 def template_messages(
-    messages: Sequence[ChatMessage], traits: TemplateTraits
+    messages: Sequence[ChatMessage], traits: TemplateTraits, *, continued: bool = False
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """What the template is given, and the names of what has no effect: dropped before, or never asked for by it.
+    """Return what the template is given, and the names of fields without effect.
 
-    `developer` is `system` where the template has no such role. Raises `ApiError` 400 at a message that the template
-    would leave out or show as something else: of a tool, or with calls of tools, where it knows of none.
+    `developer` is `system` where the template has no such role. System and developer messages become one at the
+    beginning where the template takes no other; with `continued` the last message stays, because it is continued.
+    Raises `ApiError` 400 at a message of a tool, or with calls of tools, where the template knows of none.
     """
     ignored: list[str] = []
     given = []
@@ -184,14 +193,42 @@ def template_messages(
             raise bad_request(f"'{where}': the chat template of this model shows no calls of tools", where)
         ignored += message.ignored
         given.append(_template_message(message, traits, ignored))
+    given = _joined_systems(given[:-1], traits) + given[-1:] if continued else _joined_systems(given, traits)
     return given, tuple(f"messages.{name}" for name in dict.fromkeys(ignored))
+
+
+def _joined_systems(given: list[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Put all system and developer texts into one leading message where the template refuses or omits later ones."""
+    systems = [(i, message) for i, message in enumerate(given) if message["role"] in ("system", "developer")]
+    if not systems:
+        return given
+    first = systems[0][1]
+    # In front of the first turn they follow each other, so the number of each is its place.
+    beyond = {(first["role"], message["role"], number != i) for number, (i, message) in enumerate(systems) if i}
+    if beyond.isdisjoint(traits.alone_first):
+        return given
+    text = "\n\n".join(filter(None, (_text_of(message["content"]) for _, message in systems)))
+    merged = {**first, "content": _content([text], traits, first["role"], is_list=False)}
+    return [merged, *(message for message in given if message["role"] not in ("system", "developer"))]
+
+
+def _text_of(content: str | list[dict[str, str]] | None) -> str:
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _content(texts: Sequence[str], traits: TemplateTraits, role: str, *, is_list: bool) -> str | list[dict[str, str]]:
+    """Texts as the template takes them: as parts if it goes through parts, else as one text."""
+    if role in traits.only_parts or (is_list and role in traits.part_roles):
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
 
 
 def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: list[str]) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not traits.knows("developer") else message.role
-    content = message.content
-    if content is None and not (message.tool_calls and traits.null_content):
-        content = ""  # a template that adds texts up, or prints the word "None"
+    content: Any = _content(message.texts, traits, role, is_list=isinstance(message.parts, list))
+    if not message.texts:
+        # An empty text is for templates that add texts up, or print the word "None".
+        content = None if message.tool_calls and traits.null_content else ""
     out: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         out["name"] = message.name
@@ -203,25 +240,43 @@ def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: lis
         if not (traits.knows("reasoning_content") or traits.knows("reasoning")):
             ignored += [name for name in ("reasoning", "reasoning_content") if getattr(message, name) is not None]
     if message.tool_calls:
-        out["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        out["tool_calls"] = [_template_call(call, traits) for call in message.tool_calls]
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
     return out
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments, traits)}
     head = {} if call.id is None else {"id": call.id}
     return {**head, "type": call.type, "function": function}
 
 
-def _arguments(given: str | dict[str, Any] | None) -> Arguments | str:
-    """An object where it is one. What a model wrote may not be: then the text as it is, which most templates show."""
+def _arguments(given: str | dict[str, Any] | None, traits: TemplateTraits) -> Arguments | str:
+    """Return an object if it is one, else the text that a model wrote, unless the template needs an object."""
     if isinstance(given, dict):
         return Arguments(given, json.dumps(given, ensure_ascii=False))
     text = given or "{}"
     try:
-        values = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-    return Arguments(values, text) if isinstance(values, dict) else text
+        values = check_depth(exact_json.loads(text))
+    except (ValueError, PydanticCustomError):
+        values = None
+    if isinstance(values, dict):
+        return Arguments(values, text)
+    return Arguments(_object_in(text), text) if traits.object_arguments else text
+
+
+def _object_in(text: str) -> dict[str, Any]:
+    """The object that a model began to write, up to where its text was cut off or went wrong.
+
+    Text that begins no object is the value of INVALID_JSON, as in answers of /v1/messages.
+    """
+    # Models write line breaks into strings, where JSON has them escaped.
+    escaped = _STRING.sub(lambda found: found[0].translate(_ESCAPES), text)
+    try:
+        values = check_depth(from_json(escaped, allow_partial="trailing-strings"))
+    except (ValueError, PydanticCustomError):
+        values = text
+    if values is None:
+        return {}
+    return values if isinstance(values, dict) else {INVALID_JSON: text}

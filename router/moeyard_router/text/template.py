@@ -17,9 +17,9 @@ import psutil
 from jinja2.parser import Parser
 from jinja2.sandbox import safe_range
 
-from moeyard_router.errors import bad_request
+from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.bounded import BoundedEnvironment, Elsewhere
-from moeyard_router.text.template_traits import template_traits
+from moeyard_router.text.template_traits import template_traits, tried
 from moeyard_router.text.unfolded import UnfoldedEnvironment
 
 MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest published ones have 20,000 (2026-11)
@@ -70,6 +70,15 @@ class ChatTemplate:
         self._lock = threading.Lock()  # the environment has one budget
         self._special_tokens = dict(special_tokens)
         self.source = source
+        with contextlib.suppress(Elsewhere):  # boundary: messages are never rendered here then
+            self.traits = tried(self.traits, self._attempt)
+
+    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt without anything around, or None where the template refuses the messages."""
+        try:
+            return self.render(messages, add_generation_prompt=False, continue_final_message=False, variables={})
+        except ApiError:
+            return None
 
     def render(
         self,
