@@ -10,9 +10,11 @@ from moeyard_router.text.answer_grammar import Calls, answer_grammar
 from moeyard_router.text.events import CallArguments, CallBegin, Content, Reasoning, joined
 from moeyard_router.text.extraction import Extraction, Extractor
 from moeyard_router.text.reasoning import REASONING_FORMATS
-from moeyard_router.text.tool_formats import TOOL_FORMATS
+from moeyard_router.text.tool_formats import JSON_CALLS
+from moeyard_router.text.tool_formats import TOOL_FORMATS as PARSERS
 from moeyard_worker.protocol import Grammar
 
+TOOL_FORMATS = {**PARSERS, JSON_CALLS.name: JSON_CALLS}
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -20,7 +22,7 @@ WEATHER = {
     "additionalProperties": False,
 }
 FUNCTIONS = [("weather", WEATHER), ("weather_now", {"type": "object"})]
-FORMS = [(name, special) for name in TOOL_FORMATS for special in (True, False, None)]
+FORMS = [(name, special) for name in PARSERS for special in (True, False, None)]
 
 
 def tokenizer_with(markers, special):
@@ -94,7 +96,7 @@ def written(name, calls):
     return form.section_begin + form.opening + form.joint.join(texts) + form.section_end
 
 
-@pytest.mark.parametrize(("name", "special"), FORMS)
+@pytest.mark.parametrize(("name", "special"), [*FORMS, (JSON_CALLS.name, None)])
 def test_what_the_template_writes_is_allowed_and_is_read(name, special):
     checker = Checker(name, special)
     one = [("weather", '{"city": "Köln <b> }", "days": 3}')]
@@ -252,7 +254,7 @@ def test_a_call_in_free_text_is_held_to_its_schema_once_it_begins(name, special)
     assert thinking.allows(one)
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_other_properties_are_let_in_as_the_schema_says(name):
     """`additionalProperties`: absent and true are any, false is none, a schema is what fits it."""
     base = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -14,6 +14,7 @@ from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
+from moeyard_router.text.tool_formats import JSON_CALLS
 
 COMPLETIONS = "/v1/completions"
 TEXT = "The quick brown fox 你好 says 🙂 " * 3000
@@ -101,6 +102,35 @@ def test_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extr
     assert dataclasses.replace(there, extraction=None) == dataclasses.replace(here, extraction=None)
     assert (there.extraction.tools is not None) == ("tools" in extra)
     assert there.extraction.inside == ("messages" in extra)
+
+
+LARGE_NUMBER = 123456789012345678901
+LIMITED = {"type": "object", "properties": {"wei": {"type": "integer", "maximum": LARGE_NUMBER}}}
+
+
+def test_calls_of_a_model_without_a_format_and_integers_above_64_bits(tool_config, tool_codec):
+    """The form of required calls is then vLLM's; a schema keeps its digits on the way through the process."""
+    config = dataclasses.replace(tool_config, tool_call_parser="none")
+    bodies = Bodies(config, formats_of(config, tool_codec))
+    tool = {"type": "function", "function": {"name": "pay", "parameters": LIMITED}}
+    named = {"type": "function", "function": {"name": "pay"}}
+    call = {"id": "c", "type": "function", "function": {"name": "pay", "arguments": f'{{"wei": {LARGE_NUMBER}}}'}}
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "tool_calls": [call]}]
+    try:
+        for choice in ("required", named):
+            body = json.dumps({"messages": messages, "tools": [tool], "tool_choice": choice, "seed": 1}).encode()
+            there = make(bodies, body, chat=True)
+            here = asyncio.run(Intake(config, tool_codec).chat(parse(body, ChatRequest)))
+            assert dataclasses.replace(there.extraction, id_seed="") == dataclasses.replace(here.extraction, id_seed="")
+            assert (there.extraction.tools is JSON_CALLS) == (choice == "required")
+            assert (there.extraction.named == "pay") == (choice == named)
+            assert str(LARGE_NUMBER) in there.continuations[0].sampling.grammar.text
+            assert str(LARGE_NUMBER) in tool_codec.decode(there.prompts[0].token_ids[-200:])
+        flat = {"type": "function", "name": "pay", "parameters": LIMITED}
+        body = json.dumps({"input": TEXT, "tools": [flat], "tool_choice": "none"}).encode()
+        assert asyncio.run(bodies.job([body], api="response")).asked["tools"][0]["parameters"] == LIMITED
+    finally:
+        bodies.close()
 
 
 def test_the_types_of_arguments_that_are_written_bare(tool_config, tool_codec):

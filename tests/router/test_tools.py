@@ -251,15 +251,59 @@ def test_what_cannot_be_asked_for(model, body, param):
     assert model.worker.submits == []
 
 
-def test_a_template_without_tools_or_a_format_that_is_not_known(starter, tool_checkpoint):
+NAMED = {"type": "function", "function": {"name": "weather"}}
+LISTED = '[{"name": "weather", "parameters": {"city": "K\u00f6ln"}}, {"name": "now", "parameters": {}}]'
+
+
+def required_calls_are_as_vllm_has_them(model):
+    """A list of calls, or the arguments alone; whole and streamed, in every API."""
+    tools = {"tools": [WEATHER, NOW]}
+    both, one = [("weather", '{"city": "Köln"}'), ("now", "{}")], [("weather", '{"city": "Köln"}')]
+    for text, choice, calls, reason in (
+        (LISTED, "required", both, "tool_calls"),
+        (LISTED[: LISTED.index(', {"name": "now"')] + "]", "required", one, "tool_calls"),
+        ('{"city": "Köln"}', NAMED, one, "stop"),
+    ):
+        model.says(text)
+        whole = model.chat(**tools, tool_choice=choice)
+        assert bare(whole["message"]["tool_calls"]) == calls
+        assert (whole["message"]["content"], whole["finish_reason"]) == (None, reason)
+        grammar = model.worker.submits[-1].sampling.grammar
+        assert grammar.kind == ("lark" if choice == "required" else "json_schema")
+        message, streamed_reason, _ = model.streamed(**tools, tool_choice=choice)
+        assert (bare(message["tool_calls"]), message["content"], streamed_reason) == (calls, "", reason)
+    flat = {"type": "function", **WEATHER["function"]}
+    answer = model.service.post(
+        "/v1/responses", input="?", tools=[flat], tool_choice={"type": "function", "name": "weather"}
+    )
+    (item,) = answer.json()["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "weather", '{"city": "Köln"}')
+    tool = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    answer = model.service.post(
+        "/v1/messages", messages=ASK, max_tokens=90, tools=[tool], tool_choice={"type": "tool", "name": "weather"}
+    ).json()
+    (block,) = answer["content"]
+    assert (block["name"], block["input"], answer["stop_reason"]) == ("weather", {"city": "Köln"}, "tool_use")
+    begun = '{"city": "K'
+    model.says(begun)
+    room = len(model.codec.encode(begun, add_special_tokens=False))
+    cut = model.chat(**tools, tool_choice=NAMED, max_tokens=room)
+    assert bare(cut["message"]["tool_calls"]) == [("weather", begun)]
+    assert cut["finish_reason"] == "length"
+    model.service.wait_idle()
+    model.worker.reset()
+
+
+def test_a_template_without_tools_or_a_format_that_is_not_known(starter, tool_checkpoint, tool_codec):
     plain = starter(1, model_path=tool_checkpoint, chat_template=tool_checkpoint / "plain.jinja")
     error = plain.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
     assert "takes no tools" in error["message"]
     assert plain.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="none").status_code == 200
     off = starter(1, model_path=tool_checkpoint, tool_call_parser="none", reasoning_parser="none", **LONG)
-    for choice in ("auto", "required"):
-        error = off.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice=choice).json()["error"]
-        assert "--tool-call-parser" in error["message"]
+    error = off.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
+    assert "--tool-call-parser" in error["message"]
+    for service in (plain, off):
+        required_calls_are_as_vllm_has_them(Model(service, tool_codec))
     manual = starter(1, model_path=tool_checkpoint, enable_auto_tool_choice=False, **LONG)
     error = manual.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
     assert "--enable-auto-tool-choice" in error["message"]

@@ -132,6 +132,7 @@ class Intake:
         how = answering(
             request.tool_use,
             self._formats,
+            shown="tools" in template.traits.variables,
             prompt=text,
             begun=(request.messages[-1].content or "") if request.continue_final_message else None,
             include_reasoning=request.include_reasoning is not False,

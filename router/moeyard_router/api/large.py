@@ -27,6 +27,7 @@ from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.extraction import Extraction
+from moeyard_router.text.tool_formats import JSON_CALLS
 from moeyard_worker.protocol import TokenIds
 
 LARGE_BODY = 64 * 1024  # bytes; what is smaller is read here, in a thread if it takes more than a millisecond or two
@@ -57,16 +58,18 @@ def _plain_extraction(extraction: Extraction | None) -> dict[str, Any] | None:
     if extraction is None:
         return None
     plain = {field.name: getattr(extraction, field.name) for field in fields(extraction) if field.name != "visible"}
-    return plain | {name: plain[name] is not None for name in ("tools", "reasoning")}
+    tools, reasoning = extraction.tools, extraction.reasoning is not None
+    return plain | {"tools": None if tools is None else tools.name, "reasoning": reasoning}
 
 
 def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extraction | None:
     if plain is None:
         return None
-    tools, reasoning = plain.pop("tools"), plain.pop("reasoning")
+    name, reasoning = plain.pop("tools"), plain.pop("reasoning")
+    tools = None if name is None else JSON_CALLS if name == JSON_CALLS.name else formats.tools
     return Extraction(
-        visible=formats.shown if tools else formats.shown_reasoning,
-        tools=formats.tools if tools else None,
+        visible=formats.visible(tools),
+        tools=tools,
         reasoning=formats.reasoning if reasoning else None,
         **plain,
     )

@@ -23,9 +23,10 @@ from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.answer_grammar import Calls, Thinking, answer_grammar, can_be_part
 from moeyard_router.text.extraction import Extraction
+from moeyard_router.text.lark import BLANKS_OF_ARGUMENTS
 from moeyard_router.text.reasoning import closes_block
 from moeyard_router.text.template_traits import TemplateTraits
-from moeyard_router.text.tool_formats import TOOL_FORMATS
+from moeyard_router.text.tool_formats import JSON_CALLS, TOOL_FORMATS
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_TOOLS = 128  # as OpenAI
@@ -190,8 +191,11 @@ def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, paral
 
 
 def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -> None:
-    """Raise `ApiError` 400 if this model's template or its parsers cannot do what is asked."""
-    if use.choice == "none":
+    """Raise `ApiError` 400 if this model's template or its parsers cannot do what is asked.
+
+    A call that must be made needs neither: its grammar can be vLLM's.
+    """
+    if use.choice != "auto":
         return
     if "tools" not in traits.variables:
         raise bad_request("'tools': the chat template of this model takes no tools", "tools")
@@ -202,7 +206,7 @@ def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -
             f"--tool-call-parser: {known}",
             "tools",
         )
-    if use.choice == "auto" and not formats.auto_tools:
+    if not formats.auto_tools:
         raise bad_request("'tool_choice': \"auto\" needs --enable-auto-tool-choice on this server", "tool_choice")
 
 
@@ -218,6 +222,7 @@ def answering(
     use: ToolUse,
     formats: AnswerFormats,
     *,
+    shown: bool,
     prompt: str,
     begun: str | None,
     include_reasoning: bool,
@@ -225,25 +230,31 @@ def answering(
 ) -> Answering:
     """What tools and reasoning mean for the answers to `prompt`, which go on with `begun` if that is not None.
 
+    `shown` is whether the template shows tools. If it does not, or if the model's format is not known, a required call
+    is as vLLM has it: a JSON list of calls, or the arguments alone where the function is named.
     `body` is the form that the request wants of the answer's content: it holds behind the reasoning, and where no tool
     is called. Raises `ApiError` 400 if that cannot be, or if the tools are too large for a grammar.
     """
     tools = None if use.choice == "none" else formats.tools
+    named = None
+    if use.choice in ("required", "named") and not (shown and tools is not None):
+        named, tools = (use.name, None) if use.choice == "named" else (None, JSON_CALLS)
     # A grammar in words of its own is for the whole of the answer.
     reasoning = formats.reasoning if body is None or can_be_part(body) else None
-    if tools is None and reasoning is None:
+    if tools is None and named is None and reasoning is None:
         return Answering(extraction=None, grammar=body)
     if use.choice in ("required", "named"):
-        body = None  # there will be no content
+        body = _arguments_of(use) if named is not None else None  # there will be no content
     elif tools is not None and body is not None and not can_be_part(body):
         raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
     must = body is not None or use.choice != "auto"
     forced = must or use.strict
     extraction = Extraction(
-        visible=formats.shown_reasoning if tools is None else formats.shown,
+        visible=formats.visible(tools),
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.inside_after(prompt, begun),
         tools=tools,
+        named=named,
         schemas={} if tools is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
@@ -264,5 +275,14 @@ def answering(
     size = 0 if grammar is None else len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:
         message = f"the form of this answer makes a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
-        raise bad_request(f"'{'tools' if calls else 'response_format'}': {message}", "tools" if calls else None)
+        of_tools = calls is not None or named is not None
+        raise bad_request(f"'{'tools' if of_tools else 'response_format'}': {message}", "tools" if of_tools else None)
     return Answering(extraction=extraction, grammar=grammar)
+
+
+def _arguments_of(use: ToolUse) -> Grammar:
+    """The arguments of the one function that may be called, as a JSON text."""
+    ((_, schema),) = use.callable_functions()
+    check_constants(schema, "tools")
+    written = {"x-guidance": {"whitespace_pattern": BLANKS_OF_ARGUMENTS}, **schema}
+    return Grammar(kind="json_schema", text=exact_json.dumps(written).decode())

@@ -28,6 +28,10 @@ class AnswerFormats:
     shown_reasoning: list[bytes]
     token_ids: Mapping[str, int]
 
+    def visible(self, tools: ToolFormat | None) -> list[bytes]:
+        """Bytes by token id in which the markers of reasoning and of `tools` can be seen."""
+        return self.shown if tools is not None and tools is self.tools else self.shown_reasoning
+
     def describe(self) -> str:
         """For whoever starts the server: which parsers."""
         tools = self.tools.name if self.tools else NONE

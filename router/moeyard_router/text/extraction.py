@@ -17,6 +17,7 @@ class Extraction:
     `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
     the block of `reasoning`. `schemas`: of the functions' arguments, by name.
     `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
+    `named`: the function whose arguments all content is.
     `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
     `calls_end_reasoning`: a call that begins within the block ends it, of families that write such.
     `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
@@ -26,6 +27,7 @@ class Extraction:
     reasoning: ReasoningFormat | None = None
     inside: bool = False
     tools: ToolFormat | None = None
+    named: str | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_call: bool = False
     hide_reasoning: bool = False
@@ -40,6 +42,27 @@ class Extraction:
         return "call_" + self.id_seed + number if length is None else self.id_seed[: length - len(number)] + number
 
 
+class _NamedCall:
+    """Reads content as the arguments of one call of a function, as vLLM does where `tool_choice` names it."""
+
+    def __init__(self, name: str, call_id: str) -> None:
+        self._begin = CallBegin(0, call_id, name)
+        self._begun = False
+
+    def push(self, text: str) -> list[TextEvent]:
+        """The text as arguments, without blanks in front of them."""
+        text = text if self._begun else text.lstrip()
+        if not text:
+            return []
+        head: list[TextEvent] = [] if self._begun else [self._begin]
+        self._begun = True
+        return [*head, CallArguments(0, text)]
+
+    def finish(self) -> list[TextEvent]:
+        """The end of a call that was begun."""
+        return [CallEnd(0)] if self._begun else []
+
+
 class Extractor:
     """Takes one choice apart, piece by piece; the events, joined, do not depend on how its text was cut.
 
@@ -50,7 +73,7 @@ class Extractor:
         self.called = False
         self._extraction = extraction
         self._reasoning: ReasoningParser | None = None
-        self._tools: ToolCallParser | None = None
+        self._tools: ToolCallParser | _NamedCall | None = None
         self._unclosed = False  # a call began within the block; the block's end may follow all the same
         if extraction.reasoning is not None:
             unthought = extraction.tools.unthought if extraction.tools and extraction.calls_end_reasoning else ""
@@ -62,6 +85,8 @@ class Extractor:
                 call_id=lambda index: extraction.call_id(choice, index),
                 schemas=extraction.schemas,
             )
+        elif extraction.named is not None:
+            self._tools = _NamedCall(extraction.named, extraction.call_id(choice, 0))
 
     @property
     def thinks(self) -> bool:
@@ -83,7 +108,8 @@ class Extractor:
     def _with_calls(self, events: list[TextEvent]) -> list[TextEvent]:
         if self._tools is None:
             return events
-        if self._reasoning is not None and self._reasoning.ended_early and not self._unclosed:
+        early = self._reasoning is not None and self._reasoning.ended_early
+        if early and not self._unclosed and isinstance(self._tools, ToolCallParser):
             self._unclosed = True
             self._tools.expect(END_THINK)
         out: list[TextEvent] = []

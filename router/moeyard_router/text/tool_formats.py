@@ -195,6 +195,19 @@ _FORMATS = (
     ),
 )
 TOOL_FORMATS = MappingProxyType({f.name: f for f in _FORMATS})
+# vLLM's grammar of required calls, for models that have no format of their own or were not shown the tools. Nothing
+# stands in front of the list, so that its bracket can be the marker.
+JSON_CALLS = ToolFormat(
+    name="json",
+    section_begin="[",
+    call_begin="{",
+    call_end="}",
+    section_end="]",
+    between=" \t\r\n,",
+    head=re.compile(r'\s*"name"\s*:\s*"(?P<name>[^"\\\n]{1,256})"\s*,\s*"parameters"\s*:\s*(?=\{)'),
+    written=('{"name": "', '", "parameters": ', "}"),
+    joint=", ",
+)
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
