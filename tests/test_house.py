@@ -18,8 +18,8 @@ MAX_LINES = 320
 # Whole on purpose: whoever wants to know how the demo model was made reads one file.
 LONG_FILES = frozenset(("deploy/demo/train.py",))
 
-# What both ends of a connection share, and all that a router knows of the worker: messages, frames, keys and sockets.
-BOUNDARY = ("protocol", "wire", "keys", "refusals", "sockets")
+# All that a router knows of the worker: messages, frames, keys, sockets, and the tokens of a checkpoint.
+BOUNDARY = ("protocol", "wire", "keys", "refusals", "sockets", "tokenizer")
 # Who may import whom.
 MAY_IMPORT = {
     "moeyard": ("moeyard", "moeyard_router", "moeyard_worker", "moeyard_kernels.cpu.footprint"),

@@ -18,6 +18,7 @@ import pytest
 from tests.deploy.test_cli import moeyard
 from tests.deploy.test_serve import free_port
 from tests.limits import HANG_SECONDS
+from tokenizers import Tokenizer, models
 
 from moeyard.api_flags import api_settings
 from moeyard.before_start import Checked, check_before_start, fetch_missing
@@ -38,7 +39,7 @@ DEMO = ROOT / "deploy" / "demo"
 CONFIG = json.loads((DEMO / "config.json").read_text())
 FILES = {
     "config.json": json.dumps(CONFIG),
-    "tokenizer.json": "{}",
+    "tokenizer.json": Tokenizer(models.BPE()).to_str(),
     "model.safetensors.index.json": INDEX,
     "model-1.safetensors": "1",
     "model-2.safetensors": "2",
@@ -353,9 +354,9 @@ def test_a_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkey
     ],
 )
 def test_a_repository_without_safetensors(names: list[str], says: str, files: dict[str, bytes], hub: list[str]) -> None:
-    content = files["config.json"]
+    known = files.copy()
     files.clear()
-    files |= dict.fromkeys(names, content)
+    files |= {name: known.get(name, b"") for name in names}
     with pytest.raises(ValueError, match=says):
         checked()
     assert not [path for path in hub if path.endswith((".gguf", ".bin", ".safetensors"))]

@@ -1,22 +1,19 @@
 """Text in: the tokenizer of a checkpoint directory, and its chat template."""
 
 import json
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from moeyard_router.errors import bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_router.text.length import LengthCheck, most_characters
 from moeyard_router.text.template import ChatTemplate
+from moeyard_worker.tokenizer import is_there, read_object, read_text, read_tokenizer
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _USED_TEMPLATES = ("default", "tool_use")
-_MAX_BYTES = 256 << 20  # of one file; the largest published tokenizer.json has 35 MB (2026-11)
 _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threads takes longer than tokenizing it
 
 
@@ -25,7 +22,7 @@ class TextCodec:
 
     `template` is for chats without tools, `tool_template` for those with tools. `killable`: see `ChatTemplate`.
 
-    Reads tokenizer.json, tokenizer_config.json and the chat template; raises `ValueError` naming the file at fault.
+    Reads the tokenizer's files and the chat template; raises `ValueError` naming the file at fault.
     Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
     `add_bos_token` of tokenizer_config.json is for tokenizers without such a file).
     """
@@ -34,14 +31,12 @@ class TextCodec:
 
     def __init__(self, directory: Path, chat_template: Path | None = None, *, killable: bool = False) -> None:
         path = directory / "tokenizer.json"
-        if not _is_there(path):
+        files = read_tokenizer(directory)
+        if files is None:
             others = sorted(file.name for file in directory.glob("*tiktoken*"))
             made = f", which transformers' TikTokenConverter makes of {others[0]} (docs/tools.md)" if others else ""
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json{made}")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # boundary: tokenizers raises bare Exception for any bad file
-            raise ValueError(f"{path}: {error}") from error
+        self._tokenizer = files.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         try:
@@ -50,13 +45,11 @@ class TextCodec:
             raise ValueError(f"{path}: {error}") from error
         per_token = most_characters(json.loads(self._tokenizer.to_str()), self.token_bytes.longest)
         self._check_length = LengthCheck(per_token, lambda piece: len(self._encoding(piece, add_special_tokens=False)))
-        path = directory / "tokenizer_config.json"
-        config = _read_object(path) or {}
-        self.special_tokens = _special_tokens(path, config)
+        config, self.special_tokens = files.config, files.special_tokens
         if chat_template is None:
             found = _template_sources(directory, config)
         else:
-            found = {"default": (chat_template, _read_text(chat_template))}
+            found = {"default": (chat_template, read_text(chat_template))}
         templates = {name: _template(*found[name], self.special_tokens, killable=killable) for name in found}
         self.template = templates.get("default")
         self.tool_template = templates.get("tool_use", self.template)
@@ -125,55 +118,6 @@ def open_codec(directory: Path | None, chat_template: Path | None = None, *, kil
     return IdCodec()
 
 
-def _is_there(path: Path) -> bool:
-    """Whether there is a file; raises `ValueError` naming what is no regular file, or too large to be read."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path}: is no regular file, and the files of a checkpoint are")
-    if found.st_size > _MAX_BYTES:
-        raise ValueError(f"{path}: has {found.st_size} bytes, at most {_MAX_BYTES} are read")
-    return True
-
-
-def _read_text(path: Path) -> str:
-    """The file's text; raises `ValueError` naming it if it is not UTF-8, or no regular file."""
-    _is_there(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None if there is no file; raises `ValueError` naming it if it is anything else."""
-    if not _is_there(path):
-        return None
-    text = _read_text(path)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
-
-
-def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; tokenizer_config.json (`path`) spells each as a string or as an object with `content`."""
-    tokens = {}
-    for name in _NAMED_TOKENS:
-        given = config.get(name)
-        token = given.get("content") if isinstance(given, dict) else given
-        if isinstance(token, str):
-            tokens[name] = token
-        elif given is not None:
-            raise ValueError(f"{path}: {name} must be a string or an object with a string 'content', got {given!r:.80}")
-    return tokens
-
-
 def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, killable: bool) -> ChatTemplate:
     """The chat template of this text; raises `ValueError` naming its file if it cannot be used."""
     if not isinstance(source, str):
@@ -191,13 +135,13 @@ def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, t
     it is chat_template.json, else tokenizer_config.json; both hold one text, a map or a list of named ones.
     """
     path = directory / "chat_template.jinja"
-    found: dict[str, tuple[Path, Any]] = {"default": (path, _read_text(path))} if _is_there(path) else {}
+    found: dict[str, tuple[Path, Any]] = {"default": (path, read_text(path))} if is_there(path) else {}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         name = path.name.removesuffix(".jinja")
-        found[name] = path, _read_text(path) if name in _USED_TEMPLATES else ""
+        found[name] = path, read_text(path) if name in _USED_TEMPLATES else ""
     if not found:
         path = directory / "chat_template.json"
-        own: Mapping[str, Any] | None = _read_object(path)
+        own: Mapping[str, Any] | None = read_object(path)
         if own is None:
             path, own = directory / "tokenizer_config.json", config
         found = {name: (path, source) for name, source in _named(path, own.get("chat_template")).items()}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moeyard_worker.protocol import Grammar, SamplingParams
 from moeyard_worker.scheduling.request import Mask
+from moeyard_worker.tokenizer import read_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,9 @@ class Grammars:
 
     @staticmethod
     def of_directory(directory: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Grammars":
-        """For a checkpoint's tokenizer.json, where there is one."""
-        path = None if directory is None else Path(directory) / "tokenizer.json"
-        text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
+        """Return those of a checkpoint's tokenizer. Raises `ValueError` naming a file that cannot be read."""
+        files = None if directory is None else read_tokenizer(Path(directory))
+        text = None if files is None else files.json_within(vocab_size)
         return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     def compile(self, grammar: Grammar) -> "Future[LLMatcher]":

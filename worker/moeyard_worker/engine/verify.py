@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 
 from moeyard_worker.config.fields import read_json
 from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.models.families import FAMILIES, load_model_config
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.tokenizer import read_tokenizer
 
 NUM_NEW_TOKENS = 32
 PROMPT_LENGTHS = (1, 7, 40, 100)
@@ -71,10 +71,9 @@ def compare(runner: Runner, model: Any, prompt: Sequence[int]) -> Comparison:
 
 def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]]:
     """A few texts where there is a tokenizer, otherwise seeded random ids; all leave room for the new tokens."""
-    path = Path(directory) / "tokenizer.json"
-    if path.exists():
-        tokenizer = Tokenizer.from_file(str(path))
-        prompts = [tokenizer.encode(text).ids for text in PROMPT_TEXTS]
+    files = read_tokenizer(Path(directory))
+    if files is not None:
+        prompts = [files.tokenizer.encode(text).ids for text in PROMPT_TEXTS]
     else:
         generator = torch.Generator().manual_seed(config.vocab_size)
         prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]

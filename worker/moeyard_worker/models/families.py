@@ -15,6 +15,7 @@ from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_jso
 from moeyard_worker.models import deepseek, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.tokenizer import read_tokenizer
 
 # Over all layers; a check lists the tensors of each. Kimi-K2 has 23,040.
 MAX_EXPERTS = 1 << 18
@@ -42,14 +43,31 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 
 
 def load_model_config(directory: Path | str) -> ModelConfig:
-    """Read config.json and generation_config.json; raises CheckpointError naming file and key."""
+    """Read config.json, generation_config.json and the tokenizer's `eos_token`.
+
+    Raises CheckpointError naming file and key.
+    """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
     stop, values = read_json(generation) if generation.exists() else {}, read_json(path)
     for name, method in _QUANTISED_FILES.items():
         if (directory / name).exists() and not any(key in values for key in _QUANTISED_KEYS):
             raise CheckpointError(f"{directory / name}: {_refusal(_method(read_json(directory / name), method))}")
-    return parse_model_config(Fields(str(path), values), Fields(str(generation), stop))
+    model = parse_model_config(Fields(str(path), values), Fields(str(generation), stop))
+    eos = _tokenizer_eos(directory)
+    if eos is None or eos >= model.vocab_size or eos in model.eos_token_ids:
+        return model
+    return replace(model, eos_token_ids=(*model.eos_token_ids, eos))
+
+
+def _tokenizer_eos(directory: Path) -> int | None:
+    """Return the id of the tokenizer's `eos_token`, at which vLLM ends an answer too."""
+    try:
+        files = read_tokenizer(directory)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    token = None if files is None else files.special_tokens.get("eos_token")
+    return None if files is None or token is None else files.tokenizer.token_to_id(token)
 
 
 def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
