@@ -34,6 +34,14 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+# Of heads with 16 values.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 160,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
@@ -241,6 +249,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    # Sequences go beyond max_position_embeddings.
+    "qwen3_moe-stretched_linear": ("qwen3_moe", {"rope_parameters": LINEAR, "max_position_embeddings": 40}),
+    "deepseek_v3-stretched_yarn_old_keys": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "max_position_embeddings": 64, "old_rope_keys": True},
+    ),
+    "mixtral-short_longrope_old_keys": (
+        "mixtral",
+        {"rope_parameters": LONGROPE, "head_dim": 16, "old_rope_keys": True},
+    ),
+    "qwen3_moe-long_longrope": (
+        "qwen3_moe",
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64}},
+    ),
     "olmoe-tied_sharded_old_keys": (
         "olmoe",
         {
@@ -277,6 +299,18 @@ def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:
     assert relative(by_position, expected[: len(prompt)]) < 1e-4
     # Decode rows take another formula than the prompt.
     assert relative(decoded, expected[len(prompt) - 1 : -1]) < 1e-4
+
+
+def test_a_dynamic_rotation_of_a_full_context(tmp_path: Path, seed: int) -> None:
+    """Beyond max_position_embeddings all sequences are rotated as transformers rotates one that fills the context."""
+    changes = {"rope_parameters": DYNAMIC, "max_position_embeddings": 24, "num_hidden_layers": 2}
+    directory = make_checkpoint(tmp_path, "qwen3_moe", seed=seed, **changes)
+    prompt = torch.randint(VOCAB_SIZE, (96,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runner = local_runner(directory, dtype=torch.float32, num_pages=9)
+    assert runner.config.max_position == len(prompt)
+    with torch.inference_mode():
+        expected = reference_model(directory, "qwen3_moe", dtype=torch.float32)(torch.tensor([prompt])).logits[0]
+    assert relative(every_position(runner, prompt), expected) < 1e-4
 
 
 def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:

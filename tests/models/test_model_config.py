@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import DeepseekV3Config, KimiLinearConfig, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -19,7 +22,8 @@ from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.kda import Kda
 from moeyard_worker.layers.mla import Mla
 from moeyard_worker.layers.rope import inverse_frequencies
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.families import FAMILIES, load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -254,6 +258,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 256,
         "truncate": False,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 3.0, 5.0, 8.0],
+        "original_max_position_embeddings": 256,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
 }
 
 
@@ -262,6 +274,8 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_keys: bool) -> None:
     rope = dict(ROPES[name])
+    if "short_factor" in rope and family == "qwen3_moe":  # a rotated head has 32 values, not 8
+        rope |= {key: rope[key] * 4 for key in ("short_factor", "long_factor")}
     config_class = {"deepseek_v3": DeepseekV3Config, "qwen3_moe": Qwen3MoeConfig}[family]
     reference = config_class(**{**BASE[family], "rope_parameters": dict(rope)})
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](reference, device=None)
@@ -271,10 +285,138 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     else:
         write(tmp_path, family, rope_parameters=rope, remove=("rope_theta",))
     config = load_model_config(tmp_path)
-    rope = config.attention[0].rope
-    assert rope is not None
-    torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
-    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    made = config.attention[0].rope
+    assert made is not None
+    torch.testing.assert_close(inverse_frequencies(made), expected, rtol=1e-6, atol=0)
+    assert made.attention_factor == pytest.approx(factor, rel=1e-12)
+    if made.longer is None:
+        return
+    # Where sequences may be longer than the rotation was made for, it is another.
+    assert load_model_config(tmp_path, config.max_position) == config
+    longer = load_model_config(tmp_path, config.max_position + 1)
+    assert longer.max_position == {"longrope": 1024, "dynamic": 3072}[name]
+    made = longer.attention[0].rope
+    assert made is not None
+    expected, factor = ROPE_INIT_FUNCTIONS[name](reference, device=None, seq_len=longer.max_position)
+    torch.testing.assert_close(inverse_frequencies(made), expected, rtol=1e-5, atol=0)
+    assert made.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+# Changes of a config.json with 1024 positions, and the longest sequence that vLLM derives from it, which is the usual
+# one and the limit of --max-model-len; two numbers where these differ.
+YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"factor": 2.5}
+LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "plain": ({}, 1024, 1024),
+    "null": ({"rope_scaling": None}, 1024, 1024),
+    "yarn": ({"rope_scaling": {**YARN, "original_max_position_embeddings": 256}}, 1024, 1024),
+    "yarn, beyond": ({"rope_scaling": {**YARN, "original_max_position_embeddings": 1024}}, 4096, 4096),
+    "yarn, shorter": ({"rope_scaling": {**YARN, "original_max_position_embeddings": 128}}, 512, 512),
+    "yarn without original": ({"rope_scaling": YARN}, 4096, 4096),
+    "yarn without factor": ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 256}}, 1024, 1024),
+    "yarn, original beside": ({"rope_scaling": YARN, "original_max_position_embeddings": 300}, 1200, 1200),
+    "yarn, new keys": ({"rope_parameters": {**YARN, "rope_theta": 1e6}}, 4096, 4096),
+    "yarn, type": ({"rope_parameters": {"type": "yarn", "factor": 2}}, 2048, 2048),
+    "deepseek_yarn": ({"rope_scaling": {"type": "deepseek_yarn", "factor": 3}}, 3072, 3072),
+    "linear": ({"rope_scaling": {**LINEAR, "type": "linear"}}, 2560, 2560),
+    "linear, new keys": ({"rope_parameters": {**LINEAR, "rope_type": "linear"}}, 2560, 2560),
+    "dynamic": ({"rope_scaling": {**LINEAR, "type": "dynamic"}}, 1024, 2560),
+    "llama3": ({"rope_scaling": ROPES["llama3"]}, 1024, 1024),
+    "su": ({"rope_scaling": {**LONG, "type": "su", "original_max_position_embeddings": 200}}, 200, 1024),
+    "longrope": ({"rope_parameters": {**LONG, "rope_type": "longrope"}}, 1024, 1024),
+    "longrope, original beside": (
+        {"rope_scaling": {**LONG, "type": "longrope"}, "original_max_position_embeddings": 128}, 128, 1024,
+    ),
+    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}, 1024, 1024),
+    "per layer type": ({"rope_parameters": {"full_attention": YARN}}, 4096, 4096),
+    "per layer type, one used": (
+        {
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1.0}},
+            "layer_types": ["full_attention"] * 6,
+        },
+        4096,
+        4096,
+    ),
+    "per layer type, equal": ({"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, 4096, 4096),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_context_of_a_stretched_rotation(tmp_path: Path, case: str) -> None:
+    changes, usual, longest = LENGTHS[case]
+    write(tmp_path, "qwen3_moe", **changes)
+    assert load_model_config(tmp_path).max_position == usual
+    assert load_model_config(tmp_path, longest).max_position == longest
+    assert load_model_config(tmp_path, longest + 1).max_position == longest
+
+
+def test_a_rotation_of_the_layers_that_have_one(tmp_path: Path) -> None:
+    ropes = {"full_attention": {**YARN, "original_max_position_embeddings": 512}, "linear_attention": None}
+    write(tmp_path, "qwen3_next", rope_parameters=ropes)
+    assert load_model_config(tmp_path).max_position == 2048
+
+
+# The names of transformers' config classes, for families that have one.
+CLASSES = {
+    "deepseek_v3": "DeepseekV3Config",
+    "deepseek_v2": "DeepseekV2Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+    "kimi_linear": "KimiLinearConfig",
+    "mixtral": "MixtralConfig",
+    "olmoe": "OlmoeConfig",
+}
+
+
+def read(directory: Path, values: Mapping[str, Any]) -> ModelConfig | str:
+    """Return the model, or why it is refused."""
+    (directory / "config.json").write_text(json.dumps(values))
+    try:
+        return load_model_config(directory)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_key_that_is_missing_has_its_classs_default(tmp_path: Path, family: str) -> None:
+    """Each key of a whole config.json is removed by itself, and each is all that is left."""
+    config_class = getattr(transformers, CLASSES[family])
+    common = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tiny = {**common, "vocab_size": 200_000, "rms_norm_eps": 0.25, "bos_token_id": 3, "eos_token_id": 4, "n_group": 2}
+    tiny |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 3, "topk_group": 2}
+    tiny |= {"use_sliding_window": True, "first_k_dense_replace": 1}
+    # What config classes do not have is kept: keys of the authors' own code.
+    whole = json.loads(config_class(**tiny).to_json_string(use_diff=False)) | {"model_type": family}
+    for key in whole:
+        for values in ({k: v for k, v in whole.items() if k != key}, {key: whole[key], "model_type": family}):
+            if key == "model_type":
+                continue
+            # Latent attention has a key per query head, whatever a file or a class says.
+            if family in ("deepseek_v3", "deepseek_v2", "kimi_linear"):
+                values["num_key_value_heads"] = None
+            try:
+                complete = json.loads(config_class.from_dict(values).to_json_string(use_diff=False))
+            except StrictDataclassError:  # a list that has not one entry per layer of the default
+                assert isinstance(read(tmp_path, values), str), f"{'only' if len(values) < 4 else 'without'} {key}"
+                continue
+            expected = read(tmp_path, {**complete, "model_type": family})
+            assert read(tmp_path, values) == expected, f"{'only' if len(values) < 4 else 'without'} {key}"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "kimi_linear"])
+def test_a_default_token_id_gives_way(tmp_path: Path, family: str) -> None:
+    """The class's ids count where no file says anything, null included, and where the vocabulary has them."""
+    default = FAMILIES[family].defaults["eos_token_id"]
+    write(tmp_path, family, remove=("eos_token_id",), vocab_size=200_000)
+    assert load_model_config(tmp_path).eos_token_ids == (default,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    assert load_model_config(tmp_path).eos_token_ids == (9,)
+    (tmp_path / "generation_config.json").unlink()
+    write(tmp_path, family, eos_token_id=None, vocab_size=200_000)
+    assert load_model_config(tmp_path).eos_token_ids == ()
+    write(tmp_path, family, remove=("eos_token_id",), vocab_size=default)
+    assert load_model_config(tmp_path).eos_token_ids == ()
 
 
 def test_qwen3_5_moe_as_part_of_a_model_of_images(tmp_path: Path) -> None:
@@ -409,10 +551,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "missing": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
     "not a number": ("qwen3_moe", {"hidden_size": "64"}, "hidden_size is '64', expected an integer"),
     "heads": ("qwen3_moe", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
-    "rope kind": ("qwen3_moe", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type 'longrope'"),
+    "rope kind": ("qwen3_moe", {"rope_scaling": {"type": "ntk"}}, "rope_scaling: rope_type 'ntk'"),
+    "rope kind of no text": ("qwen3_moe", {"rope_scaling": {"type": ["yarn"]}}, "rope_type ['yarn'] is not supported"),
+    "longrope": ("qwen3_moe", {"rope_scaling": {"type": "su"}}, "rope_scaling: short_factor is None, expected a list"),
+    "too far": ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 1e9}}, "factor makes a context of 1024"),
     "rope factor": ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
     "partial rotation": ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     "rope per layer": ("qwen3_moe", {"rope_parameters": {"full": {"rope_theta": 1.0}}}, "differs per layer type"),
+    "ropes of two layer types": (
+        "qwen3_moe",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},
+        "rope_parameters differs per layer type",
+    ),
     "gate": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
     "groups": ("deepseek_v3", {"n_group": 3}, "n_group is 3 of 8 experts"),
     "small groups": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "a group needs at least 2"),

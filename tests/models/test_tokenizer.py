@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checkpoints import EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 from transformers import AutoTokenizer
 
 from moeyard_router.text.chat import TextCodec
@@ -15,9 +16,9 @@ from moeyard_worker.engine.grammars import Grammars
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import Grammar, SamplingParams
 from moeyard_worker.tokenizer import read_tokenizer
-from tests.checkpoints import EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 
 PLAIN: Mapping[str, Any] = {"special": False, "lstrip": False, "rstrip": False, "normalized": False}
+END_ID = 256 + SPECIAL_TOKENS.index("<|end|>")
 END: Mapping[str, Any] = {**PLAIN, "content": "<|im_end|>", "special": True}
 TEXT = "hi<|im_end|> a<tool>b <img></img>c<|eos|>d <|end|><|new|>"
 # What each file of a checkpoint says beside its tokenizer.json, which has SPECIAL_TOKENS behind 256 bytes.
@@ -111,7 +112,10 @@ def test_grammars_know_added_tokens(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"tokenizer_config.json": {"added_tokens_decoder": [END]}}, "tokenizer_config.json: added_tokens_decoder"),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"x": END}}}, "tokenizer_config.json: added_tokens_decoder"),
+        (
+            {"tokenizer_config.json": {"added_tokens_decoder": {"x": END}}},
+            "tokenizer_config.json: added_tokens_decoder",
+        ),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"262": {"special": True}}}}, "added_tokens_decoder 262"),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"262": {**END, "lstrip": 1}}}}, "neither true nor false"),
         ({"tokenizer_config.json": {"eos_token": 5}}, "tokenizer_config.json: eos_token"),
@@ -128,8 +132,8 @@ def test_errors_name_file_and_token(tmp_path: Path, files: dict[str, dict[str, A
 @pytest.mark.parametrize(
     ("files", "generation", "eos"),
     [
-        ({"tokenizer_config.json": {"eos_token": "<|end|>"}}, {"eos_token_id": 3}, (3, 7, SPECIAL_TOKENS.index("<|end|>") + 256)),
-        ({"special_tokens_map.json": {"eos_token": "<|end|>"}}, {}, (7, SPECIAL_TOKENS.index("<|end|>") + 256)),
+        ({"tokenizer_config.json": {"eos_token": "<|end|>"}}, {"eos_token_id": 3}, (3, 7, END_ID)),
+        ({"special_tokens_map.json": {"eos_token": "<|end|>"}}, {}, (7, END_ID)),
         ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, {}, (7, 256 + len(SPECIAL_TOKENS))),
         ({"tokenizer_config.json": {"eos_token": None}}, {}, (7,)),
     ],

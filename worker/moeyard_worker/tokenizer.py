@@ -125,7 +125,9 @@ def _listed(path: Path, given: Any) -> dict[int, AddedToken]:
         return {}
     if not isinstance(given, dict) or not all(number.isdecimal() for number in given):
         raise ValueError(f"{path}: added_tokens_decoder must be an object with ids as keys, got {given!r:.80}")
-    return {int(number): _token(path, f"added_tokens_decoder {number}", given[number], special=False) for number in given}
+    return {
+        int(number): _token(path, f"added_tokens_decoder {number}", given[number], special=False) for number in given
+    }
 
 
 def _joined(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,12 @@ def local_runner(
     policy: str = "slru",
     num_state_slots: int = 8,
 ) -> Runner:
-    """A runner that is a fleet of its own, with every expert resident unless `num_slots` says how many.
+    """Return a runner that is a fleet of its own. All experts are resident unless `num_slots` says how many.
 
-    `num_state_slots`: of state per sequence, if the model keeps such. Raises CheckpointError.
+    The longest sequence fills `num_pages`. `num_state_slots` counts slots of state per sequence, if the model has
+    such. Raises CheckpointError.
     """
-    config = load_model_config(directory)
+    config = load_model_config(directory, num_pages * page_size)
     checkpoint = open_checkpoint(directory, config)
     backend = CpuBackend(page_size=page_size) if backend is None else backend
     experts = ExpertCache(

@@ -27,6 +27,8 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
         return _llama3(config, inverse)
     if config.kind == "yarn":
         return _yarn(config, inverse)
+    if config.kind == "longrope":
+        return inverse / torch.tensor(config.divisors, dtype=torch.float32)
     assert config.kind == "default", config.kind
     return inverse
 

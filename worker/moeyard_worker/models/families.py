@@ -3,7 +3,7 @@
 An option that would change the numbers and is not implemented is refused with a CheckpointError, never ignored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Any
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
+from moeyard_worker.config.rope_config import context_length, rope_fields
 from moeyard_worker.models import deepseek, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
@@ -19,6 +20,7 @@ from moeyard_worker.tokenizer import read_tokenizer
 
 # Over all layers; a check lists the tensors of each. Kimi-K2 has 23,040.
 MAX_EXPERTS = 1 << 18
+_IDS = ("bos_token_id", "eos_token_id")
 
 # Where a quantiser says what it did, and what it is called where it does not say that.
 _QUANTISED_KEYS = MappingProxyType(
@@ -42,10 +44,10 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 )
 
 
-def load_model_config(directory: Path | str) -> ModelConfig:
+def load_model_config(directory: Path | str, length: int | None = None) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's `eos_token`.
 
-    Raises CheckpointError naming file and key.
+    `length` is the longest sequence to serve, None for the usual one. Raises CheckpointError naming file and key.
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
@@ -53,7 +55,7 @@ def load_model_config(directory: Path | str) -> ModelConfig:
     for name, method in _QUANTISED_FILES.items():
         if (directory / name).exists() and not any(key in values for key in _QUANTISED_KEYS):
             raise CheckpointError(f"{directory / name}: {_refusal(_method(read_json(directory / name), method))}")
-    model = parse_model_config(Fields(str(path), values), Fields(str(generation), stop))
+    model = parse_model_config(Fields(str(path), values), Fields(str(generation), stop)).for_length(length)
     eos = _tokenizer_eos(directory)
     if eos is None or eos >= model.vocab_size or eos in model.eos_token_ids:
         return model
@@ -79,7 +81,7 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
-    config = _respelt(config, family.spellings)
+    config = _with_defaults(_respelt(config, family.spellings), stop, family.defaults)
     config.require("hidden_act", ("silu",), "silu")
     for key, method in _quantised(config):
         raise config.error(key, _refusal(method))
@@ -93,13 +95,13 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
         hidden_size=config.integer("hidden_size"),
         num_layers=count_layers(config),
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
-        max_position=max_position(config),
-        rms_eps=config.number("rms_norm_eps", family.rms_eps),
+        max_position=context_length(rope_fields(config, 1.0), max_position(config)),
+        rms_eps=config.number("rms_norm_eps"),
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(stop.integers("eos_token_id") + config.integers("eos_token_id"))),
         dtype=dtype,
-        num_mtp_layers=config.integer("num_nextn_predict_layers", family.num_mtp_layers, minimum=0, maximum=MAX_LAYERS),
+        num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
     _check(config, model)
     for fields in (config, stop):
@@ -141,6 +143,17 @@ def _refusal(method: str) -> str:
     )
 
 
+def _with_defaults(config: Fields, stop: Fields, defaults: Mapping[str, Any]) -> Fields:
+    """Return `config` with the class's values for keys that it lacks.
+
+    A default token id is left out if generation_config.json (`stop`) has the key, or if the vocabulary is smaller.
+    """
+    complete = replace(config, values={**defaults, **config.values})
+    vocab_size = complete.integer("vocab_size", maximum=MAX_VOCAB)
+    unused = [k for k in _IDS if k not in config.values and (k in stop.values or defaults.get(k, 0) >= vocab_size)]
+    return replace(complete, values={key: value for key, value in complete.values.items() if key not in unused})
+
+
 def _respelt(config: Fields, spellings: tuple[tuple[str, str], ...]) -> Fields:
     """The same with what stands under another key under the one that is read, if nothing does."""
     values = config.values
@@ -161,7 +174,7 @@ def _text_part(config: Fields) -> Fields:
 
 
 def _check_ids(fields: Fields, vocab_size: int) -> None:
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in _IDS:
         outside = [i for i in fields.integers(key) if i >= vocab_size]
         if outside:
             raise fields.error(key, f"names token {outside[0]}, which is outside the vocabulary of {vocab_size}")

@@ -57,25 +57,24 @@ class Family:
 
     `parse` reads what the family decides for itself of a config.json, as keyword arguments of `ModelConfig`: attention,
     the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
-    is not implemented. `reference` is the class of transformers that computes the same; `rms_eps` is its default.
-    `other_names`: what a checkpoint may name its parts instead, told by its embedding. `text_config`: config.json may
-    have under that key what is read here. `spellings`: keys that are read, each with another that files have for it.
-    `num_mtp_layers`: how many layers of multi-token prediction there are where config.json does not say.
+    is not implemented. `reference` is the class of transformers that computes the same. `defaults` are what its config
+    class has for keys that config.json lacks; a key that is null keeps null. `other_names`: what a checkpoint may name
+    its parts instead, told by its embedding. `text_config`: config.json may have under that key what is read here.
+    `spellings`: keys that are read, each with another that files have for it.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
     reference: str
+    defaults: Mapping[str, Any]
     names: Names = Names()
-    rms_eps: float = 1e-6
     other_names: tuple[Names, ...] = ()
     text_config: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
-    num_mtp_layers: int = 0
 
 
 def max_position(config: Fields) -> int:
     """The longest sequence that the rotation is made for."""
-    return config.integer("max_position_embeddings", 2048, maximum=MAX_POSITIONS)
+    return config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
 
 
 def count_layers(config: Fields) -> int:

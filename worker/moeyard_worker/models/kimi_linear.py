@@ -15,7 +15,6 @@ from moeyard_worker.models.family import Family, Names, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_layer_types, parse_mla
 
-_EPS = 1e-5
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
@@ -61,10 +60,10 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     config.require("tie_word_embeddings", (False,), False)
     linear = _linear(config)
     kda = Kda(
-        num_heads=linear.integer("linear_num_heads", 32),
-        head_dim=linear.integer("linear_head_dim", 128),
-        conv_size=linear.integer("linear_conv_kernel_dim", 4, minimum=2),
-        norm_eps=config.number("rms_norm_eps", _EPS),
+        num_heads=linear.integer("linear_num_heads"),
+        head_dim=linear.integer("linear_head_dim"),
+        conv_size=linear.integer("linear_conv_kernel_dim", minimum=2),
+        norm_eps=config.number("rms_norm_eps"),
     )
     kinds: dict[str, Attention] = {_LINEAR: kda, _FULL: parse_mla(config, interleaved=True, rotated=False)}
     rule = GateRule(
@@ -74,7 +73,7 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         num_groups=config.integer("n_group", 1),
         topk_groups=config.integer("topk_group", 1),
         group_score="top2sum",
-        scaling=config.number("routed_scaling_factor", 2.446),
+        scaling=config.number("routed_scaling_factor"),
     )
     width = config.integer("moe_intermediate_size")
     return {
@@ -84,10 +83,18 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         "moe_layers": _moe_layers(config),
         "num_experts": config.integer("num_experts"),
         "moe_intermediate_size": width,
-        "shared_intermediate_size": width * config.integer("n_shared_experts", 1, minimum=0),
+        "shared_intermediate_size": width * config.integer("n_shared_experts", minimum=0),
     }
 
 
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 1, "num_experts": 256, "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.446, "norm_topk_prob": True, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+    "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "bos_token_id": 163584,
+    "eos_token_id": 163586,
+})  # fmt: skip
 # The key that is read here, and another that files have for it.
 _SPELLINGS = (
     ("max_position_embeddings", "model_max_length"),
@@ -102,8 +109,8 @@ FAMILIES = MappingProxyType(
         "kimi_linear": Family(
             parse=_parse,
             reference="KimiLinearForCausalLM",
+            defaults=_DEFAULTS,
             names=Names(linear="self_attn.", moe=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2")),
-            rms_eps=_EPS,
             spellings=_SPELLINGS,
         )
     }

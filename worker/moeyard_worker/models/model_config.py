@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.layers.attention import Attention
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
 from moeyard_worker.state.layout import state_spec
 from moeyard_worker.state.spec import StateSpec
 
@@ -24,13 +26,13 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the model side needs to know of a checkpoint. `moe_layers` are ascending layer indices.
+    """Settings of a checkpoint that the model needs. `moe_layers` are ascending layer indices.
 
-    `attention` has one entry per layer. `shared_intermediate_size` is the width of all shared experts together, 0
-    without any; `shared_gate`: a gate lets through a part of what they say. `dtype` is the checkpoint's.
-    `eos_token_ids` joins generation_config.json and config.json. `num_mtp_layers` for
-    multi-token prediction are stored after the last layer. With `drafts` the first of them is
-    served, as layer number `num_layers`, which `attention` and `moe_layers` then have too.
+    `max_position` is the longest sequence that can be served. `attention` has one entry per layer.
+    `shared_intermediate_size` is the width of all shared experts together, 0 without any. With `shared_gate` a gate
+    scales their output. `dtype` is the checkpoint's. `eos_token_ids` joins generation_config.json, config.json and the
+    tokenizer's `eos_token`. `num_mtp_layers` for multi-token prediction are stored after the last layer. With `drafts`
+    the first of them is served as layer `num_layers`, which `attention` and `moe_layers` then have too.
     """
 
     family: str
@@ -53,6 +55,19 @@ class ModelConfig:
     num_mtp_layers: int
     drafts: bool = False
     shared_gate: bool = False
+
+    def for_length(self, length: int | None) -> "ModelConfig":
+        """Return the same for sequences of up to `length` tokens, which decides between rotations that depend on it.
+
+        None is the longest sequence that the first of them serves.
+        """
+        ropes = [kind.rope for kind in self.attention_kinds() if kind.rope is not None]
+        limits = [rope.max_length for rope in ropes if rope.longer is not None]
+        if not limits:
+            return self
+        if length is None or length <= min(limits):
+            return replace(self, max_position=min(limits))
+        return replace(self, attention=tuple(_longer(kind) for kind in self.attention))
 
     def with_drafts(self) -> "ModelConfig":
         """The same with its first layer of multi-token prediction served; raises ValueError if it has none.
@@ -98,3 +113,10 @@ class ModelConfig:
     def state_spec(self, dtype_bytes: int) -> StateSpec:
         """What a sequence costs on one rank, over all layers."""
         return state_spec((attention.state() for attention in self.attention), dtype_bytes)
+
+
+def _longer(attention: Attention) -> Attention:
+    """Return the same layer with the rotation for longer sequences."""
+    if isinstance(attention, Gqa | Mla) and attention.rope is not None and attention.rope.longer is not None:
+        return replace(attention, rope=attention.rope.longer)
+    return attention

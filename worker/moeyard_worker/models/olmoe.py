@@ -10,8 +10,6 @@ from moeyard_worker.models.family import Family, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_gqa
 
-_EPS = 1e-5
-
 
 def _parse(config: Fields) -> Mapping[str, Any]:
     num_layers, hidden = count_layers(config), config.integer("hidden_size")
@@ -26,7 +24,6 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         sliding_window=None,
         bias=config.boolean("attention_bias", False),
         qk_norm="all",
-        default_eps=_EPS,
     )
     # The norm of all query heads has one weight for each of hidden_size values.
     if attention.num_heads * attention.head_dim != hidden:
@@ -48,4 +45,18 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     }
 
 
-FAMILIES = MappingProxyType({"olmoe": Family(parse=_parse, reference="OlmoeForCausalLM", rms_eps=_EPS)})
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "eos_token_id": 50279,
+})  # fmt: skip
+FAMILIES = MappingProxyType(
+    {
+        "olmoe": Family(
+            parse=_parse,
+            reference="OlmoeForCausalLM",
+            defaults=_DEFAULTS,
+            spellings=(("num_experts", "num_local_experts"),),
+        )
+    }
+)

@@ -12,8 +12,7 @@ from moeyard_worker.models.family import max_position
 
 def parse_gqa(
     config: Fields, *, default_theta: float, sliding_window: int | None, bias: bool,
-    qk_norm: Literal["head", "all"] | None, default_eps: float = 1e-6, partial_rope: float | None = None,
-    gated: bool = False,
+    qk_norm: Literal["head", "all"] | None, partial_rope: float | None = None, gated: bool = False,
 ) -> Gqa:  # fmt: skip
     """Grouped-query attention under the usual keys. `gated`: with a gate of the output, and norms stored less one."""
     num_heads = config.integer("num_attention_heads")
@@ -29,7 +28,7 @@ def parse_gqa(
         scale=head_dim**-0.5,
         bias=bias,
         qk_norm=qk_norm,
-        norm_eps=config.number("rms_norm_eps", default_eps),
+        norm_eps=config.number("rms_norm_eps"),
         sliding_window=sliding_window,
         rope=parse_rope(
             fields, dim=head_dim, interleaved=False, max_position=max_position(config), partial=partial_rope

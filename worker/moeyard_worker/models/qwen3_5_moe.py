@@ -32,8 +32,17 @@ _WHOLE: Names = replace(
     norm="model.language_model.norm.weight",
     layer="model.language_model.layers.{i}.",
 )
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        **qwen3_next.DEFAULTS,
+        "vocab_size": 248320,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }
+)
 _FAMILY = Family(
-    parse=_parse, reference="Qwen3_5MoeForCausalLM", names=_WHOLE, other_names=(_TEXT,), text_config=True,
-    spellings=(("num_nextn_predict_layers", "mtp_num_hidden_layers"),), num_mtp_layers=1,
+    parse=_parse, reference="Qwen3_5MoeForCausalLM", defaults=_DEFAULTS, names=_WHOLE, other_names=(_TEXT,),
+    text_config=True, spellings=(("num_nextn_predict_layers", "mtp_num_hidden_layers"),),
 )  # fmt: skip
 FAMILIES = MappingProxyType({"qwen3_5_moe": _FAMILY, "qwen3_5_moe_text": _FAMILY})

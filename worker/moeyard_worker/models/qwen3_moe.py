@@ -36,11 +36,25 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         "gate": GateConfig(rule=rule),
         "intermediate_size": config.integer("intermediate_size"),
         "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
-        # transformers 5 writes num_local_experts where the hub's files say num_experts.
-        "num_experts": config.optional_integer("num_experts") or config.integer("num_local_experts"),
+        "num_experts": config.integer("num_experts"),
         "moe_intermediate_size": config.integer("moe_intermediate_size"),
         "shared_intermediate_size": 0,
     }
 
 
-FAMILIES = MappingProxyType({"qwen3_moe": Family(parse=_parse, reference="Qwen3MoeForCausalLM")})
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+})  # fmt: skip
+FAMILIES = MappingProxyType(
+    {
+        "qwen3_moe": Family(
+            parse=_parse,
+            reference="Qwen3MoeForCausalLM",
+            defaults=_DEFAULTS,
+            # transformers 5 writes num_local_experts where the hub's files say num_experts.
+            spellings=(("num_experts", "num_local_experts"),),
+        )
+    }
+)

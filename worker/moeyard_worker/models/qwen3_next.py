@@ -22,16 +22,16 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 def parse_gdn(config: Fields, *, by_key_head: bool) -> Gdn:
     """Gated DeltaNet under Qwen's keys."""
-    num_k_heads, num_v_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
+    num_k_heads, num_v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
     if num_v_heads % num_k_heads:
         raise config.error("linear_num_value_heads", f"is {num_v_heads}, no multiple of {num_k_heads} key heads")
     return Gdn(
         num_k_heads=num_k_heads,
         num_v_heads=num_v_heads,
-        k_dim=config.integer("linear_key_head_dim", 128),
-        v_dim=config.integer("linear_value_head_dim", 128),
-        conv_size=config.integer("linear_conv_kernel_dim", 4, minimum=2),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        k_dim=config.integer("linear_key_head_dim"),
+        v_dim=config.integer("linear_value_head_dim"),
+        conv_size=config.integer("linear_conv_kernel_dim", minimum=2),
+        norm_eps=config.number("rms_norm_eps"),
         by_key_head=by_key_head,
     )
 
@@ -71,6 +71,14 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     }
 
 
+DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1,
+})  # fmt: skip
 NAMES = Names(
     shared="shared_expert.",
     draft_layer="mtp.layers.{i}.",
@@ -82,5 +90,5 @@ NAMES = Names(
     draft_norm="norm.weight",
     norms_less_one=True,
 )
-_FAMILY = Family(parse=_parse, reference="Qwen3NextForCausalLM", names=NAMES, num_mtp_layers=1)
+_FAMILY = Family(parse=_parse, reference="Qwen3NextForCausalLM", defaults=DEFAULTS, names=NAMES)
 FAMILIES = MappingProxyType({"qwen3_next": _FAMILY})

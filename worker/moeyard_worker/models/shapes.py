@@ -148,7 +148,7 @@ def served_model(config: EngineConfig) -> ModelConfig:
         model = shape_model(config.shape, config.num_layers)
     else:
         assert config.model_path is not None, "EngineConfig demands one of both"
-        model = load_model_config(config.model_path)
+        model = load_model_config(config.model_path, config.max_model_len)
     if model.has_slots:
         _check_slots(config, model)
     if config.speculate is None:
