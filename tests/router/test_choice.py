@@ -1,14 +1,17 @@
 """A choice's text, ids and end do not depend on how its tokens were cut into messages."""
 
 import dataclasses
+import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Continuation, Job, Prompt
-from moeyard_router.text.detokenizer import TokenBytes
+from moeyard_router.api.replies import ReplyWriter
+from moeyard_router.text.detokenizer import Detokenizer, TokenBytes
 from moeyard_worker.protocol import Done, SamplingParams, TokenLogprob, Tokens
 
 LETTERS = ["a", "b", "c", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "ab", "bc"]  # four of them are the bytes of one emoji
@@ -133,6 +136,56 @@ def test_the_first_min_tokens_are_not_searched():
     assert (total.text, total.stop_reason, total.token_ids) == ("ab", "a", [a, b, a])
     total = run(job_with(stop_strings=["a"], min_tokens=0), [a, b, a, c], [1] * 4)
     assert (total.text, total.stop_reason, total.token_ids) == ("", "a", [a])
+
+
+@given(ids_lists, stops, cuts, st.booleans(), st.integers(min_value=0, max_value=6))
+def test_a_stop_string_ends_behind_min_tokens_and_may_begin_within(output, stop_strings, sizes, include, min_tokens):
+    """The first one that is complete behind the text of the first min_tokens tokens, of these the longest (vLLM)."""
+    total = run(job_with(stop_strings=stop_strings, include=include, min_tokens=min_tokens), output, sizes)
+    end = next((i for i, t in enumerate(output) if t == EOS and i >= min_tokens), len(output))
+    detokenizer, text, searched = Detokenizer(TOKENS), "", 0
+    for i, token_id in enumerate(output[:end]):
+        text += detokenizer.push((token_id,))
+        searched = len(text) if i < min_tokens else searched
+    text += detokenizer.finish()
+    searched = len(text) if end <= min_tokens else searched
+    found = [(i, s) for i in range(searched + 1, len(text) + 1) for s in stop_strings if text[:i].endswith(s)]
+    if found:
+        at, stop = min(found, key=lambda each: (each[0], -len(each[1])))
+        assert (total.text, total.stop_reason) == (text[: at if include else at - len(stop)], stop)
+    else:
+        assert (total.text, total.stop_reason) == (text, None)
+
+
+def test_a_stop_string_over_the_border_of_min_tokens():
+    a, b, c, ab, bc = (LETTERS.index(t) for t in ("a", "b", "c", "ab", "bc"))
+    for sizes in ([1] * 4, [4]):
+        total = run(job_with(stop_strings=["bcab"], min_tokens=2), [a, bc, ab, c], sizes)
+        assert (total.text, total.stop_reason, total.token_ids) == ("a", "bcab", [a, bc, ab])
+        # One that is complete within is passed, and another may begin in it.
+        total = run(job_with(stop_strings=["abab"], min_tokens=3), [ab, a, b, ab], sizes)
+        assert (total.text, total.stop_reason, total.token_ids) == ("ab", "abab", [ab, a, b, ab])
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_of_tokens_with_one_text_the_likeliest_is_told(chosen):
+    """Byte fallback has `<0x30>` beside `0`. The token that was chosen has a logprob of its own."""
+    model = models.BPE(vocab={"0": 0, "<0x30>": 1, "1": 2}, merges=[], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteFallback()
+    ranked = ((1, -0.5), (2, -1.0), (0, -2.5))
+    score = TokenLogprob(logprob=dict(ranked)[chosen], rank=1, top=ranked)
+    job = dataclasses.replace(job_with(), logprobs=3)
+    tokens = TokenBytes(tokenizer)
+    writer = ReplyWriter(job, reply_id="x", model="m", created=0, tokens=tokens)
+    choice = Choice(job, index=0, tokens=tokens)
+    delta = choice.tokens(Tokens(request_id="r", start=0, token_ids=(chosen,), logprobs=(score,)))
+    told = json.loads(b"".join(writer.pieces(writer.body([delta], [choice]))))["choices"][0]["logprobs"]
+    assert told["top_logprobs"] == [{"0": -0.5, "1": -1.0}]
+    assert told["token_logprobs"] == [score.logprob]
+    # Where the other is not among those that are told, the chosen one is.
+    told = writer._top(0, TokenLogprob(logprob=-9.0, rank=9, top=((2, -1.0),)))
+    assert told == {"1": -1.0, "0": -9.0}
 
 
 def test_cached_tokens_are_those_of_the_rank_where_it_began():

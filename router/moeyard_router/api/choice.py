@@ -158,7 +158,10 @@ class Choice:
         return self.finish_reason
 
     def _text(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched."""
+        """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched.
+
+        As in vLLM, a stop string may begin in the first `min_tokens` tokens, but it ends the text only behind them.
+        """
         if self._matcher is None:
             self._searched += len(ids)
             return self._detokenizer.push(ids), None
@@ -166,10 +169,7 @@ class Choice:
         for token_id in ids:
             piece = self._detokenizer.push((token_id,))
             self._searched += 1
-            if self._searched <= self._min_tokens:  # vLLM: no stop string within the first min_tokens tokens
-                text += piece
-                continue
-            matched = self._matcher.push(piece)
+            matched = self._matcher.push(piece, may_end=self._searched > self._min_tokens)
             text += matched.text
             if matched.stop is not None:
                 return text, matched.stop
@@ -180,7 +180,7 @@ class Choice:
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return rest, None
-        matched = self._matcher.push(rest)
+        matched = self._matcher.push(rest, may_end=self._searched > self._min_tokens)
         if matched.stop is not None:
             return matched.text, matched.stop
         return matched.text + self._matcher.finish(), None

@@ -240,10 +240,16 @@ class ReplyWriter:
         return {**joined, "top_logprobs": self._long.add((*echoed["top_logprobs"], *map(orjson.dumps, tops)))}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI)."""
+        """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI).
+
+        Where tokens have one text, the likeliest of them counts.
+        """
+        found: dict[str, float] = {}
         # Of a prompt more may be known than is asked for here.
-        top = {self._spell(t): max(value, _LOWEST_LOGPROB) for t, value in entry.top[: self._job.logprobs]}
-        return {**top, self._spell(token_id): max(entry.logprob, _LOWEST_LOGPROB)}
+        for each, value in (*entry.top[: self._job.logprobs], (token_id, entry.logprob)):
+            text = self._spell(each)
+            found[text] = max(value, found.get(text, _LOWEST_LOGPROB))
+        return found
 
     def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._chat_token(t, value) for t, value in entry.top]
@@ -257,7 +263,7 @@ class ReplyWriter:
         """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, which U+FFFD would hide.
 
         Ids that the tokenizer does not know have no text; they are spelled `token_id:` and the id. Tokens of the same
-        bytes look alike (byte fallback has `<0x41>` beside `A`); of such, `top_logprobs` of a completion keeps one.
+        bytes look alike (byte fallback has `<0x41>` beside `A`); `top_logprobs` of a completion keeps the likeliest.
         """
         raw = self._tokens.of(token_id)
         if not raw:

@@ -180,12 +180,15 @@ class StopMatcher:
         self._include_stop = include_stop
         self._held = ""
 
-    def push(self, piece: str) -> Matched:
-        """Take the next piece of text; after a match no more pieces may follow."""
+    def push(self, piece: str, *, may_end: bool = True) -> Matched:
+        """Take the next piece of text. After a match no more pieces may follow.
+
+        Without `may_end` no stop string ends in this piece, but one may begin in it.
+        """
         text = self._held + piece
         first: tuple[int, int] | None = None  # (end of the match, minus its length)
         for i, stop in enumerate(self._stops):
-            end = self._advance(i, piece)
+            end = self._advance(i, piece, may_end)
             if end is not None:
                 found = (len(self._held) + end, -len(stop))
                 first = found if first is None else min(first, found)
@@ -202,8 +205,8 @@ class StopMatcher:
         self._states = [0] * len(self._stops)
         return held
 
-    def _advance(self, i: int, piece: str) -> int | None:
-        """Run automaton `i` over `piece`; where its first match ends, or None."""
+    def _advance(self, i: int, piece: str, may_end: bool) -> int | None:
+        """Run automaton `i` over `piece`. Return where its first match ends that `may_end` the text, or None."""
         stop, borders, state = self._stops[i], self._borders[i], self._states[i]
         if state == 0 and stop[0] not in piece:
             return None
@@ -213,7 +216,9 @@ class StopMatcher:
             if stop[state] == char:
                 state += 1
                 if state == len(stop):
-                    return position + 1
+                    if may_end:
+                        return position + 1
+                    state = borders[state]
         self._states[i] = state
         return None
 
