@@ -459,5 +459,7 @@ def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:
 
 def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    made = Grammars.of_directory(str(tmp_path), vocab_size=10, eos_token_ids=(1,))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
+        Grammars.of_directory(str(tmp_path), vocab_size=10, eos_token_ids=(1,))
+    made = Grammars("{}", vocab_size=10, eos_token_ids=(1,))
     assert "cannot read the tokenizer" in str(made.refusal)

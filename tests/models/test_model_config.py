@@ -554,10 +554,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope kind": ("qwen3_moe", {"rope_scaling": {"type": "ntk"}}, "rope_scaling: rope_type 'ntk'"),
     "rope kind of no text": ("qwen3_moe", {"rope_scaling": {"type": ["yarn"]}}, "rope_type ['yarn'] is not supported"),
     "longrope": ("qwen3_moe", {"rope_scaling": {"type": "su"}}, "rope_scaling: short_factor is None, expected a list"),
-    "too far": ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 1e9}}, "factor makes a context of 1024"),
+    "too far": (
+        "qwen3_moe",
+        {"rope_scaling": {"type": "linear", "factor": 1e9}},
+        "factor makes a context of 1.024e+12",
+    ),
     "rope factor": ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
     "partial rotation": ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     "rope per layer": ("qwen3_moe", {"rope_parameters": {"full": {"rope_theta": 1.0}}}, "differs per layer type"),
+    "dynamic, too far": (
+        "qwen3_moe",
+        {"rope_scaling": {"type": "dynamic", "factor": 1e150}},
+        "factor makes a context of 1.024e+153",
+    ),
     "ropes of two layer types": (
         "qwen3_moe",
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},

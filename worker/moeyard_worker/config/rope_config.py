@@ -90,10 +90,10 @@ def context_length(rope: Fields, max_position: int) -> int:
     if kind not in ("linear", "dynamic", "yarn"):
         return max_position
     original = rope.integer("original_max_position_embeddings", max_position, maximum=MAX_POSITIONS)
-    length = int((original if kind == "yarn" else max_position) * _factor(rope, max_position, original))
+    length = (original if kind == "yarn" else max_position) * _factor(rope, max_position, original)
     if not 1 <= length <= MAX_POSITIONS:
-        raise rope.error("factor", f"makes a context of {length} tokens, expected 1 to {MAX_POSITIONS}")
-    return length
+        raise rope.error("factor", f"makes a context of {length:g} tokens, expected 1 to {MAX_POSITIONS}")
+    return int(length)
 
 
 def _factor(rope: Fields, max_position: int, original: int) -> float:
@@ -124,6 +124,7 @@ def parse_rope(
         return plain
     original = rope.integer("original_max_position_embeddings", max_position, maximum=MAX_POSITIONS)
     factor = _factor(rope, max_position, original)
+    context_length(rope, max_position)  # Refuse a factor that is out of bounds before it is used.
     if kind == "dynamic":
         # vLLM rotates all sequences as transformers does one that fills the whole stretched context.
         stretch = (factor * factor - (factor - 1)) ** (dim / (dim - 2)) if dim > 2 else 1.0
