@@ -19,8 +19,13 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 
 class RankActor:
     """Methods are the worker's own, in its order: setup, connect, load, start, wait, and after a loss rebind, connect,
-    prepare, rejoin, wait; `progress` and `stop` any time.
+    prepare, rejoin, wait; `alive`, `progress` and `stop` any time.
     """
+
+    def alive(self) -> dict[str, Any]:
+        """Answer, as a sign of life: where this process is, as `fence_process` wants to know it."""
+        node, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+        return {"node": node, "pid": pid, "began": began_of(pid)}
 
     def warm(self) -> None:
         """Import what `setup` will need; at once the second time."""
@@ -53,7 +58,7 @@ class RankActor:
         imported = time.monotonic()
         self._worker = make(WorkerSpec(host=host, **spec))
         return {
-            **self._worker.endpoints(), "node": node, "pid": os.getpid(), "began": began_of(os.getpid()),
+            **self._worker.endpoints(), **self.alive(),
             "seconds": {"imports": imported - begun, "device": time.monotonic() - imported},
             "weights": dict(self._worker.checkpoint.identity),
         }  # fmt: skip

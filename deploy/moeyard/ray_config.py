@@ -57,6 +57,9 @@ def prepare_local(threads: int) -> None:
     """Environment for a private Ray on this machine with `threads` OpenMP threads per worker. Before `import ray`."""
     # Processes inherit it from this one, so that actors take the workers that Ray starts beforehand.
     os.environ.update({**LOCAL_ENVIRONMENT, **worker_environment(threads)})
+    # A driver whose raylet has ended ends itself if "its raylet", by default its parent process, lives no more. A
+    # launcher that systemd started (its parent is process 1) could start no other Ray. Ray's workers get another value.
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ["RAY_AUTH_MODE"] = "token"
         # Only this process and its children need it; a token of the user's own is respected.

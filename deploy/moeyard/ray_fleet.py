@@ -6,10 +6,10 @@ it.
 
 import contextlib
 import logging
-import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from moeyard import __version__
-from moeyard.last_resort import end_tree
+from moeyard.local_ray import RAYLET, STOPPED_SECONDS, LocalRay
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_address import check_reachable
@@ -26,14 +26,19 @@ from moeyard.ray_member import STOP_SECONDS, Progress, lost_of
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
 from moeyard.ray_start import connect
-from moeyard.signals import Interrupts
+from moeyard.signals import Interrupts, end_now
 from moeyard.standby import Standby
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.leftovers import sweep
 from moeyard_worker.keys import FleetKeys
 
-HEAD = "gcs_server"
+WATCH_SECONDS = 1.0
+# A call that waits for ranks looks every 0.2 s whether Ray lives. One that is still there so long after the end of a
+# daemon waits inside Ray's own code, for ever.
+STUCK_SECONDS = 20.0
+# Ray itself takes up to half a minute to start, and cannot be interrupted.
+LOCK_SECONDS = 45.0
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +75,12 @@ class RayFleet:
         self._metrics_port_base = metrics_port_base
         self._cluster_wait = cluster_wait
         self._places = Places(config, local=address is None)
-        # The one daemon of a private Ray without which it starts nothing; serving does not need it.
-        self._head: psutil.Process | None = None
+        self._local = LocalRay()
         self._headless_told = False
         self._stopping = threading.Event()
+        self._entered: float | None = None  # when the call began that holds the lock
+        self._stuck = False
+        self.on_stuck: Callable[[str], None] = end_at_once
         self._place_until = 0.0  # when ranks that come must have their places
         self._check: Callable[[], None] = lambda: None
         # Actors are made, heard and ended under it.
@@ -95,7 +102,8 @@ class RayFleet:
 
         def check() -> None:
             interrupts.check()
-            self._check_head()
+            if (ended := self._local.ended()) is not None:
+                raise Unrecoverable(f"Ray's {ended} has ended while the fleet was starting; start it again")
 
         self._check = self._ranks.check = check
         if self._address is not None:
@@ -103,16 +111,17 @@ class RayFleet:
         stage("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         with interrupts.at_once():
             connect(self._address, num_workers=self._config.num_workers, stage=stage)
-        if self._address is None:
-            children = psutil.Process().children(recursive=True)
-            self._head = next((process for process in children if process.name() == HEAD), None)
+        self._local.find()
         self._check()
+        if self._address is None:
+            threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
         workers = f"{self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}"
         stage(f"starting {workers}, device {self._device}")
-        self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
         try:
-            # While ranks load and capture there is time for it.
-            return self._ranks.launch(progress, self._standby.fill)
+            with self._locked():
+                self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
+                # While ranks load and capture there is time for it.
+                return self._ranks.launch(progress, self._standby.fill)
         finally:
             # From here on only `stop` ends what is going on.
             self._ranks.check = self._go_on
@@ -124,35 +133,58 @@ class RayFleet:
             self._standby.fill()
         return found or self._places.actor(rank)
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise FleetError("the fleet is being stopped")
-        self._check_head()
 
-    def _headless(self) -> bool:
-        """Whether the private Ray's head has ended, which nothing brings back: what it knew was in its memory."""
-        if self._head is None:
-            return False
-        with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question
-            return self._head.status() == psutil.STATUS_ZOMBIE
-        return True
+    def _go_on(self) -> None:
+        """Raise FleetError when the fleet is stopped, RanksLost naming all ranks when Ray has ended."""
+        self._check_stop()
+        if (ended := self._local.ended()) is not None:
+            raise RanksLost(range(self._ranks.size), f"Ray's {ended} has ended")
 
-    def _check_head(self) -> None:
-        if self._headless():
-            raise Unrecoverable(f"Ray's {HEAD} has ended, and without it no rank can be started")
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One call at a time."""
+        with self._lock:
+            self._entered = time.monotonic()
+            try:
+                yield
+            finally:
+                self._entered = None
+
+    def _watch(self) -> None:
+        """Kill processes of Ray that stand still. Tell `on_stuck` of a call that a dead daemon holds up for ever."""
+        since: tuple[float, float] | None = None  # when the call began, and when a daemon was first missed in it
+        while not self._stopping.wait(WATCH_SECONDS):
+            for name in self._local.kill_stopped(starting=self._ranks.starting, spare=self._ranks.serving):
+                log.error("%s of Ray was stopped for %g s, and is killed", name, STOPPED_SECONDS)
+            ended, entered, now = self._local.ended(), self._entered, time.monotonic()
+            if ended is None or entered is None:
+                since = None
+            elif since is None or since[0] != entered:
+                since = entered, now
+            elif now - since[1] > STUCK_SECONDS:
+                self._stuck = True
+                reason = f"Ray's {ended} has ended, and Ray's own code waits for it"
+                log.error("%s; moeyard serve ends", reason)
+                self.on_stuck(reason)
+                return
 
     def events(self, timeout: float) -> list[Event]:
-        """See `RayRanks.events`; nothing once `stop` was called."""
+        """See `RayRanks.events`; nothing once `stop` was called. The raylet takes all ranks with it."""
         if self._stopping.is_set():
             return []
-        if not self._headless_told and self._headless():
+        ended = self._local.ended()
+        if ended == RAYLET:
+            reason = f"Ray's {ended} has ended, and all ranks with it"
+            return [Event(rank=rank, reason=reason) for rank in range(self._ranks.size)]
+        if ended is not None and not self._headless_told:
             self._headless_told = True
             log.error(
-                "Ray's %s has ended: serving goes on, but a rank that is lost now cannot be replaced and ends moeyard "
-                "serve with exit code 1; restart it when it suits",
-                HEAD,
+                "Ray's %s has ended: serving goes on; when a rank is lost, Ray and all ranks are started again", ended
             )
-        with self._lock:
+        with self._locked():
             return self._ranks.events(timeout)
 
     def end_of(self, rank: int) -> str | None:
@@ -161,18 +193,20 @@ class RayFleet:
 
     def admit(self) -> Recovered | None:
         """See `RayRanks.admit`; raises as `recover`."""
-        with self._lock:
+        with self._locked():
             self._go_on()
             return self._ranks.admit()
 
     def recover(self, dead: Collection[int], *, whole: bool = False) -> Recovered | None:
         """Replace ranks and go on in another epoch, if that is needed (`RayRanks.recover`).
 
-        Raises RanksLost for those to be replaced next, Unrecoverable when Ray can start no rank any more, and
-        FleetError when `stop` was called.
+        A private Ray that has ended is started again, and all ranks in it. Raises RanksLost for those to be replaced
+        next, Unrecoverable when Ray cannot be started again, and FleetError when `stop` was called.
         """
-        with self._lock:
-            self._go_on()
+        with self._locked():
+            self._check_stop()
+            if (ended := self._local.ended()) is not None:
+                self._start_again(ended)
             try:
                 recovered = self._ranks.recover(dead, whole=whole)
                 self._standby.fill()
@@ -186,7 +220,7 @@ class RayFleet:
         A GPU has no room for two, and a fixed port is taken: there a standby is started, and False says that there is
         none. Raises FleetError when `stop` was called.
         """
-        with self._lock:
+        with self._locked():
             self._go_on()
             beside = self._config.device == "cpu" and not self._metrics_port_base
             # Who is restarted may be so for other code than those that wait have.
@@ -200,7 +234,7 @@ class RayFleet:
 
     def prepared(self, rank: int) -> bool:
         """Whether that process has started; raises RanksLost with its own words if it cannot."""
-        with self._lock:
+        with self._locked():
             self._go_on()
             if rank in self._ranks.spares.members:
                 return self._ranks.spares.prepared(rank, self._ranks.weights)
@@ -211,13 +245,13 @@ class RayFleet:
 
     def abandon(self, rank: int) -> None:
         """End that process, and forget what was to be changed, unless it has taken its place."""
-        with self._lock:
+        with self._locked():
             if not self._stopping.is_set():
                 self._ranks.spares.abandon(rank)
 
     def begin_resize(self, size: int) -> bool:
         """Begin to become `size` ranks; False if it has to be asked again. Raises FleetError where that cannot be."""
-        with self._lock:
+        with self._locked():
             self._go_on()
             come = range(self._ranks.size, size)
             # What can never be is said before what is lacking now.
@@ -236,7 +270,7 @@ class RayFleet:
 
     def resize_stage(self) -> str | None:
         """What that waits for (`Resizing.stage`), None if nothing any more; raises FleetError for what goes wrong."""
-        with self._lock:
+        with self._locked():
             self._go_on()
             stage = self._ranks.resize_stage()
             if (late := self._places.waits(self._ranks.coming)) and time.monotonic() > self._place_until:
@@ -245,18 +279,35 @@ class RayFleet:
 
     def resize(self) -> Recovered:
         """Have all ranks of the other size meet. Raises as `recover`, which is to be called then; all is as before."""
-        with self._lock:
+        with self._locked():
             self._go_on()
             return self._ranks.resize()
 
     def end_resize(self) -> None:
         """End ranks that have left, or that were to come and do not; their places are given back."""
-        with self._lock:
+        with self._locked():
             if not self._stopping.is_set():
                 self._ranks.end_resize()
                 self._places.give_back_from(self._ranks.size)
                 # Who waited may have come in.
                 self._standby.fill()
+
+    def _start_again(self, ended: str) -> None:
+        """End what is left of a private Ray, and start another, without ranks. Raises Unrecoverable."""
+        log.warning("Ray's %s has ended: starting Ray again, and all ranks", ended)
+        # References to the old Ray's actors go before it does.
+        self._standby.forget()
+        self._local.kill()
+        self._ranks.forget()
+        try:
+            ray.shutdown()
+            connect(self._address, num_workers=self._config.num_workers, stage=log.warning)
+            self._local.find()
+            self._places.reserve(wait=0.0, stage=lambda text: None, check=self._go_on)
+        except (ValueError, RayError) as error:
+            self._check_stop()
+            raise Unrecoverable(f"Ray's {ended} has ended, and {first_line(error)}") from error
+        self._headless_told = False
 
     def _spec(self, config: EngineConfig, rank: int, epoch: int, placement: Placement) -> dict[str, Any]:
         return {
@@ -273,16 +324,28 @@ class RayFleet:
         }
 
     def stop(self) -> None:
-        """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice."""
+        """Stop the actors and leave Ray (a private one ends with its processes). Safe to call twice.
+
+        Ends the whole process, with code 1, if a call of Ray's never returns.
+        """
         self._stopping.set()
+        # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
+        if self._stuck or not self._lock.acquire(timeout=LOCK_SECONDS):
+            self._local.kill()
+            sweep()
+            end_now(1)
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _end(self) -> None:
         children = psutil.Process().children(recursive=True)
         if ray.is_initialized():
-            # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
-            with self._lock:
-                self._stop_ranks()
-        if self._headless():
-            # Ray's own end would wait for it for ever, where other daemons still run.
-            end_tree(os.getpid())
+            self._stop_ranks()
+        if self._local.ended() is not None:
+            # Ray's own end would wait for its daemon for ever, where others still run.
+            self._local.kill()
         # Once more, while Ray lives: it may have been starting a rank's process.
         children = [*{*children, *psutil.Process().children(recursive=True)}]
         trackers = [process for process in children if is_tracker(process)]
@@ -302,6 +365,12 @@ class RayFleet:
         self._standby.stop()
         self._ranks.stop()
         self._places.close()
+
+
+def end_at_once(reason: str) -> None:
+    """End this process where nothing else can: its main thread is inside Ray's code."""
+    print(f"moeyard: {reason}; start it again", file=sys.stderr, flush=True)
+    end_now(1)
 
 
 def is_tracker(process: psutil.Process) -> bool:

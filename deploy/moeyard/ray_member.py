@@ -30,6 +30,7 @@ class Member:
     `setting_up` and `loading` are the calls that will, once they were made, and `epoch` that of the mesh it binds.
     `wait` is the call that returns when it ends or loses a peer, and `loss` what it then told, until it rejoins. `has`
     are the experts that it serves with, or will when it starts; `read` those that it has read for an epoch to come.
+    `asked` is the latest question for a sign of life, of `asked_at`, and `place` what it answered (`Signs`).
     """
 
     actor: Any
@@ -43,6 +44,15 @@ class Member:
     started: bool = False
     wait: Any = None
     loss: dict[str, Any] | None = None
+    asked: Any = None
+    asked_at: float = 0.0
+    place: dict[str, Any] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The number of its process, as soon as that has said it."""
+        place = self.setup or self.place
+        return None if place is None else int(place["pid"])
 
     @property
     def loads(self) -> bool:
@@ -119,8 +129,8 @@ def rank_of(number: int, member: Member) -> Rank:
 def fence(member: Member) -> None:
     """End its process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
     ray.kill(member.actor)
-    if member.setup is not None:
-        fence_process(member.setup["node"], member.setup["pid"], member.setup["began"])
+    if (place := member.setup or member.place) is not None:
+        fence_process(place["node"], place["pid"], place["began"])
 
 
 def end_all(members: Collection[Member]) -> None:
@@ -147,23 +157,13 @@ def told(rank: int, ref: Any) -> Event:
     return Event(rank=rank, reason=loss["reason"], loss=loss)
 
 
-def follow(
-    loads: Mapping[int, Any], members: Mapping[int, Member], progress: Progress, *, check: Callable[[], None]
-) -> None:
-    """Report progress until every load has ended, well or badly; `check` is called meanwhile."""
-    calls = list(loads.values())
-    while calls:
-        _, pending = ray.wait(calls, num_returns=len(calls), timeout=PROGRESS_SECONDS)
-        check()
-        try:
-            asked = [members[rank].actor.progress.remote() for rank in loads]
-            parts = ray.get(asked, timeout=STOP_SECONDS)
-            progress(sum(done for done, _ in parts), sum(total for _, total in parts))
-        except RayError:
-            # Its cause, if any, is raised by the load itself.
-            pass
-        if not pending:
-            return
+def tell_progress(members: Collection[Member], progress: Progress) -> None:
+    """Ask those that load how far they are, and tell `progress` the sums."""
+    try:
+        parts = ray.get([member.actor.progress.remote() for member in members], timeout=STOP_SECONDS)
+    except RayError:
+        return  # its cause, if any, is raised by the load itself
+    progress(sum(done for done, _ in parts), sum(total for _, total in parts))
 
 
 def gather(
@@ -172,12 +172,14 @@ def gather(
     *,
     timeout: float | None,
     check: Callable[[], None],
+    silent: Callable[[Collection[int]], RanksLost | None] = lambda ranks: None,
     at_once: bool,
 ) -> None:
     """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
 
     That is `at_once`, or after all have been heard: then one that has ended, or else those that do not answer, are
-    named before any that says what it misses, which may be them. `check` is called meanwhile.
+    named before any that says what it misses, which may be them. `check` is called meanwhile, and so is `silent` with
+    the ranks that have not answered: it names those that are not waited for any more.
     """
     pending = {ref: rank for rank, ref in calls.items()}
     limit = None if timeout is None else time.monotonic() + timeout
@@ -193,6 +195,10 @@ def gather(
                 found = lost_of(rank, error)
                 if lost is None or (_complains(lost) and not _complains(found)):
                     lost = found
+        if not done and (hung := silent(list(pending.values()))) is not None:
+            pending = {ref: rank for ref, rank in pending.items() if rank not in hung.ranks}
+            if lost is None or _complains(lost):
+                lost = hung
         if pending and limit is not None and time.monotonic() > limit:
             late = sorted(pending.values())
             if lost is None or _complains(lost):

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from moeyard.fencing import kill_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
@@ -25,7 +26,6 @@ from moeyard.ray_member import (
     Progress,
     end_all,
     fence,
-    follow,
     gather,
     is_here,
     is_new,
@@ -33,9 +33,11 @@ from moeyard.ray_member import (
     rank_of,
     setup_of,
     sized,
+    tell_progress,
     told,
 )
 from moeyard.ray_places import Seats
+from moeyard.ray_signs import Signs
 from moeyard.same_weights import SameWeights
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
@@ -45,6 +47,9 @@ from moeyard_worker.config.placement import Placement
 
 # What a rank that lives may take for a call, beyond the step deadline: its host may be busy starting another.
 CALL_SECONDS = 15.0
+# How long a process that starts may be silent: at the fleet's start, when files may be cold, and later. Then it is at
+# least as long as the whole start took.
+FIRST_SIGN_SECONDS, SIGN_SECONDS = 300.0, 60.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
 
@@ -78,6 +83,7 @@ class RayRanks:
         self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
         self._runs, self._takeover, self._seats = False, takeover, seats
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
+        self._signs = Signs(FIRST_SIGN_SECONDS)
         self.spares, self.weights = Spares(), SameWeights()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
@@ -91,8 +97,32 @@ class RayRanks:
         made()
         ranks = self._begin_epoch(progress, meet=MEET_SECONDS)
         self._start_seconds = time.monotonic() - begun
+        self._signs.seconds = max(SIGN_SECONDS, self._start_seconds)
         self._reports = [rank.report for rank in ranks]
         return ranks
+
+    @property
+    def size(self) -> int:
+        """Ranks, away or not."""
+        return self._config.num_workers
+
+    @property
+    def starting(self) -> bool:
+        """Whether a process is on its way into the fleet."""
+        return not self._runs or bool(self.spares.members) or bool(self._away())
+
+    @property
+    def serving(self) -> set[int]:
+        """The pids of the ranks whose epoch runs."""
+        return {m.pid for m in self._members if m.started and m.pid is not None} if self._runs else set()
+
+    def forget(self) -> None:
+        """End all processes without a word to Ray, which has ended; `recover` then makes all ranks again."""
+        members, self._members, self._runs = [*self._members, *self.spares.members.values()], [], False
+        self.spares.members.clear()
+        for place in [member.setup or member.place for member in members]:
+            if place is not None:
+                kill_process(place["pid"], place["began"])
 
     def events(self, timeout: float) -> list[Event]:
         """What ranks have told within `timeout` seconds, at the latest: each its end, or the loss of a peer.
@@ -107,6 +137,8 @@ class RayRanks:
             return []
         done, _ = ray.wait([*waits, *starts], num_returns=1, timeout=timeout)
         events = [self._event(waits[ref], ref) if ref in waits else self._advance(starts[ref], ref) for ref in done]
+        if not done and (lost := self._signs.lost({rank: self._members[rank] for rank in starts.values()})) is not None:
+            events = [Event(rank=rank, reason=str(lost)) for rank in lost.ranks]
         return [event for event in events if event is not None]
 
     def _away(self) -> list[tuple[int, Member]]:
@@ -138,9 +170,11 @@ class RayRanks:
 
         None if no other epoch is needed, as they were away. Raises RanksLost: call it again.
         """
-        for rank in dead:
+        for rank in dead if self._members else ():
             fence(self._members[rank])
             self._members[rank] = self.spares.take(rank) or Member(self._make(rank))
+        if not self._members:
+            self._members = [Member(self._make(rank)) for rank in range(self.size)]
         if self._runs and not set(dead).intersection(self._now.ranks):
             self._set_all_up(secrets.randbits(31))
             return None
@@ -193,7 +227,9 @@ class RayRanks:
             self.spares.members[rank] = Member(actor, actor.setup.remote(self._spec_of(rank, 0)))
 
     def end_of(self, rank: int) -> str | None:
-        """How the process of a lost rank was last seen; None where it is on another host."""
+        """How the process of a lost rank was last seen; None where it is on another host, or not known."""
+        if not self._members:
+            return None
         member = self._members[rank]
         return self._vitals.describe(setup_of(member)["pid"]) if is_here(member) else None
 
@@ -232,8 +268,7 @@ class RayRanks:
         unloaded = {r: m for r, m in members.items() if m.report is None}
         per_node = Counter(setup_of(m)["node"] for m in unloaded.values())
         loads = {r: m.actor.load.remote(per_node[setup_of(m)["node"]]) for r, m in unloaded.items()}
-        follow(loads, unloaded, progress, check=self.check)
-        self._call(loads, self._loaded)
+        self._call(loads, self._loaded, progress=progress)
         moved = {r: m for r, m in members.items() if placement.experts(r) not in (m.has, m.read)}
         self._call({r: m.actor.prepare.remote(placement, slots.get(r, 0)) for r, m in moved.items()})
         lap("experts")
@@ -306,13 +341,23 @@ class RayRanks:
 
     def _call(
         self, calls: dict[int, Any], took: Callable[[int, Any], None] = lambda rank, result: None, *,
-        timeout: float | None = None,
+        timeout: float | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
 
-        While a fleet recovers, that is after all have been heard: what the sound ones did is not done again.
+        While a fleet recovers, that is after all have been heard: what the sound ones did is not done again. Calls
+        without a `timeout` may take any time, as long as their processes give signs of life.
         """
-        gather(calls, took, timeout=timeout, check=self.check, at_once=not self._reports)
+
+        def check() -> None:
+            self.check()
+            if progress is not None and calls:
+                tell_progress([self._members[rank] for rank in calls], progress)
+
+        def silent(ranks: Collection[int]) -> RanksLost | None:
+            return self._signs.lost({rank: self._members[rank] for rank in ranks}) if timeout is None else None
+
+        gather(calls, took, timeout=timeout, check=check, silent=silent, at_once=not self._reports)
 
     def stop(self) -> None:
         """See `end_all`."""

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from moeyard.rank import RanksLost, Recovered
+from moeyard.rank import FleetError, RanksLost, Recovered
 from moeyard.ray_errors import first_line
 from moeyard.ray_member import Member, fence
 from moeyard.ray_ranks import CALL_SECONDS, RayRanks
@@ -25,11 +25,6 @@ class ResizableRanks(RayRanks):
     _resizing: Resizing | None = None
     _outside: tuple[Member, ...] = ()  # that have left, or were to come
     _reading: tuple[Any, ...] = ()  # calls of a resize that was given up
-
-    @property
-    def size(self) -> int:
-        """Ranks, away or not."""
-        return len(self._members)
 
     @property
     def coming(self) -> list[int]:
@@ -69,7 +64,8 @@ class ResizableRanks(RayRanks):
 
     def resize_stage(self) -> str | None:
         """See `Resizing.stage`."""
-        assert self._resizing is not None, "it was begun"
+        if self._resizing is None:
+            raise FleetError("Ray has ended, and the ranks that were to come with it")
         stage = self._resizing.stage()
         for rank, member in self._resizing.members.items():
             if member.setup is not None:
@@ -115,6 +111,18 @@ class ResizableRanks(RayRanks):
                 member.read, _ = None, member.actor.prepare.remote(self._now, 0)
         outside, self._outside = self._outside, ()
         end(list(outside))
+
+    @property
+    def starting(self) -> bool:
+        """See `RayRanks.starting`; also for another size."""
+        return self._resizing is not None or super().starting
+
+    def forget(self) -> None:
+        """See `RayRanks.forget`."""
+        resizing = [] if self._resizing is None else list(self._resizing.members.values())
+        self._members = [*self._members, *self._outside, *resizing]
+        self._resizing, self._outside, self._reading = None, (), ()
+        super().forget()
 
     def stop(self) -> None:
         """See `RayRanks.stop`; also of those that have left, or are on their way in."""

@@ -150,6 +150,7 @@ def serve(
             )
             # Also a single one has a process of its own: what kills it leaves the fleet as it is.
             server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
+            fleet.on_stuck = server.give_up
             supervisor.start()
             control = open_door(router.port, commands(upkeep, config))
             interrupts.check()

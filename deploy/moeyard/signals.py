@@ -82,7 +82,8 @@ def end_now(code: int) -> NoReturn:
     Another program takes its place, its number and its children. Killing them from here would not do: once a daemon of
     Ray's is stopped, Ray's own code, which waits for it, may hold the interpreter's lock for half a minute.
     """
-    for number in ENDING:
+    # The program that follows inherits what is ignored. Only the main thread may say so.
+    for number in ENDING if threading.current_thread() is threading.main_thread() else ():
         signal.signal(number, signal.SIG_IGN)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "moeyard.last_resort", str(code)])
 

@@ -57,6 +57,10 @@ class Standby:
             return actor
         return None
 
+    def forget(self) -> None:
+        """Drop them without a word to Ray, which has ended."""
+        self._actors = []
+
     def stop(self) -> None:
         """End them; `fill` starts others, with the code that is on the disk then."""
         for actor, _ in self._actors:

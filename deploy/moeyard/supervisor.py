@@ -65,13 +65,17 @@ class RestartBudget:
 
     def used(self, now: float) -> int:
         """Restarts within the last `seconds`."""
-        while self._taken and self._taken[0] <= now - self.seconds:
-            self._taken.popleft()
-        return len(self._taken)
+        return sum(at > now - self.seconds for at in self._taken)
+
+    def renew(self, now: float) -> None:
+        """Count all restarts so far as if they were now: the last of them has come to nothing yet."""
+        self._taken = deque([now] * len(self._taken))
 
     def take(self, now: float) -> bool:
         """Count one more if there is one left."""
-        if self.used(now) >= self.limit:
+        while self._taken and self._taken[0] <= now - self.seconds:
+            self._taken.popleft()
+        if len(self._taken) >= self.limit:
             return False
         self._taken.append(now)
         return True
@@ -128,6 +132,7 @@ class Supervisor:
         self._give_up = give_up
         self._limit, self._window = limit, window
         self._budgets: dict[int, RestartBudget] = {}
+        self._unproven: set[int] = set()  # ranks that were replaced, and have not served since
         self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._ready = False  # somebody who was away may join
         self._size: int | None = None  # of the fleet, once it was handed over
@@ -235,10 +240,9 @@ class Supervisor:
         while not self._stopping.is_set():
             for rank in sorted(dead - purpose):
                 end = incident.ends[rank] = self._fleet.end_of(rank)
-                if not self._may_replace(rank):
+                if (refused := self._spent(rank)) is not None:
                     also = "" if end is None else f"; {end}"
-                    lost = f"rank {rank} was lost {self._limit} times in {self._window:g} s"
-                    self._end(f"{lost}: {incident.lost[rank]}{also}")
+                    self._end(f"{refused}: {incident.lost[rank]}{also}")
                     return False
             if not dead:
                 log.warning("going on as before: %s", incident.reason)
@@ -291,6 +295,7 @@ class Supervisor:
         """The router goes on with these ranks."""
         self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
         self._size = len(recovered.ranks)
+        self._unproven -= {rank.rank for rank in recovered.ranks if rank.frontend}
         # What it has noticed so far is of those that were replaced.
         while not self._said.empty():
             self._said.get()
@@ -304,9 +309,20 @@ class Supervisor:
         spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
         log.log(level, "the fleet %s %.1f s after %s%s", how, seconds, incident.reason, spent)
 
-    def _may_replace(self, rank: int) -> bool:
+    def _spent(self, rank: int) -> str | None:
+        """Why a rank is not replaced any more; None if it is, which counts.
+
+        The window slides only while the rank serves: processes that each take long to fail are too many, too.
+        """
+        now = self._clock()
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))
-        return budget.take(self._clock())
+        lost = f"rank {rank} was lost {self._limit} times"
+        if budget.used(now) >= self._limit - 1:
+            return f"{lost} in {self._window:g} s"
+        if rank in self._unproven:
+            budget.renew(now)
+        self._unproven.add(rank)
+        return None if budget.take(now) else f"{lost} without serving in between"
 
     def _end(self, reason: str) -> None:
         self.failure = reason

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from moeyard import ray_member, ray_ranks, spares
+from moeyard import ray_member, ray_ranks, ray_signs, spares
 from moeyard.rank import Event, RanksLost
 from moeyard.ray_places import Seats
 from moeyard.ray_ranks import RayRanks
@@ -113,7 +113,7 @@ class Fleet:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ray_ranks, ray_member, spares):
+    for module in (ray_ranks, ray_member, ray_signs, spares):
         monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(ray_member, "fence_process", lambda node, pid, began: None)
 
@@ -245,3 +245,88 @@ def test_a_prepared_process_takes_its_place_once(fleet: Fleet) -> None:
     fleet.ranks.prepare(1, {}, spare)
     assert fleet.ranks.spares.take(1) is not None
     assert fleet.ranks.spares.take(1) is None
+
+
+class Clock:
+    """Seconds that a test sets, in which processes that start are asked for signs of life."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.now = 0.0
+        fleet.ranks._signs._clock = self
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("hangs", ["setup", "load"])
+def test_a_process_that_hangs_while_it_starts_is_replaced(
+    fleet: Fleet, hangs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for rank 1, which neither comes nor answers. Its place says which process is to be killed."""
+    clock, place = Clock(fleet), {"node": "here", "pid": 4711, "began": 3}
+    make, fenced = fleet.ranks._make, list[tuple[Any, ...]]()
+    monkeypatch.setattr(ray_member, "fence_process", lambda *process: fenced.append(process))
+
+    def hanging(rank: int) -> Actor:
+        actor = make(rank)
+        actor.says[hangs] = Ref(done=False)
+        actor.says["alive"] = Ref(place)
+        return actor
+
+    def check() -> None:
+        clock.now += 2.0
+        if clock.now > 20.0:
+            fleet.actors[1][1].says["alive"] = Ref(done=False)
+
+    fleet.ranks._make, fleet.ranks.check = hanging, check
+    fleet.lose(1)
+    fleet.events(RANKS)
+    with pytest.raises(RanksLost, match=r"^rank 1 gave no sign of life for 60 s while starting$") as lost:
+        fleet.ranks.recover([1], whole=True)
+    assert lost.value.ranks == {1}
+    assert clock.now == pytest.approx(20.0 + ray_ranks.SIGN_SECONDS, abs=6.0), "it answered until then"
+    fleet.ranks._make, fleet.ranks.check = make, lambda: None
+    fenced.clear()
+    recovered = fleet.ranks.recover([1], whole=True)
+    assert recovered is not None
+    assert [rank.rank for rank in recovered.ranks if rank.frontend] == [0, 1, 2]
+    assert [pid for _, pid, _ in fenced] == [4711 if hangs == "setup" else 2**22 + 2]
+
+
+def test_a_process_that_hangs_while_others_serve_is_lost(fleet: Fleet) -> None:
+    clock = Clock(fleet)
+    make = fleet.ranks._make
+
+    def hanging(rank: int) -> Actor:
+        actor = make(rank)
+        actor.says |= {"setup": Ref(done=False), "alive": Ref(done=False)}
+        return actor
+
+    fleet.ranks._make = hanging
+    fleet.lose(1)
+    fleet.events(RANKS)
+    assert fleet.ranks.recover([1]) is not None, "the others take over"
+    assert fleet.ranks.starting
+    assert fleet.ranks.serving == {2**22 + 1, 2**22 + 3}
+    assert fleet.events(1) == []
+    clock.now += ray_ranks.SIGN_SECONDS + 1.0
+    (event,) = fleet.events(1)
+    assert (event.rank, event.ready) == (1, False)
+    assert "no sign of life" in event.reason
+
+
+def test_when_ray_has_ended_all_ranks_are_made_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old ones are killed by their numbers: nothing is asked of a Ray that does not answer."""
+    killed: list[int] = []
+    monkeypatch.setattr(ray_ranks, "kill_process", lambda pid, began: killed.append(pid))
+    fleet.ranks.prepare(2, {}, fleet.make(2))
+    calls = {rank: len(made[0].calls) for rank, made in fleet.actors.items()}
+    fleet.ranks.forget()
+    assert killed == [2**22 + 1 + rank for rank in range(RANKS)]
+    assert fleet.ranks.end_of(1) is None
+    assert fleet.ranks.events(0.0) == []
+    recovered = fleet.ranks.recover([1])
+    assert recovered is not None
+    assert [rank.rank for rank in recovered.ranks if rank.frontend] == [0, 1, 2]
+    assert {rank: len(made[0].calls) for rank, made in fleet.actors.items()} == calls
+    assert all("start" in made[-1].calls for made in fleet.actors.values())

@@ -178,6 +178,32 @@ def test_replacements_that_fail_count() -> None:
     assert desk.handed == []
 
 
+def test_replacements_that_take_long_to_fail_count() -> None:
+    """Each hangs for longer than the window."""
+    desk = Desk(limit=3)
+    recover = desk.fleet.recover
+
+    def late(dead: Collection[int], *, whole: bool) -> Recovered:
+        desk.now += 100.0
+        return recover(dead, whole=whole)
+
+    desk.fleet.recover = late  # type: ignore[method-assign]
+    desk.fleet.answers = [RanksLost([1], "rank 1 gave no sign of life"), RanksLost([1], "rank 1 gave no sign of life")]
+    desk.turn(Event(rank=1, reason="gone"))
+    assert desk.given_up == ["rank 1 was lost 3 times without serving in between: rank 1 gave no sign of life"]
+    assert desk.handed == []
+
+
+def test_one_that_has_served_begins_again() -> None:
+    desk = Desk(limit=3)
+    for _ in range(4):
+        desk.fleet.answers = [RanksLost([1], "it hangs")]
+        desk.turn(Event(rank=1, reason="gone"))
+        desk.now += 61.0
+    assert desk.given_up == []
+    assert len(desk.handed) == 4
+
+
 def test_silence_has_advice(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(limit=1)
     desk.turn(loss(0, 1, reason="rank 1 silent at step 7, plan (5.0 s)"))
