@@ -45,7 +45,7 @@ ROUTER_ROOMS = {
     "text": ((), 3130),
     "fleet": ((), 3105),
     "api": (("text", "fleet"), 4640),
-    "http": (("text", "fleet", "api"), 2370),
+    "http": (("text", "fleet", "api"), 2405),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
 # The same for the folders of the kernels; what these may import is KERNEL_ORDER.

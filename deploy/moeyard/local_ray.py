@@ -94,6 +94,14 @@ def is_own(process: psutil.Process) -> bool:
         return False
 
 
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether this is Python's tracker of what several processes share: it ends when we do, so nobody waits for it."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # boundary: it has just ended
+        return False
+
+
 def _lives(process: psutil.Process) -> bool:
     """Whether it runs, and its number is not another's by now."""
     with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question

@@ -6,10 +6,8 @@ it.
 
 import contextlib
 import logging
-import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import psutil
@@ -17,28 +15,22 @@ import ray
 from ray.exceptions import RayError
 
 from moeyard import __version__
-from moeyard.local_ray import RAYLET, STOPPED_SECONDS, LocalRay
+from moeyard.local_ray import RAYLET, LocalRay, is_tracker
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, named
 from moeyard.ray_address import check_reachable
 from moeyard.ray_errors import first_line
+from moeyard.ray_guard import Guard
 from moeyard.ray_member import STOP_SECONDS, Progress, lost_of
 from moeyard.ray_places import PLACEMENT_SECONDS, Places
 from moeyard.ray_resizes import ResizableRanks
 from moeyard.ray_start import connect
-from moeyard.signals import Interrupts, end_now
+from moeyard.signals import Interrupts
 from moeyard.standby import Standby
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.leftovers import sweep
 from moeyard_worker.keys import FleetKeys
-
-WATCH_SECONDS = 1.0
-# A call that waits for ranks looks every 0.2 s whether Ray lives. One that is still there so long after the end of a
-# daemon waits inside Ray's own code, for ever.
-STUCK_SECONDS = 20.0
-# Ray itself takes up to half a minute to start, and cannot be interrupted.
-LOCK_SECONDS = 45.0
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +69,10 @@ class RayFleet:
         self._places = Places(config, local=address is None)
         self._local = LocalRay()
         self._headless_told = False
-        self._stopping = threading.Event()
-        self._entered: float | None = None  # when the call began that holds the lock
-        self._stuck = False
-        self.on_stuck: Callable[[str], None] = end_at_once
         self._place_until = 0.0  # when ranks that come must have their places
         self._check: Callable[[], None] = lambda: None
-        # Actors are made, heard and ended under it.
-        self._lock = threading.Lock()
+        # Actors are made, heard and ended within its calls.
+        self.guard = Guard(self._local, starting=lambda: self._ranks.starting, serving=lambda: self._ranks.serving)
         # In a cluster a process without a place has no node, and no GPU.
         few = int(config.device != "cpu") if standby is None else standby
         self._standby = Standby(self._places.standby, few if address is None else 0)
@@ -114,11 +102,11 @@ class RayFleet:
         self._local.find()
         self._check()
         if self._address is None:
-            threading.Thread(target=self._watch, name="ray-watch", daemon=True).start()
+            self.guard.watch()
         workers = f"{self._config.num_workers} worker{'s' if self._config.num_workers > 1 else ''}"
         stage(f"starting {workers}, device {self._device}")
         try:
-            with self._locked():
+            with self.guard.call():
                 self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
                 # While ranks load and capture there is time for it.
                 return self._ranks.launch(progress, self._standby.fill)
@@ -134,7 +122,7 @@ class RayFleet:
         return found or self._places.actor(rank)
 
     def _check_stop(self) -> None:
-        if self._stopping.is_set():
+        if self.guard.stopping.is_set():
             raise FleetError("the fleet is being stopped")
 
     def _go_on(self) -> None:
@@ -143,37 +131,9 @@ class RayFleet:
         if (ended := self._local.ended()) is not None:
             raise RanksLost(range(self._ranks.size), f"Ray's {ended} has ended")
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One call at a time."""
-        with self._lock:
-            self._entered = time.monotonic()
-            try:
-                yield
-            finally:
-                self._entered = None
-
-    def _watch(self) -> None:
-        """Kill processes of Ray that stand still. Tell `on_stuck` of a call that a dead daemon holds up for ever."""
-        since: tuple[float, float] | None = None  # when the call began, and when a daemon was first missed in it
-        while not self._stopping.wait(WATCH_SECONDS):
-            for name in self._local.kill_stopped(starting=self._ranks.starting, spare=self._ranks.serving):
-                log.error("%s of Ray was stopped for %g s, and is killed", name, STOPPED_SECONDS)
-            ended, entered, now = self._local.ended(), self._entered, time.monotonic()
-            if ended is None or entered is None:
-                since = None
-            elif since is None or since[0] != entered:
-                since = entered, now
-            elif now - since[1] > STUCK_SECONDS:
-                self._stuck = True
-                reason = f"Ray's {ended} has ended, and Ray's own code waits for it"
-                log.error("%s; moeyard serve ends", reason)
-                self.on_stuck(reason)
-                return
-
     def events(self, timeout: float) -> list[Event]:
         """See `RayRanks.events`; nothing once `stop` was called. The raylet takes all ranks with it."""
-        if self._stopping.is_set():
+        if self.guard.stopping.is_set():
             return []
         ended = self._local.ended()
         if ended == RAYLET:
@@ -184,7 +144,7 @@ class RayFleet:
             log.error(
                 "Ray's %s has ended: serving goes on; when a rank is lost, Ray and all ranks are started again", ended
             )
-        with self._locked():
+        with self.guard.call():
             return self._ranks.events(timeout)
 
     def end_of(self, rank: int) -> str | None:
@@ -193,7 +153,7 @@ class RayFleet:
 
     def admit(self) -> Recovered | None:
         """See `RayRanks.admit`; raises as `recover`."""
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             return self._ranks.admit()
 
@@ -203,7 +163,7 @@ class RayFleet:
         A private Ray that has ended is started again, and all ranks in it. Raises RanksLost for those to be replaced
         next, Unrecoverable when Ray cannot be started again, and FleetError when `stop` was called.
         """
-        with self._locked():
+        with self.guard.call():
             self._check_stop()
             if (ended := self._local.ended()) is not None:
                 self._start_again(ended)
@@ -220,7 +180,7 @@ class RayFleet:
         A GPU has no room for two, and a fixed port is taken: there a standby is started, and False says that there is
         none. Raises FleetError when `stop` was called.
         """
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             beside = self._config.device == "cpu" and not self._metrics_port_base
             # Who is restarted may be so for other code than those that wait have.
@@ -234,7 +194,7 @@ class RayFleet:
 
     def prepared(self, rank: int) -> bool:
         """Whether that process has started; raises RanksLost with its own words if it cannot."""
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             if rank in self._ranks.spares.members:
                 return self._ranks.spares.prepared(rank, self._ranks.weights)
@@ -245,13 +205,13 @@ class RayFleet:
 
     def abandon(self, rank: int) -> None:
         """End that process, and forget what was to be changed, unless it has taken its place."""
-        with self._locked():
-            if not self._stopping.is_set():
+        with self.guard.call():
+            if not self.guard.stopping.is_set():
                 self._ranks.spares.abandon(rank)
 
     def begin_resize(self, size: int) -> bool:
         """Begin to become `size` ranks; False if it has to be asked again. Raises FleetError where that cannot be."""
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             come = range(self._ranks.size, size)
             # What can never be is said before what is lacking now.
@@ -270,7 +230,7 @@ class RayFleet:
 
     def resize_stage(self) -> str | None:
         """What that waits for (`Resizing.stage`), None if nothing any more; raises FleetError for what goes wrong."""
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             stage = self._ranks.resize_stage()
             if (late := self._places.waits(self._ranks.coming)) and time.monotonic() > self._place_until:
@@ -279,14 +239,14 @@ class RayFleet:
 
     def resize(self) -> Recovered:
         """Have all ranks of the other size meet. Raises as `recover`, which is to be called then; all is as before."""
-        with self._locked():
+        with self.guard.call():
             self._go_on()
             return self._ranks.resize()
 
     def end_resize(self) -> None:
         """End ranks that have left, or that were to come and do not; their places are given back."""
-        with self._locked():
-            if not self._stopping.is_set():
+        with self.guard.call():
+            if not self.guard.stopping.is_set():
                 self._ranks.end_resize()
                 self._places.give_back_from(self._ranks.size)
                 # Who waited may have come in.
@@ -328,16 +288,9 @@ class RayFleet:
 
         Ends the whole process, with code 1, if a call of Ray's never returns.
         """
-        self._stopping.set()
         # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
-        if self._stuck or not self._lock.acquire(timeout=LOCK_SECONDS):
-            self._local.kill()
-            sweep()
-            end_now(1)
-        try:
+        with self.guard.end():
             self._end()
-        finally:
-            self._lock.release()
 
     def _end(self) -> None:
         children = psutil.Process().children(recursive=True)
@@ -365,17 +318,3 @@ class RayFleet:
         self._standby.stop()
         self._ranks.stop()
         self._places.close()
-
-
-def end_at_once(reason: str) -> None:
-    """End this process where nothing else can: its main thread is inside Ray's code."""
-    print(f"moeyard: {reason}; start it again", file=sys.stderr, flush=True)
-    end_now(1)
-
-
-def is_tracker(process: psutil.Process) -> bool:
-    """Whether this is Python's tracker of what several processes share: it ends when we do, so nobody waits for it."""
-    try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:  # boundary: it has just ended
-        return False

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from moeyard.fencing import fence_process
+from moeyard.fencing import fence_process, kill_process
 from moeyard.rank import Event, FleetError, Rank, RanksLost, parts
 from moeyard.ray_errors import first_line
 from moeyard_worker.config.engine_config import EngineConfig
@@ -140,6 +140,13 @@ def end_all(members: Collection[Member]) -> None:
         ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
     for member in members:
         ray.kill(member.actor)
+
+
+def end_by_number(members: Collection[Member]) -> None:
+    """SIGKILL for processes of this host whose Ray has ended."""
+    for place in [member.setup or member.place for member in members]:
+        if place is not None:
+            kill_process(place["pid"], place["began"])
 
 
 def told(rank: int, ref: Any) -> Event:

@@ -17,8 +17,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from moeyard.fencing import kill_process
 from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable, named
+from moeyard.ray_calls import Calls
 from moeyard.ray_member import (
     PROGRESS_SECONDS,
     Laps,
@@ -26,18 +26,15 @@ from moeyard.ray_member import (
     Progress,
     end_all,
     fence,
-    gather,
     is_here,
     is_new,
     lost_of,
     rank_of,
     setup_of,
     sized,
-    tell_progress,
     told,
 )
 from moeyard.ray_places import Seats
-from moeyard.ray_signs import Signs
 from moeyard.same_weights import SameWeights
 from moeyard.spares import Spares
 from moeyard.takeover import Room, without
@@ -47,9 +44,6 @@ from moeyard_worker.config.placement import Placement
 
 # What a rank that lives may take for a call, beyond the step deadline: its host may be busy starting another.
 CALL_SECONDS = 15.0
-# How long a process that starts may be silent: at the fleet's start, when files may be cold, and later. Then it is at
-# least as long as the whole start took.
-FIRST_SIGN_SECONDS, SIGN_SECONDS = 300.0, 60.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
 
@@ -83,7 +77,7 @@ class RayRanks:
         self._whole = self._now = placement  # of all, and of the epoch that runs or ran last
         self._runs, self._takeover, self._seats = False, takeover, seats
         self._start_seconds = math.inf  # how long a rank takes from its making to its first step
-        self._signs = Signs(FIRST_SIGN_SECONDS)
+        self._call = Calls(lambda: self._members, check=lambda: self.check(), at_once=lambda: not self._reports)
         self.spares, self.weights = Spares(), SameWeights()
         self._reports: list[dict[str, Any]] = []  # of the first start
         self._nodes: dict[int, str] = {}  # where each rank is, or was last
@@ -97,7 +91,7 @@ class RayRanks:
         made()
         ranks = self._begin_epoch(progress, meet=MEET_SECONDS)
         self._start_seconds = time.monotonic() - begun
-        self._signs.seconds = max(SIGN_SECONDS, self._start_seconds)
+        self._call.signs.started(self._start_seconds)
         self._reports = [rank.report for rank in ranks]
         return ranks
 
@@ -105,24 +99,6 @@ class RayRanks:
     def size(self) -> int:
         """Ranks, away or not."""
         return self._config.num_workers
-
-    @property
-    def starting(self) -> bool:
-        """Whether a process is on its way into the fleet."""
-        return not self._runs or bool(self.spares.members) or bool(self._away())
-
-    @property
-    def serving(self) -> set[int]:
-        """The pids of the ranks whose epoch runs."""
-        return {m.pid for m in self._members if m.started and m.pid is not None} if self._runs else set()
-
-    def forget(self) -> None:
-        """End all processes without a word to Ray, which has ended; `recover` then makes all ranks again."""
-        members, self._members, self._runs = [*self._members, *self.spares.members.values()], [], False
-        self.spares.members.clear()
-        for place in [member.setup or member.place for member in members]:
-            if place is not None:
-                kill_process(place["pid"], place["began"])
 
     def events(self, timeout: float) -> list[Event]:
         """What ranks have told within `timeout` seconds, at the latest: each its end, or the loss of a peer.
@@ -137,7 +113,7 @@ class RayRanks:
             return []
         done, _ = ray.wait([*waits, *starts], num_returns=1, timeout=timeout)
         events = [self._event(waits[ref], ref) if ref in waits else self._advance(starts[ref], ref) for ref in done]
-        if not done and (lost := self._signs.lost({rank: self._members[rank] for rank in starts.values()})) is not None:
+        if not done and (lost := self._call.signs.lost({r: self._members[r] for r in starts.values()})) is not None:
             events = [Event(rank=rank, reason=str(lost)) for rank in lost.ranks]
         return [event for event in events if event is not None]
 
@@ -173,8 +149,7 @@ class RayRanks:
         for rank in dead if self._members else ():
             fence(self._members[rank])
             self._members[rank] = self.spares.take(rank) or Member(self._make(rank))
-        if not self._members:
-            self._members = [Member(self._make(rank)) for rank in range(self.size)]
+        self._members = self._members or [Member(self._make(rank)) for rank in range(self.size)]
         if self._runs and not set(dead).intersection(self._now.ranks):
             self._set_all_up(secrets.randbits(31))
             return None
@@ -338,26 +313,6 @@ class RayRanks:
             if not isinstance(lost.__cause__, RayTaskError) or not fresh:
                 raise
             raise RanksLost(fresh, str(lost), exit_code=lost.exit_code) from lost
-
-    def _call(
-        self, calls: dict[int, Any], took: Callable[[int, Any], None] = lambda rank, result: None, *,
-        timeout: float | None = None, progress: Progress | None = None,
-    ) -> None:  # fmt: skip
-        """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
-
-        While a fleet recovers, that is after all have been heard: what the sound ones did is not done again. Calls
-        without a `timeout` may take any time, as long as their processes give signs of life.
-        """
-
-        def check() -> None:
-            self.check()
-            if progress is not None and calls:
-                tell_progress([self._members[rank] for rank in calls], progress)
-
-        def silent(ranks: Collection[int]) -> RanksLost | None:
-            return self._signs.lost({rank: self._members[rank] for rank in ranks}) if timeout is None else None
-
-        gather(calls, took, timeout=timeout, check=check, silent=silent, at_once=not self._reports)
 
     def stop(self) -> None:
         """See `end_all`."""

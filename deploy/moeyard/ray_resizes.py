@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 
 from moeyard.rank import FleetError, RanksLost, Recovered
 from moeyard.ray_errors import first_line
-from moeyard.ray_member import Member, fence
+from moeyard.ray_member import Member, end_by_number, fence
 from moeyard.ray_ranks import CALL_SECONDS, RayRanks
 from moeyard.ray_resizing import Resizing, end
 from moeyard.resize_plan import placement_for, plan_resize
@@ -114,15 +114,21 @@ class ResizableRanks(RayRanks):
 
     @property
     def starting(self) -> bool:
-        """See `RayRanks.starting`; also for another size."""
-        return self._resizing is not None or super().starting
+        """Whether a process is on its way into the fleet."""
+        return not self._runs or self._resizing is not None or bool(self.spares.members) or bool(self._away())
+
+    @property
+    def serving(self) -> set[int]:
+        """The pids of the ranks whose epoch runs."""
+        return {m.pid for m in self._members if m.started and m.pid is not None} if self._runs else set()
 
     def forget(self) -> None:
-        """See `RayRanks.forget`."""
+        """End all processes without a word to Ray, which has ended; `recover` then makes all ranks again."""
         resizing = [] if self._resizing is None else list(self._resizing.members.values())
-        self._members = [*self._members, *self._outside, *resizing]
-        self._resizing, self._outside, self._reading = None, (), ()
-        super().forget()
+        spares, self.spares.members = list(self.spares.members.values()), {}
+        members, self._members, self._runs = self._members, [], False
+        outside, self._outside, self._resizing, self._reading = self._outside, (), None, ()
+        end_by_number([*members, *spares, *outside, *resizing])
 
     def stop(self) -> None:
         """See `RayRanks.stop`; also of those that have left, or are on their way in."""

@@ -18,8 +18,8 @@ from typing import Any
 from moeyard import logs
 from moeyard.last_resort import ENDING
 from moeyard.logs import LogConfig
+from moeyard.restart_budget import RestartBudget
 from moeyard.signals import ending_signals
-from moeyard.supervisor import RestartBudget
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context

@@ -24,6 +24,7 @@ from moeyard.lazy import load
 from moeyard.listen import bind, outside_url, reachable_url
 from moeyard.logs import LogConfig
 from moeyard.model_source import hub_id
+from moeyard.open_files import most_connections, raise_file_limit
 from moeyard.ordering import ordered
 from moeyard.placing import placement_of
 from moeyard.rank import Rank
@@ -71,6 +72,8 @@ def serve(
     """
     begun = time.monotonic()
     logs.start(log, context=log_context)
+    # First of all: Ray, the ranks and the routers inherit it.
+    connections = most_connections(files := raise_file_limit(), config.num_workers)
     KeyRing(door)
     open_certificate(door)
     model = served_model(config)
@@ -118,10 +121,13 @@ def serve(
             for note in start_notes(api, config, model):
                 print(note, file=sys.stderr, flush=True)
             print(formats.describe(), file=sys.stderr, flush=True)
+            each = "each router serves" if args.routers > 1 else "served"
+            print(f"{each} at once: {connections} connections, by the limit of {files} open files", file=sys.stderr)
             router = dataclasses.replace(
                 router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
                 door=door,
                 keys=keys.of_router(),
+                max_connections=connections,
             )
 
             was_ready = False
@@ -150,7 +156,7 @@ def serve(
             )
             # Also a single one has a process of its own: what kills it leaves the fleet as it is.
             server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
-            fleet.on_stuck = server.give_up
+            fleet.guard.on_stuck = server.give_up
             supervisor.start()
             control = open_door(router.port, commands(upkeep, config))
             interrupts.check()

@@ -8,17 +8,16 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable, named, parts
+from moeyard.restart_budget import LIMIT, WINDOW_SECONDS, RankBudgets
 from moeyard.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
-LIMIT, WINDOW_SECONDS = 3, 60.0
 _LISTEN_SECONDS = 0.2
 # What a rank says as it ends comes through Ray, behind the end of its connections: by 5 to 50 ms on a machine at rest.
 _LAST_WORD_SECONDS = 1.0
@@ -54,31 +53,6 @@ class Recoverable(Protocol):
     def admit(self) -> Recovered | None:
         """Go on with those that were away and are ready, if any; raises as `recover`, which then is to be called."""
         ...
-
-
-class RestartBudget:
-    """At most `limit` restarts in any `seconds`, so that a fault that comes back at once does not go on for ever."""
-
-    def __init__(self, limit: int = LIMIT, seconds: float = WINDOW_SECONDS) -> None:
-        self.limit, self.seconds = limit, seconds
-        self._taken: deque[float] = deque()
-
-    def used(self, now: float) -> int:
-        """Restarts within the last `seconds`."""
-        return sum(at > now - self.seconds for at in self._taken)
-
-    def renew(self, now: float) -> None:
-        """Count all restarts so far as if they were now: the last of them has come to nothing yet."""
-        self._taken = deque([now] * len(self._taken))
-
-    def take(self, now: float) -> bool:
-        """Count one more if there is one left."""
-        while self._taken and self._taken[0] <= now - self.seconds:
-            self._taken.popleft()
-        if len(self._taken) >= self.limit:
-            return False
-        self._taken.append(now)
-        return True
 
 
 @dataclass(slots=True)
@@ -130,9 +104,7 @@ class Supervisor:
         self.failure: str | None = None
         self._fleet, self._replace, self._clock = fleet, replace, clock
         self._give_up = give_up
-        self._limit, self._window = limit, window
-        self._budgets: dict[int, RestartBudget] = {}
-        self._unproven: set[int] = set()  # ranks that were replaced, and have not served since
+        self._budgets = RankBudgets(limit, window)
         self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._ready = False  # somebody who was away may join
         self._size: int | None = None  # of the fleet, once it was handed over
@@ -240,7 +212,7 @@ class Supervisor:
         while not self._stopping.is_set():
             for rank in sorted(dead - purpose):
                 end = incident.ends[rank] = self._fleet.end_of(rank)
-                if (refused := self._spent(rank)) is not None:
+                if (refused := self._budgets.take(rank, self._clock())) is not None:
                     also = "" if end is None else f"; {end}"
                     self._end(f"{refused}: {incident.lost[rank]}{also}")
                     return False
@@ -295,7 +267,9 @@ class Supervisor:
         """The router goes on with these ranks."""
         self._away = frozenset(rank.rank for rank in recovered.ranks if not rank.frontend)
         self._size = len(recovered.ranks)
-        self._unproven -= {rank.rank for rank in recovered.ranks if rank.frontend}
+        for rank in recovered.ranks:
+            if rank.frontend:
+                self._budgets.serves(rank.rank)
         # What it has noticed so far is of those that were replaced.
         while not self._said.empty():
             self._said.get()
@@ -308,21 +282,6 @@ class Supervisor:
         level = logging.INFO if planned else logging.WARNING
         spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
         log.log(level, "the fleet %s %.1f s after %s%s", how, seconds, incident.reason, spent)
-
-    def _spent(self, rank: int) -> str | None:
-        """Why a rank is not replaced any more; None if it is, which counts.
-
-        The window slides only while the rank serves: processes that each take long to fail are too many, too.
-        """
-        now = self._clock()
-        budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._window))
-        lost = f"rank {rank} was lost {self._limit} times"
-        if budget.used(now) >= self._limit - 1:
-            return f"{lost} in {self._window:g} s"
-        if rank in self._unproven:
-            budget.renew(now)
-        self._unproven.add(rank)
-        return None if budget.take(now) else f"{lost} without serving in between"
 
     def _end(self, reason: str) -> None:
         self.failure = reason

@@ -120,7 +120,7 @@ class RouterConfig:
     made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
     body behind them; a connection without a request is kept for `keep_alive_timeout`. A client that takes no more of
-    its answer for `send_timeout` is cut off.
+    its answer for `send_timeout` is cut off. Connections beyond `max_connections` (None: any number) get a 503.
     `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and how long a
     worker whose connection broke has to answer on another before it counts as lost. `recovery_timeout` is how long
     requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
@@ -165,6 +165,7 @@ class RouterConfig:
     body_timeout: float = 60.0
     keep_alive_timeout: float = 75.0
     send_timeout: float = 30.0
+    max_connections: int | None = None
     step_deadline: float = 5.0
     recovery_timeout: float = 300.0
     canary_interval: float = 30.0
@@ -187,7 +188,7 @@ class RouterConfig:
         for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("max_waiting_tokens", "worker_places", "inflight_per_worker"):
+        for name in ("max_waiting_tokens", "worker_places", "inflight_per_worker", "max_connections"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:

@@ -13,6 +13,7 @@ from moeyard import ray_fleet
 from moeyard.logs import LogConfig
 from moeyard.rank import Event, FleetLost, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_fleet import RayFleet
+from moeyard.ray_guard import STUCK_SECONDS, Guard
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
@@ -25,6 +26,7 @@ from multiprocessing import resource_tracker
 from moeyard import ray_fleet
 from moeyard.logs import LogConfig
 from moeyard.ray_fleet import RayFleet
+from moeyard.ray_guard import STUCK_SECONDS, Guard
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
@@ -69,13 +71,13 @@ class Played:
             events=lambda seconds: [],
         )
         parts._places = SimpleNamespace(reserve=lambda **given: self.did.append("reserve"))
-        parts._connect = self.connect
+        monkeypatch.setattr(ray_fleet, "connect", self.connect)
         monkeypatch.setattr(ray_fleet.ray, "shutdown", self.note("shutdown"))
 
     def note(self, what: str) -> Callable[[], None]:
         return lambda: self.did.append(what)
 
-    def connect(self) -> None:
+    def connect(self, address: None, **given: Any) -> None:
         self.did.append("connect")
         if self.fails is not None:
             raise self.fails
@@ -124,25 +126,24 @@ def test_where_ray_does_not_start_again_the_fleet_is_given_up(monkeypatch: pytes
         played.fleet.recover([0, 1])
 
 
-def test_a_call_that_a_dead_daemon_holds_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_a_dead_daemon_holds_up_is_told() -> None:
     """Ray waits for its head for ever. A call that looks after itself ends soon, and is no such thing."""
-    played, told = Played(monkeypatch), list[str]()
-    looks = iter(range(9))
-    clock = [0.0]
-    monkeypatch.setattr(ray_fleet.time, "monotonic", lambda: clock[0])
-
-    class Ticks:
-        """Nine looks, 9 s apart; other calls begin until the third."""
-
-        def wait(self, seconds: float) -> bool:
-            clock[0] += 9.0
-            look = next(looks, None)
-            if look is not None and look < 3:
-                played.fleet._entered = clock[0]
-            return look is None
-
-    played.dead, played.fleet._stopping = "gcs_server", Ticks()  # type: ignore[assignment]
-    played.fleet.on_stuck = told.append
-    played.fleet._watch()
+    told: list[str] = []
+    dead: list[str] = []
+    local: Any = SimpleNamespace(ended=lambda: dead[0] if dead else None, kill_stopped=lambda **given: [])
+    guard = Guard(local, starting=lambda: True, serving=tuple)
+    guard.on_stuck = told.append
+    with guard.call():
+        guard.look(0.0)
+        guard.look(1000.0)
+        dead.append("gcs_server")
+        guard.look(1001.0)
+        guard.look(1001.0 + STUCK_SECONDS)
+    guard.look(1002.0 + STUCK_SECONDS)
+    assert told == [], "it has ended"
+    with guard.call():
+        guard.look(2000.0)
+        guard.look(2000.0 + STUCK_SECONDS)
+        assert told == []
+        guard.look(2000.1 + STUCK_SECONDS)
     assert told == ["Ray's gcs_server has ended, and Ray's own code waits for it"]
-    assert clock[0] == 9.0 * 6

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from moeyard import ray_member, ray_ranks, ray_signs, spares
+from moeyard import ray_calls, ray_member, ray_ranks, ray_resizes, spares
 from moeyard.rank import Event, RanksLost
 from moeyard.ray_places import Seats
-from moeyard.ray_ranks import RayRanks
+from moeyard.ray_resizes import ResizableRanks
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.placement import partition
@@ -87,7 +87,7 @@ class Fleet:
     def __init__(self, seats: Seats | None = None) -> None:
         self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
         self.node = "here"
-        self.ranks = RayRanks(
+        self.ranks = ResizableRanks(
             EngineConfig(model_path="m", num_workers=RANKS),
             make=self.make,
             spec=lambda config, rank, epoch, placement: {} if seats is None else {"seat": seats.of(rank)},
@@ -113,7 +113,7 @@ class Fleet:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ray_ranks, ray_member, ray_signs, spares):
+    for module in (ray_calls, ray_member, ray_ranks, ray_resizes, spares):
         monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(ray_member, "fence_process", lambda node, pid, began: None)
 
@@ -252,7 +252,7 @@ class Clock:
 
     def __init__(self, fleet: Fleet) -> None:
         self.now = 0.0
-        fleet.ranks._signs._clock = self
+        fleet.ranks._call.signs.clock = self
 
     def __call__(self) -> float:
         return self.now
@@ -284,7 +284,7 @@ def test_a_process_that_hangs_while_it_starts_is_replaced(
     with pytest.raises(RanksLost, match=r"^rank 1 gave no sign of life for 60 s while starting$") as lost:
         fleet.ranks.recover([1], whole=True)
     assert lost.value.ranks == {1}
-    assert clock.now == pytest.approx(20.0 + ray_ranks.SIGN_SECONDS, abs=6.0), "it answered until then"
+    assert clock.now == pytest.approx(20.0 + ray_calls.SIGN_SECONDS, abs=6.0), "it answered until then"
     fleet.ranks._make, fleet.ranks.check = make, lambda: None
     fenced.clear()
     recovered = fleet.ranks.recover([1], whole=True)
@@ -309,7 +309,7 @@ def test_a_process_that_hangs_while_others_serve_is_lost(fleet: Fleet) -> None:
     assert fleet.ranks.starting
     assert fleet.ranks.serving == {2**22 + 1, 2**22 + 3}
     assert fleet.events(1) == []
-    clock.now += ray_ranks.SIGN_SECONDS + 1.0
+    clock.now += ray_calls.SIGN_SECONDS + 1.0
     (event,) = fleet.events(1)
     assert (event.rank, event.ready) == (1, False)
     assert "no sign of life" in event.reason
@@ -318,7 +318,7 @@ def test_a_process_that_hangs_while_others_serve_is_lost(fleet: Fleet) -> None:
 def test_when_ray_has_ended_all_ranks_are_made_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old ones are killed by their numbers: nothing is asked of a Ray that does not answer."""
     killed: list[int] = []
-    monkeypatch.setattr(ray_ranks, "kill_process", lambda pid, began: killed.append(pid))
+    monkeypatch.setattr(ray_member, "kill_process", lambda pid, began: killed.append(pid))
     fleet.ranks.prepare(2, {}, fleet.make(2))
     calls = {rank: len(made[0].calls) for rank, made in fleet.actors.items()}
     fleet.ranks.forget()

@@ -256,7 +256,8 @@ def test_one_ready_line(service: Command) -> None:
     stages += r"weights are there; preparing to step\n"
     loaded = r"loaded [\d.]+ MiB of weights in [\d.]+ s \([\d.]+ GB/s\)\n"
     formats = r"tool calls: none, reasoning: none\n"
-    assert re.fullmatch(stages + loaded + skipped + formats, service.err.read_text())
+    connections = r"served at once: \d+ connections, by the limit of \d+ open files\n"
+    assert re.fullmatch(stages + loaded + skipped + formats + connections, service.err.read_text())
 
 
 def test_listens_on_loopback_only(service: Command) -> None:

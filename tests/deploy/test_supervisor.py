@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from moeyard.rank import Event, FleetError, Rank, RanksLost, Recovered, Unrecoverable
-from moeyard.supervisor import RestartBudget, Supervisor
+from moeyard.restart_budget import RestartBudget
+from moeyard.supervisor import Supervisor
 
 
 def loss(rank: int, *lost: int, reason: str = "rank 1 lost at step 9, plan") -> Event:

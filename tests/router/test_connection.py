@@ -1,5 +1,6 @@
 """What a connection may hold up: heads and bodies that never end, heads without end, upgrades that nobody wants."""
 
+import contextlib
 import json
 import select
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.limits import HANG_SECONDS
+
+from moeyard_router.http.connection import REFUSED_AT_ONCE
 
 LIMITS = {"header_timeout": 1.5, "body_timeout": 1.8, "keep_alive_timeout": 1.5, "max_header_bytes": 2000}
 BODY = json.dumps({"prompt": [5, 6], "max_tokens": 2, "return_token_ids": True}).encode()
@@ -244,3 +247,43 @@ def test_javas_own_client(start):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok    ") == 11
+
+
+def test_connections_beyond_the_limit_of_files_are_refused_in_words(checkpoint, story, caplog, wait_for):
+    """Those that are open go on. Where there are far too many, nobody waits for what they have to say."""
+    from tests.router.conftest import Starter
+
+    starter = Starter(checkpoint, story)
+    service = starter(1, max_connections=3)
+    service.client.close()
+    said = "3 connections are open, as many as this server's limit of open files allows"
+
+    def opened():
+        return len(service.server._server.server_state.connections)
+
+    try:
+        wait_for(lambda: not opened(), "connections of the start are left")
+        with contextlib.ExitStack() as held:
+            socks = [held.enter_context(connect(service)) for _ in range(3)]
+            wait_for(lambda: opened() == 3, "connections are not taken")
+            with connect(service) as sock:
+                sock.sendall(head() + BODY)
+                got = answer(sock)
+            assert got[0] == 503
+            assert error_of(got) == said
+            for sock in socks:
+                sock.sendall(head() + BODY)
+                assert answer(sock, whole=False)[0] == 200
+            for _ in range(REFUSED_AT_ONCE):
+                held.enter_context(connect(service))
+            wait_for(lambda: opened() == 3 + REFUSED_AT_ONCE, "connections are not taken")
+            with connect(service) as sock:
+                assert answer(sock)[0] == 503
+        wait_for(lambda: not opened(), "connections are left")
+        with connect(service) as sock:
+            sock.sendall(head() + BODY)
+            assert answer(sock, whole=False)[0] == 200
+    finally:
+        starter.close()
+    lines = [record.getMessage() for record in caplog.records if "open_files" in record.getMessage()]
+    assert lines[0] == f"refused (open_files): {said}; raise that limit (ulimit -n, LimitNOFILE= of a service)"

@@ -1,7 +1,9 @@
 """Several routers on one port: each request ends, what they count is added up, and one that dies is replaced."""
 
+import json
 import multiprocessing
 import re
+import threading
 
 import httpx
 import pytest
@@ -82,7 +84,13 @@ def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
             assert live["requests"] == []
 
 
-def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
+def once(call):
+    """`call` at the first time, and nothing later."""
+    calls = iter((call,))
+    return lambda: next(calls, lambda: None)()
+
+
+def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog, pool):
     service = start(num_workers=2, num_routers=2)
     with pytest.raises(ValueError, match="in use"):
         bind("127.0.0.1", int(service.url.rpartition(":")[2]), shared=True)
@@ -94,16 +102,35 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog):
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
     check_page(service, page, wait_for)
 
-    routers()[min(pids)].kill()
-    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place")
-
-    def serves():
+    def text(*, begun=lambda: None):
+        """One answer, streamed over a connection of its own; None if that breaks."""
+        body = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
+        found = []
         try:
-            return all(ask(service).status_code == 200 for _ in range(8))
+            with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=HANG_SECONDS) as answer:
+                for line in filter(None, answer.iter_lines()):
+                    begun()
+                    found.append(line)
         except httpx.TransportError:
-            return False
+            return None
+        assert found[-1] == "data: [DONE]"
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in found[:-1])
 
-    wait_for(serves, "the routers do not serve")
+    expected = text()
+    for worker in service.workers:
+        worker.pace = 0.05
+    all_run = threading.Barrier(13)
+    streams = [pool.submit(text, begun=once(all_run.wait)) for _ in range(12)]
+    all_run.wait(HANG_SECONDS)
+    routers()[min(pids)].kill()
+    for worker in service.workers:
+        worker.pace = 0.0
+    texts = [stream.result() for stream in streams]
+    assert {*texts} <= {expected, None}, "those at the other router go on"
+    again = [text() for found in texts if found is None]
+    assert again == [expected] * len(again), "the other router answers, and does so while the third one starts"
+    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place")
+    assert {ask(service).status_code for _ in range(12)} == {200}
     assert "ended by itself (exit code -9)" in caplog.text
 
 

@@ -1,6 +1,5 @@
 """The machine without its GPUs: processor, memory, limits, ports, clock, and what earlier runs have left."""
 
-import math
 import platform
 import resource
 import time
@@ -11,6 +10,7 @@ import psutil
 
 from moeyard.doctor.finding import Finding, ok, problem, warning
 from moeyard.listen import base_url, bind
+from moeyard.open_files import file_limits, most_connections
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.engine.host_memory import available_memory
 
@@ -20,7 +20,7 @@ CPUINFO, CPU_QUOTA = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup/cpu.max")
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 # Ray's smallest object store (ray_fleet.py) and a slab of the exchange per rank go there; containers give 64 MiB.
 LEAST_SHARED = 160 * 1024**2
-# Of sockets: one per open answer, some for each worker and Ray's own.
+# One per connection, some for each worker and Ray's own.
 LEAST_FILES, GOOD_FILES = 1024, 8192
 # Ray stops to spill and to log where a disk is fuller than this.
 FULL_DISK = 0.95
@@ -98,22 +98,21 @@ def check_shared(free: int) -> Finding:
     return ok("shm", text)
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits(workers: int) -> Iterator[Finding]:
     """Open files and processes."""
-    soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield check_files(soft, hard)
+    yield check_files(file_limits()[1], workers)
     threads = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if threads != resource.RLIM_INFINITY and threads < 4096:
         yield warning("processes", f"at most {threads}", "Ray has hundreds of threads; ulimit -u 4096 or more")
 
 
-def check_files(soft: float, hard: float) -> Finding:
-    """Limits of open files."""
-    text = f"at most {soft:g} open, {hard:g} if asked for"
-    advice = "every open answer is one; `ulimit -n 65536` before serving (LimitNOFILE= of a service)"
-    if soft < LEAST_FILES:
+def check_files(files: int, workers: int) -> Finding:
+    """The hard limit of open files, to which `moeyard serve` raises its own."""
+    text = f"at most {files} open: each router serves {most_connections(files, workers)} connections at once"
+    advice = "`ulimit -n 65536` before serving, or LimitNOFILE= of a service, gives more"
+    if files < LEAST_FILES:
         return problem("files", text, advice)
-    return warning("files", text, advice) if soft < GOOD_FILES else ok("files", text)
+    return warning("files", text, advice) if files < GOOD_FILES else ok("files", text)
 
 
 def check_port(host: str, port: int) -> Finding:

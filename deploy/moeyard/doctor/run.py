@@ -44,7 +44,7 @@ def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Ite
     yield from check_software()
     yield from check_processor(args.workers, on_cpu=args.device == "cpu")
     yield from check_memory()
-    yield from check_limits()
+    yield from check_limits(args.workers)
     yield check_port(args.host, args.port)
     yield check_clock()
     yield check_leftovers()

@@ -21,19 +21,25 @@ from moeyard_router.api.record import SCOPE_KEY
 from moeyard_router.errors import ApiError
 from moeyard_router.http.pieces import Outbox, Pieces
 from moeyard_router.http.slow_readers import SlowReader
+from moeyard_worker.refusals import Refusals
 
 _HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
+# Connections beyond the limit that are refused once they have sent something. Further ones are refused at once.
+REFUSED_AT_ONCE = 16
+_CROWDED = "{} connections are open, as many as this server's limit of open files allows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """`header_bytes`: request line and headers. `header_seconds`: from a connection, or a request's first byte, to the
-    end of its headers. `body_seconds`: from there to the end of its body. `send_seconds`: see `SlowReader`."""
+    end of its headers. `body_seconds`: from there to the end of its body. `send_seconds`: see `SlowReader`.
+    `connections`: open at once, over all clients; None for any number."""
 
     header_bytes: int
     header_seconds: float
     body_seconds: float
     send_seconds: float
+    connections: int | None
 
 
 class _TooLong(Exception):
@@ -41,9 +47,9 @@ class _TooLong(Exception):
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408 or 431.
+    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408, 431 or 503.
 
-    `cut` is told why a connection is aborted.
+    `cut` is told why a connection is aborted. `refusals` writes the log lines of connections beyond the limit.
     """
 
     def __init__(
@@ -52,10 +58,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         limits: ConnectionLimits,
         refused: Callable[[int], None],
         cut: Callable[[str], None],
+        refusals: Refusals,
         outbox: Outbox,
         **given: Any,
     ) -> None:
         super().__init__(**given)
+        self._refusals = refusals
+        self._crowded = False  # there are too many
         self._outbox = outbox
         self._limits = limits
         self._refused = refused
@@ -74,6 +83,19 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._reader = SlowReader(self.loop, transport, seconds=self._limits.send_seconds, cut=self._cut_off)
         self._watch()
+        self._check_number()
+
+    def _check_number(self) -> None:
+        """Refuse what comes beyond the limit: once the client has sent something, or at once, which it may not read."""
+        most = self._limits.connections
+        if most is None or len(self.connections) <= most:
+            return
+        self._crowded = True
+        self._refusals.add(
+            "open_files", f"{_CROWDED.format(most)}; raise that limit (ulimit -n, LimitNOFILE= of a service)"
+        )
+        if len(self.connections) > most + REFUSED_AT_ONCE:
+            self._refuse(503, _CROWDED.format(most))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more. uvicorn tells the last request only, and one before it may be answered yet."""
@@ -110,6 +132,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         """Parse; what cannot become a request is answered here, and the connection closed."""
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
+            return
+        if self._crowded:
+            self._refuse(503, _CROWDED.format(self._limits.connections))
             return
         if not self._in_body and not self._in_head:
             self._begin_head()

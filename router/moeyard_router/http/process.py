@@ -122,7 +122,10 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
     sock = seat.address.bound()
-    sock.listen(1024)
+    if seat.count == 1:
+        # Connections wait while this process starts. Where there are other routers, these answer them at once: then
+        # uvicorn listens, after the tokenizer is there.
+        sock.listen(1024)
     server = RouterServer(
         config,
         sock,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -33,6 +34,9 @@ from moeyard_router.http.siblings import Siblings
 from moeyard_router.http.tls import Certificate, open_certificate
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
+from moeyard_worker.refusals import Refusals
+
+log = logging.getLogger(__name__)
 
 # What ends a router; SIGHUP is a terminal that was closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -247,12 +251,14 @@ def _uvicorn_config(
         header_seconds=settings.header_timeout,
         body_seconds=settings.body_timeout,
         send_seconds=settings.send_timeout,
+        connections=settings.max_connections,
     )
     protocol = functools.partial(
         ConnectionProtocol,
         limits=limits,
         refused=functools.partial(metrics.answered, "other"),
         cut=metrics.cut,
+        refusals=Refusals(log),
         outbox=Outbox(),
     )
     config = uvicorn.Config(
