@@ -43,7 +43,7 @@ ROOMS = {
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 3130),
-    "fleet": ((), 3105),
+    "fleet": ((), 3135),
     "api": (("text", "fleet"), 4640),
     "http": (("text", "fleet", "api"), 2405),
 }

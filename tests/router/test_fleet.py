@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
+from moeyard_router.fleet import dispatch
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.metrics import RouterMetrics
@@ -174,6 +175,7 @@ async def play(operations, ending, monkeypatch, **changes):
             assert list(message.output_token_ids) == [i % 10 for i in range(told)]
 
     monkeypatch.setattr(WorkerLink, "send", send)
+    monkeypatch.setattr(dispatch, "CALM_SECONDS", 0.0)
     try:
         fleet.start()
         for rank in range(RANKS):
@@ -186,11 +188,13 @@ async def play(operations, ending, monkeypatch, **changes):
             world.replace(everywhere=True)
             fleet.validate()
             assert fleet.incidents.open is None
-            assert fleet._flights.waiting() == []
+            assert all(flight.pauses for flight in fleet._flights.waiting())
             while fleet.num_inflight:
-                flight = next(f for f in fleet._flights.by_name.values() if f.rank is not None)
-                assert flight.ticket is not None, "what nobody listens to is not carried"
-                fleet._take(flight.rank, [done(flight.name)])
+                # Those that two workers died with go on at a later turn of the event loop.
+                await asyncio.sleep(0)
+                for flight in [f for f in fleet._flights.by_name.values() if f.rank is not None][:1]:
+                    assert flight.ticket is not None, "what nobody listens to is not carried"
+                    fleet._take(flight.rank, [done(flight.name)])
         elif ending == "failure":
             fleet.give_up("rank 1 is lost")
         else:

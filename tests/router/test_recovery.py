@@ -24,6 +24,7 @@ from tests.router.launcher import (
 from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import WorkerAddress
+from moeyard_router.fleet import dispatch
 from moeyard_worker.protocol import Done, Rejected
 
 
@@ -149,14 +150,45 @@ def test_waiting_has_an_end(start, script, wait_for, pool):
     service.complete(prompt="x", max_tokens=3)
 
 
-def test_what_kills_three_workers_ends(launched, wait_for, pool):
+def kill_its_worker(service, launcher, wait_for):
+    """The worker that runs the only request is lost."""
+    victim, lost = next(w for w in service.workers if w.runs), len(service.lost)
+    victim.paused = True
+    launcher.kill(victim.rank)
+    wait_for(lambda: len(service.lost) == lost + 1, "its loss must be told")
+    return victim
+
+
+def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait_for, pool, monkeypatch):
+    """After two losses it waits until the fleet has been whole for a while: further ones are not its fault."""
     service, launcher = launched
+    monkeypatch.setattr(dispatch, "CALM_SECONDS", 1e6)
+    (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
+    for number in range(2):
+        launcher.heal(kill_its_worker(service, launcher, wait_for).rank)
+        if number == 0:
+            wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
+
+    def ready():
+        return service.client.get("/readyz").status_code == 200
+
+    for calm in (1e6, 0.01):
+        wait_for(ready, "it must be ready again")
+        launcher.kill(*range(WORLD))
+        wait_for(lambda: not ready(), "all are lost")
+        monkeypatch.setattr(dispatch, "CALM_SECONDS", calm)
+        launcher.heal(*range(WORLD))
+    assert errors(stream) == []
+    service.wait_idle()
+    validate(service)
+
+
+def test_what_kills_three_workers_ends(launched, wait_for, pool, monkeypatch):
+    service, launcher = launched
+    monkeypatch.setattr(dispatch, "CALM_SECONDS", 0.01)
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
     for number in range(3):
-        victim = next(w for w in service.workers if w.runs)
-        victim.paused = True
-        launcher.kill(victim.rank)
-        wait_for(lambda n=number: len(service.lost) == n + 1, "its loss must be told")
+        victim = kill_its_worker(service, launcher, wait_for)
         if number < 2:
             launcher.heal(victim.rank)
             wait_for(lambda: any(w.runs for w in service.workers), "it must go on")

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from moeyard_router.fleet.flights import Flight, Flights
+from moeyard_router.fleet.flights import MOST_DEATHS, Flight, Flights
 from moeyard_router.fleet.members import Members
 from moeyard_router.fleet.placement import Placement
 from moeyard_router.fleet.policy import Route
@@ -13,6 +13,8 @@ from moeyard_router.fleet.worker_state import has_room, loads
 from moeyard_worker.protocol import Abort
 
 _SOON_SECONDS = 0.02
+# How long the fleet must have been whole before a request runs whose next lost worker would be its last.
+CALM_SECONDS = 3.0
 
 
 class Dispatch:
@@ -35,6 +37,7 @@ class Dispatch:
         self.waiters = waiters
         self._prefix_caching = prefix_caching
         self._waits = waits
+        self._times_whole = 0
         self._placement = Placement(len(members.addresses), prefix_caching=prefix_caching)
 
     async def read(self, prompts: Iterable[Sequence[int]]) -> None:
@@ -100,6 +103,30 @@ class Dispatch:
 
         flight.pauses = True
         asyncio.get_running_loop().call_later(seconds, send)
+
+    def resume(self, waiting: Iterable[Flight]) -> None:
+        """The fleet is whole: send those that wait.
+
+        A request with one loss left waits for CALM_SECONDS. Workers that are lost one after the other, for a reason of
+        their own, do not end it then. If it is what kills them, it meets the last one as late as that.
+        """
+        self._times_whole += 1
+        for flight in waiting:
+            if flight.deaths < MOST_DEATHS - 1:
+                self.send(flight)
+            else:
+                self._send_when_calm(flight, self._times_whole)
+
+    def _send_when_calm(self, flight: Flight, time_whole: int) -> None:
+        def send() -> None:
+            here = self.flights.by_name.get(flight.name) is flight and flight.rank is None
+            # A fleet that is not whole resumes later, and then it waits again.
+            if here and time_whole == self._times_whole and self.members.unready() is None:
+                flight.pauses = False
+                self.send(flight)
+
+        flight.pauses = True
+        asyncio.get_running_loop().call_later(CALM_SECONDS, send)
 
     def carry(self, flight: Flight, *, whole: bool) -> None:
         """Take it from its rank, which runs, and give it to another; if the fleet is not `whole` it waits for that."""

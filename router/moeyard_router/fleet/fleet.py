@@ -312,8 +312,7 @@ class Fleet:
             return
         self.failure = None
         waiting = self._flights.waiting()
-        for flight in waiting:
-            self._dispatch.send(flight)
+        self._dispatch.resume(waiting)
         self._recovery.end(waiting, expects_output=any(f.carried for f in self._flights.by_name.values()))
         self.waiters.resume(time.monotonic())
         self._drain()
