@@ -270,7 +270,7 @@ def rates(bench: Bench, streams: int, tokens: int) -> None:
 
 
 def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> None:
-    """Seconds of compiling, and of this thread for each mask along an answer that a client might get."""
+    """Measure seconds of compiling, and of each mask along an answer that a client might get."""
     compiled, masks = [], []
     for seed in range(count):
         begun = time.perf_counter()
@@ -281,9 +281,9 @@ def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> No
     output = tokenizer.encode(text + text[1:] * 3, add_special_tokens=False).ids
     held = grammars.constraint(matcher, SamplingParams(max_tokens=1))
     for length in range(len(output) + 1):
-        begun = time.thread_time()
+        begun = time.perf_counter()
         mask = held.mask(output[:length])
-        masks.append(time.thread_time() - begun)
+        masks.append(time.perf_counter() - begun)
         assert mask.words is not None, "the text follows the grammar"
     print(
         f"{name}: compiled in {statistics.median(compiled) * 1e3:.2f} ms (median of {count}; most "

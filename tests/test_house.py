@@ -38,7 +38,7 @@ ROOMS = {
     "layers": (("config", "state", "exchange"), 815),
     "models": (("config", "state", "exchange", "layers"), 1565),
     "checkpoint": (("config", "layers", "models"), 775),
-    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 5770),
+    "engine": (("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"), 6450),
 }
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {

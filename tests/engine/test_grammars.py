@@ -1,7 +1,10 @@
 """Grammars on the worker: what a mask lets through, in every state and order that the engine can ask in."""
 
 import json
+import os
 import re
+import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +18,13 @@ from bench.structured import Answer, Bench, asked_for, fault, random_schema
 from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
+from moeyard_worker.engine import grammar_forks
+from moeyard_worker.engine import grammars as grammars_module
 from moeyard_worker.engine.constrained import choose_again, without_grammars
 from moeyard_worker.engine.device_sampler import DeviceSampler
+from moeyard_worker.engine.grammar_forks import GrammarError
 from moeyard_worker.engine.grammar_queue import COMPILE_SECONDS, GrammarQueue
-from moeyard_worker.engine.grammars import Constraint, GrammarError, Grammars
+from moeyard_worker.engine.grammars import WAITING_SHARE, Constraint, Grammars, Waiting
 from moeyard_worker.engine.sampling import SampledRow, choose, tell
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.request import Mask, Request
@@ -210,6 +216,11 @@ def test_what_is_expected_is_what_is_said(bench: Bench, grammars: Grammars) -> N
         assert constraint.mask(output[:length]) == other.mask(output[:length])
 
 
+MANY = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer"} for i in range(1000)},
+    "additionalProperties": False,
+}
 BAD = [
     (Grammar(kind="json_schema", text='{"type": "strange"}'), "strange"),
     (Grammar(kind="json_schema", text='{"$ref": "http://example.com/schema"}'), "does not fetch resources"),
@@ -223,6 +234,8 @@ BAD = [
         "1.00001",
     ),
     (Grammar(kind="lark", text='start: %json {"multipleOf": 1e9}'), "multipleOf 1e9"),
+    (Grammar(kind="json_schema", text=json.dumps(MANY)), "max is 2000"),
+    (Grammar(kind="lark", text="start: " + " | ".join(f'"v{i}"' for i in range(3000))), "max is 2000"),
     (Grammar(kind="regex", text="("), "unclosed group"),
     (Grammar(kind="choice", text="[]"), "list of strings"),
     (Grammar(kind="choice", text="{"), "property name"),
@@ -239,21 +252,166 @@ def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, 
     assert "\n" not in str(refused.value)
 
 
-def test_one_that_grows_too_complex_ends_its_request_alone(bench: Bench) -> None:
-    """Two thousand ways at once are llguidance's limit, met at the second token."""
-    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}
-    grammar = Grammar(kind="json_schema", text=json.dumps({**many, "additionalProperties": False}))
+def test_a_break_down_on_the_way_ends_its_request_alone(bench: Bench) -> None:
+    """A terminal that nothing matches is no error of compilation, and nothing may follow the rule before it."""
+    grammar = Grammar(kind="lark", text='start: "{" NONE\nNONE: /x+/ & /y+/')
     free = SamplingParams(max_tokens=8, temperature=0.0)
     for deep in (1, 2):
         (spoilt, sound), _ = bench.run(
             [SamplingParams(max_tokens=8, temperature=0.0, grammar=grammar), free], deep=deep
         )
         assert spoilt.end is not None
-        assert spoilt.end.finish_reason == "error"
+        assert (spoilt.end.finish_reason, spoilt.end.retryable) == ("error", False)
         assert "the grammar cannot be followed any further" in str(spoilt.end.error)
         assert spoilt.token_ids == ids(bench, "{")
         assert sound.end is not None
         assert sound.end.finish_reason == "length"
+
+
+AMBIGUOUS = Grammar(kind="lark", text='start: e\ne: e e | "a" | e e e')
+ENDED = "its masks take more time or memory than a request may use"
+
+
+def test_a_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of two counters has 99 million states. Time and memory end its process, which is not remembered."""
+    product = '{"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}'
+    for bounds, spaces in (((0.2, 1 << 30), ""), ((HANG_SECONDS, 16 << 20), " ")):
+        monkeypatch.setattr(grammar_forks, "COMPILE_SECONDS", bounds[0])
+        monkeypatch.setattr(grammar_forks, "MEMORY_BYTES", bounds[1])
+        with pytest.raises(GrammarError, match=f"it takes more than {bounds[0]:g} s .* or {bounds[1] >> 20} MiB"):
+            grammars.compile(Grammar(kind="json_schema", text=product + spaces)).result(timeout=HANG_SECONDS)
+    monkeypatch.undo()
+    assert held(grammars, choice("still", "served")).mask([]).words is not None
+
+
+def test_a_mask_is_bounded(bench: Bench, grammars: Grammars) -> None:
+    """A call that takes too long ends its process and its request. Others of the grammar go on with another process."""
+    (letter,) = ids(bench, "a")
+    greedy, other = held(grammars, AMBIGUOUS), held(grammars, AMBIGUOUS)
+    greedy.expect([letter] * 400)
+    other.expect([letter])
+    assert ENDED in str(greedy.mask([letter] * 400).error)
+    assert ENDED in str(greedy.mask([]).error)
+    assert other.mask([letter]) == held(grammars, AMBIGUOUS).mask([letter])
+    assert other.mask([letter] * 2).words is not None
+
+
+def test_the_masks_of_a_request_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No single call takes long here: it is their sum that ends the request, and no other."""
+    monkeypatch.setattr(grammars_module, "MASK_SECONDS_PER_TOKEN", 0.0)
+    monkeypatch.setattr(grammars_module, "MASK_SECONDS", 1e-5)
+    monkeypatch.setattr(grammars_module, "_GRACE_SECONDS", HANG_SECONDS)
+    asked = [SamplingParams(max_tokens=20, temperature=0.0, grammar=g) for g in (AMBIGUOUS, None)]
+    (spoilt, sound), _ = bench.run(asked)
+    assert spoilt.end is not None
+    assert (spoilt.end.finish_reason, spoilt.end.retryable) == ("error", False)
+    assert ENDED in str(spoilt.end.error)
+    assert sound.end is not None
+    assert sound.end.finish_reason == "length"
+
+
+def test_steps_wait_a_bounded_time_for_costly_masks(
+    bench: Bench, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One costly request ends when no time is left, and that gives the others some; a cheap one always goes on."""
+    now = 1000.0
+    monkeypatch.setattr(grammars_module.time, "monotonic", lambda: now)
+    waiting = Waiting()
+    assert not waiting.is_over()
+    waiting.charge(0.06)
+    assert waiting.is_over()
+    assert not waiting.is_over()
+    waiting.charge(1.0)
+    now += 0.9 / WAITING_SHARE
+    assert waiting.is_over()
+    monkeypatch.undo()
+    (letter,) = ids(bench, "a")
+    monkeypatch.setattr(grammars.waiting, "_left", -HANG_SECONDS)
+    cheap, costly = held(grammars, AMBIGUOUS), held(grammars, AMBIGUOUS)
+    costly._seconds = HANG_SECONDS
+    assert cheap.mask([letter]).words is not None
+    assert ENDED in str(costly.mask([letter]).error)
+
+
+def test_processes_that_die_are_replaced(bench: Bench, grammars: Grammars) -> None:
+    """A kill from outside costs nobody an answer: neither of the process of a grammar nor of the one that forks it."""
+    digit, grammar = ids(bench, "1"), Grammar(kind="regex", text="[0-9]{3}-[a-z]{4}-[0-9]")
+    wanted = held(grammars, grammar).mask(digit)
+    constraint = held(grammars, grammar)
+    compiled = constraint._compiled
+    os.kill(compiled._pid, signal.SIGKILL)
+    assert compiled._poll(select.POLLIN, HANG_SECONDS), "its connection ends"
+    assert constraint.mask(digit) == wanted
+    assert grammars._forks is not None
+    grammars._forks._process.kill()
+    grammars._forks._process.wait()
+    assert constraint.mask([*digit, *digit]).words is not None
+    assert held(grammars, Grammar(kind="regex", text="[0-9]{3}-[a-z]{4}-[0-9]{2}")).mask(digit).words is not None
+
+
+def test_no_more_grammars_than_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are only kept make room; a request is refused for those of running requests."""
+    running = held(grammars, KINDS["schema"])
+    monkeypatch.setattr(grammars_module, "MAX_BYTES", 0)
+    queue = GrammarQueue(grammars, lambda: None)
+    assert queue.add(b"a", submit("new", Grammar(kind="regex", text="x{7}")), 0.0) is None
+    (waiting,) = queue._waiting.values()
+    waiting.compiled.exception(timeout=HANG_SECONDS)
+    ((_, refused),) = queue.ready(0.0)
+    assert isinstance(refused, Rejected)
+    assert (refused.reason, refused.retry_after) == ("queue_full", 1.0)
+    del running
+    assert held(grammars, Grammar(kind="regex", text="x{8}")).mask([]).words is not None
+
+
+def test_a_long_choice_is_served(bench: Bench) -> None:
+    """llguidance takes 2,000 alternatives of a rule; strings to choose from are one terminal."""
+    texts = [f"value {i} of many" for i in range(3000)]
+    ((answer,), _) = bench.run([SamplingParams(max_tokens=40, temperature=1.0, seed=3, grammar=choice(*texts))])
+    assert bench.text(answer) in texts
+
+
+CLOSED = {
+    "the same name": ({"a": {"type": "integer"}}, {"^a$": {"minimum": 3}}),
+    "some names": ({"a": {"type": "integer"}, "b": {"type": "integer"}}, {"^(a|b)$": {"minimum": 3}}),
+    "an unsatisfiable pattern": ({"a": {"type": "integer", "minimum": 3}}, {"^b": False}),
+    "only required": ({}, {"^a$": {"type": "integer", "minimum": 3}}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_patterns_that_match_no_other_name(bench: Bench, grammars: Grammars, name: str) -> None:
+    """Behind the last property no comma is let through, which nothing could follow; both schemas of a name hold."""
+    properties, patterns = CLOSED[name]
+    inner = {"type": "object", "properties": properties, "patternProperties": patterns, "required": ["a"]}
+    inner |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    nested = {"$defs": {"inner": inner}, "anyOf": [{"$ref": "#/$defs/inner"}], "x-guidance": inner["x-guidance"]}
+    for kind, text in (
+        ("json_schema", json.dumps(inner)),
+        ("json_schema", json.dumps(nested)),
+        ("lark", f'start: "%json" | x | %json {json.dumps(inner)}\nx: %json {{"const": null}}'),
+    ):
+        grammar = Grammar(kind=kind, text=text)
+
+        def fits(text: str, grammar: Grammar = grammar) -> bool:
+            return held(grammars, grammar).mask(ids(bench, text)).words is not None
+
+        assert fits('{"a":7')
+        assert fits('{"a":7}')
+        assert not fits('{"a":2}'), "the schema of the pattern holds too"
+        assert fits('{"a":7,') is ("b" in properties)
+
+
+def test_patterns_that_match_other_names_stay(bench: Bench, grammars: Grammars) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "patternProperties": {"^[ab]$": {"minimum": 3}},
+    }
+    schema |= {"required": ["a"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    grammar = Grammar(kind="json_schema", text=json.dumps(schema))
+    assert held(grammars, grammar).mask(ids(bench, '{"a":7,"b":8}')).words is not None
+    assert held(grammars, grammar).mask(ids(bench, '{"a":7,"c"')).words is None
 
 
 def test_who_compiles_no_grammar_says_why() -> None:
@@ -293,10 +451,11 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
 
 
 def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), threading.Semaphore(0)
     slow, compile_one = Grammar(kind="regex", text="slow[0-9]"), grammars._compile
 
     def compile_slowly(grammar: Grammar) -> Any:
+        begun.release()
         assert go_on.wait(HANG_SECONDS)
         return compile_one(grammar)
 
@@ -305,6 +464,7 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
     try:
         for name in ("aborted", "late", "failed"):
             assert waiting.add(b"a", submit(name, slow), 0.0) is None
+        assert begun.acquire(timeout=HANG_SECONDS)
         assert waiting.add(b"gone", submit("unreachable", slow), 0.0) is None
         aborted = waiting.abort(b"a", "aborted")
         assert isinstance(aborted, Done)
@@ -364,7 +524,10 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
         waiting.abort_client(b"gone")
         for number in range(1, 12, 3):
             assert waiting.abort(b"a", f"f{number}") is not None
-        assert len(list(waiting.ready(COMPILE_SECONDS + 1))) == 4, "those of a that are left are too late"
+        late = [made for _, made in waiting.ready(COMPILE_SECONDS + 1)]
+        assert len(late) == 4, "those of a that are left are too late"
+        # A request is at fault only for its own grammar: flood[5] is being compiled, or the others are before it.
+        assert all(isinstance(made, Rejected) and made.reason == "queue_full" for made in late[1:])
         assert len(waiting) == 1
         assert waiting.add(b"b", submit("again", flood[7]), 11.0) is None
     finally:

@@ -210,7 +210,9 @@ def test_gap_in_tokens_is_a_broken_protocol(start, pool, wait_for):
     assert "start at 3" in answer.result().json()["error"]["message"]
 
 
-def test_error_of_one_request_leaves_the_others_alone(service, pool, wait_for):
+@pytest.mark.parametrize(("retryable", "status"), [(True, 503), (False, 400)])
+def test_error_of_one_request_leaves_the_others_alone(service, pool, wait_for, retryable, status):
+    """Clients retry a 503, so an error that would come again is a 400."""
     for worker in service.workers:
         worker.paused = True
     answer = pool.submit(service.post, COMPLETIONS, prompt="x", n=2)
@@ -218,10 +220,11 @@ def test_error_of_one_request_leaves_the_others_alone(service, pool, wait_for):
     victim = next(w for w in service.workers if w.submits)
     name = victim.submits[0].request_id
     done = Done(
-        request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="bad page"
-    )
+        request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="bad page",
+        retryable=retryable,
+    )  # fmt: skip
     victim.do(lambda: victim.say(done))
-    assert answer.result().status_code == 503
+    assert answer.result().status_code == status
     assert "bad page" in answer.result().json()["error"]["message"]
     wait_for(lambda: len(service.aborts) == 1, "the other choice must be aborted")
     for worker in service.workers:

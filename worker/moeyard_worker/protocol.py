@@ -227,7 +227,7 @@ class Done:
 
     `cached_tokens` of the prompt were in the prefix cache when the request started for the first time.
     `stop_token_id` is set when `finish_reason` is "stop" (the id is the last of the output tokens).
-    `error` names what failed when `finish_reason` is "error".
+    `error` names what failed when `finish_reason` is "error"; `retryable` says whether another try may help.
     """
 
     type: ClassVar[str] = "done"
@@ -238,6 +238,7 @@ class Done:
     completion_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
+    retryable: bool = True
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
 

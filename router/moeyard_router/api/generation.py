@@ -240,5 +240,7 @@ def _as_error(event: Done | Rejected | Lost) -> ApiError:
         return ApiError(status, event.message, param=event.param, reason=event.reason, retry_after=event.retry_after)
     if event.finish_reason == "abort":
         return ApiError(503, "the worker aborted the request", reason="")
-    # Workers end a request with an error only when the fleet is lost or stopping.
+    if not event.retryable:
+        return ApiError(400, str(event.error), reason="")
+    # Any other error: the fleet is lost or stopping, or the request's own logits broke a rank.
     return ApiError(503, f"the worker failed on this request: {event.error}", reason="")

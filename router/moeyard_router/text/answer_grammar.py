@@ -54,7 +54,7 @@ def answer_grammar(
         rules += _calls_among_text(calls, token_ids) if calls.among_text else _calls(calls, token_ids)
     if body is not None:
         parts.append("body")
-        rules.append(f"body: {_body(body)}")
+        rules += _body(body)
     first = "" if thinking == "none" else "thinking "
     rules += [] if thinking == "none" else _thinking(token_ids, inside=thinking == "inside")
     text = "\n".join(["%llguidance {}", f"start: {first}({' | '.join(parts)})", *rules, ""])
@@ -111,17 +111,19 @@ def _called(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
     return rules
 
 
-def _body(body: Grammar) -> str:
-    """One rule's right side."""
+def _body(body: Grammar) -> list[str]:
+    """`body` and the rules below."""
     if body.kind == "json_object":
-        return json_text({"type": "object"})
+        return [f"body: {json_text({'type': 'object'})}"]
     if body.kind == "json_schema":
         schema = json.loads(body.text)
-        return json_text(schema if isinstance(schema, dict) else {} if schema else {"not": {}})
+        return [f"body: {json_text(schema if isinstance(schema, dict) else {} if schema else {'not': {}})}"]
     if body.kind == "regex":
-        return f"/{slashed(body.text)}/"
+        return [f"body: /{slashed(body.text)}/"]
     if body.kind == "choice":
-        return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(body.text))
+        # One terminal: llguidance takes 2,000 alternatives of a rule.
+        choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(body.text))
+        return ["body: CHOICE", f"CHOICE: {' | '.join(choices)}"]
     raise ValueError(f"a grammar of kind {body.kind} is no part of another")
 
 

@@ -1,17 +1,18 @@
 """Requests whose grammars are being compiled: they wait here, and the scheduler sees them when they can run.
 
-No step waits for a grammar: threads of `Grammars` compile, and the engine's loop asks at each turn which are done.
+No step waits for a compilation: threads of `Grammars` wait for its process, and the engine's loop asks at each turn
+which are done.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
-from moeyard_worker.engine.grammars import Constraint, GrammarError, Grammars
+from moeyard_worker.engine.grammar_forks import Compiled, GrammarError, GrammarsFull
+from moeyard_worker.engine.grammars import Constraint, Grammars
 from moeyard_worker.protocol import Done, Rejected, Submit
 
-# How long a request waits for its grammar (seconds); what takes longer goes on alone.
+# How long a request waits for its grammar, in seconds.
 COMPILE_SECONDS = 10.0
 MAX_COMPILING = 256
 
@@ -23,7 +24,7 @@ class Compiling:
     client: bytes
     submit: Submit
     arrived: float
-    compiled: Future[Any]
+    compiled: Future[Compiled]
 
 
 class GrammarQueue:
@@ -54,8 +55,7 @@ class GrammarQueue:
             message = f"request {submit.request_id!r} is already running"
             return Rejected(request_id=submit.request_id, reason="duplicate", message=message)
         if len(self._waiting) >= MAX_COMPILING and not submit.output_token_ids:
-            message = f"{len(self._waiting)} grammars are being compiled"
-            return Rejected(request_id=submit.request_id, reason="queue_full", message=message, retry_after=1.0)
+            return _full(submit, f"{len(self._waiting)} grammars are being compiled")
         compiled = self._grammars.compile(grammar)
         self._waiting[key] = Compiling(client=client, submit=submit, arrived=now, compiled=compiled)
         compiled.add_done_callback(lambda _: self._wake())
@@ -70,8 +70,7 @@ class GrammarQueue:
             done = each.compiled.done()
             if (done or now - each.arrived > COMPILE_SECONDS) and self._waiting.pop(key, None) is not None:
                 self._leave(each)
-                late = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
-                yield each, self._result(each) if done else _bad(each.submit, late)
+                yield each, self._result(each) if done else _late(each)
 
     def _result(self, each: Compiling) -> Constraint | Rejected:
         assert self._grammars is not None, "somebody compiled it"
@@ -79,6 +78,8 @@ class GrammarQueue:
             matcher = each.compiled.result()
         except GrammarError as error:
             return _bad(each.submit, f"the grammar cannot be compiled: {error}")
+        except GrammarsFull as error:
+            return _full(each.submit, str(error))
         constraint = self._grammars.constraint(matcher, each.submit.sampling)
         constraint.expect(tuple(each.submit.output_token_ids))
         return constraint
@@ -104,6 +105,17 @@ class GrammarQueue:
 
 def _bad(submit: Submit, message: str) -> Rejected:
     return Rejected(request_id=submit.request_id, reason="bad_request", message=message)
+
+
+def _full(submit: Submit, message: str) -> Rejected:
+    return Rejected(request_id=submit.request_id, reason="queue_full", message=message, retry_after=1.0)
+
+
+def _late(each: Compiling) -> Rejected:
+    """Refuse a request that has waited too long: by its grammar if that is being compiled, else by those before it."""
+    if each.compiled.running():
+        return _bad(each.submit, f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s")
+    return _full(each.submit, f"{COMPILE_SECONDS:.0f} s were not enough for the grammars of earlier requests")
 
 
 def _aborted(submit: Submit) -> Done:

@@ -1,45 +1,49 @@
-"""Grammars by llguidance: what may follow an answer's tokens so far, as one bit per token of the vocabulary.
+"""Grammars: which tokens may follow an answer's tokens so far, as one bit per token of the vocabulary.
 
-A grammar is compiled once, by a thread of its own, and kept for the requests that name it again; a request has a
-matcher copied from that. Masks are computed beside the step: for the next token as soon as one is known, while the next
-step's forward pass runs. llguidance lets go of the interpreter's lock in all of this; only making a tokenizer of
-150,000 tokens holds it, for a second and a half, which is why that is part of loading.
+llguidance compiles grammars and computes masks in processes of their own, which have limits and may die
+(`grammar_process.py`). A grammar is compiled once and kept for the requests that name it again. A mask is asked for as
+soon as the token before it is known, so it is computed while the forward pass of the next step runs. The time that all
+masks of a request take is bounded; a request that needs more ends with an error.
 """
 
+import itertools
 import json
 import logging
-import re
-from collections import OrderedDict
+import time
+import weakref
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from moeyard_worker.engine.grammar_forks import SHORT_SECONDS, Answer, Compiled, Forks, GrammarError, GrammarsFull
+from moeyard_worker.engine.grammar_process import ERROR, FREE, QUESTION
 from moeyard_worker.protocol import Grammar, SamplingParams
 from moeyard_worker.scheduling.request import Mask
 from moeyard_worker.tokenizer import read_tokenizer
 
 log = logging.getLogger(__name__)
 
-# Between the parts of a JSON text a model may write this and no more, a few blanks or a line break with indentation: a
-# model that has lost its way writes empty lines until it may write nothing at all.
-_WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
-# Of an automaton, at 1 to 2 kB each. llguidance allows 250,000.
-_MAX_STATES = 50_000
-# An automaton that counts modulo n has n states, made before any of llguidance's limits is asked: a million took 8 s
-# and 250 MB (2026-11-22).
-_MAX_MULTIPLE = 10_000
-_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?[0-9.]+(?:[eE][-+]?[0-9]+)?)')
 _KEPT = 16
-_MAX_MESSAGE = 500
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; says why."""
+# The most bytes of memory that all grammars of a rank take before another one is refused.
+MAX_BYTES = 1 << 30
+# Seconds of processor time that the masks of a request may take: at first, and more for each of its tokens. In a
+# vocabulary of 150,000 tokens a mask takes 0.08 ms, the slowest 3.5 ms.
+MASK_SECONDS, MASK_SECONDS_PER_TOKEN = 0.05, 0.001
+# The process of a call that exceeds the time left by this much is killed.
+_GRACE_SECONDS = 0.02
+# A request is costly once its masks have taken so many seconds, and more than so many for each of its tokens.
+_COSTLY_SECONDS, _COSTLY_SECONDS_PER_TOKEN = 0.01, 0.0003
+# How long the steps of a rank wait for the masks of costly requests: a share of all time, and at most so many seconds
+# saved up. Without any left a costly request ends, and the others have so many seconds to go on.
+WAITING_SHARE, _MOST_WAITING, _NEXT_WAITING = 0.05, 0.05, 0.005
+# How often a grammar's process is replaced for the other requests that have the grammar.
+_MOST_GENERATIONS = 3
+_TOO_MUCH = "the grammar cannot be followed any further: its masks take more time or memory than a request may use"
 
 
 class Grammars:
@@ -52,20 +56,22 @@ class Grammars:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(t for t in eos_token_ids if t < vocab_size)
         self.refusal: str | None = None
+        self.numbers = itertools.count()
+        self.waiting = Waiting()
         self._compiling = ThreadPoolExecutor(2, "grammar-compile")
-        self.ahead = ThreadPoolExecutor(1, "grammar-masks")
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._live: weakref.WeakSet[Compiled] = weakref.WeakSet()
+        self._forks: Forks | None = None
         if tokenizer_json is None:
             self.refusal = "this server has no tokenizer, and a grammar is about text"
         elif not self.eos_token_ids:
             self.refusal = "this model has no end-of-sequence token, which ends what a grammar has completed"
         else:
-            try:
-                self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(self.eos_token_ids))
-            except ValueError as error:
+            vocabulary = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": self.eos_token_ids}
+            self._forks = Forks(json.dumps(vocabulary).encode())
+            if error := self._forks.refusal:
                 log.warning("grammars are refused, llguidance cannot read the tokenizer: %s", error)
-                self.refusal = f"grammars are not served here: llguidance cannot read the tokenizer ({error!s:.200})"
+                self.refusal = f"grammars are not served here: llguidance cannot read the tokenizer ({error})"
 
     @staticmethod
     def of_directory(directory: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Grammars":
@@ -74,97 +80,187 @@ class Grammars:
         text = None if files is None else files.json_within(vocab_size)
         return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
-    def compile(self, grammar: Grammar) -> "Future[LLMatcher]":
-        """The grammar's matcher, to be copied and never used; its exception is a GrammarError.
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull.
 
-        Called by one thread, which may cancel it. What was asked for before, its error too, is remembered.
+        One thread calls this, and it may cancel the future. The last results and errors are remembered.
         """
         assert self.refusal is None, self.refusal
         found = self._compiled.pop(grammar, None)
-        if found is None or found.cancelled():
+        if found is None or found.cancelled() or not _is_lasting(found):
             found = self._compiling.submit(self._compile, grammar)
         self._compiled[grammar] = found
-        while len(self._compiled) > _KEPT:
+        while len(self._compiled) > (_KEPT if self._num_bytes <= MAX_BYTES else 1):
             self._compiled.popitem(last=False)
         return found
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        try:
-            source = _source(grammar)
-        except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
-            raise GrammarError(_cut(str(error))) from error
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        # The first mask fills the tables that copies share.
-        if matcher.is_error() or not any(matcher.compute_bitmask()):
-            raise GrammarError(_cut(matcher.get_error() or "no token of the vocabulary can begin an answer"))
-        return matcher
+    @property
+    def _num_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in list(self._live))
 
-    def constraint(self, matcher: LLMatcher, sampling: SamplingParams) -> "Constraint":
-        """What holds one sequence to a compiled grammar."""
-        return Constraint(matcher, sampling, self)
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if (held := self._num_bytes) > MAX_BYTES:
+            raise GrammarsFull(f"the grammars of running requests take {held >> 20} MiB, {MAX_BYTES >> 20} are allowed")
+        assert self._forks is not None, "a refusal comes first"
+        compiled = Compiled(grammar, self._forks)
+        self._live.add(compiled)
+        return compiled
+
+    def again(self, compiled: Compiled) -> Compiled:
+        """Return another process for the grammar of one that has ended. Raises GrammarError, GrammarsFull."""
+        if compiled.successor is None or not compiled.successor.usable:
+            if compiled.first.seconds > SHORT_SECONDS or compiled.generation == _MOST_GENERATIONS:
+                raise GrammarError("its process has ended too often, or takes too long to start again")
+            compiled.successor = self._compile(compiled.grammar)
+            compiled.successor.generation = compiled.generation + 1
+        return compiled.successor
+
+    def constraint(self, compiled: Compiled, sampling: SamplingParams) -> "Constraint":
+        """Return what holds one sequence to a compiled grammar."""
+        return Constraint(compiled, sampling, self)
 
     def close(self) -> None:
-        """End the threads; what is being compiled is waited for by nobody."""
-        self.ahead.shutdown(wait=True)
+        """End threads and processes without waiting for compilations."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiled.clear()
+        if self._forks is not None:
+            self._forks.close()
+
+
+class Waiting:
+    """The seconds that steps may still wait for the masks of costly requests."""
+
+    def __init__(self) -> None:
+        self._left, self._since = _MOST_WAITING, time.monotonic()
+
+    def charge(self, seconds: float) -> None:
+        """Count a wait that has just ended."""
+        now = time.monotonic()
+        self._left = min(_MOST_WAITING, self._left + WAITING_SHARE * (now - self._since)) - seconds
+        self._since = now
+
+    def is_over(self) -> bool:
+        """Whether one costly request must end now."""
+        self.charge(0.0)
+        if self._left > 0:
+            return False
+        self._left = _NEXT_WAITING
+        return True
+
+
+def _is_lasting(found: Future[Compiled]) -> bool:
+    """Whether a later request may have this result too."""
+    if not found.done():
+        return True
+    error = found.exception()
+    if error is not None:
+        return isinstance(error, GrammarError)
+    return found.result().usable and not found.result().worn
 
 
 class Constraint:
     """One sequence and its copy of `compiled`. Used by one thread at a time; see `scheduling.request.Constraint`."""
 
-    def __init__(self, compiled: LLMatcher, sampling: SamplingParams, grammars: Grammars) -> None:
-        self._compiled, self._matcher = compiled, compiled.deep_copy()
-        self._grammars = grammars
+    def __init__(self, compiled: Compiled, sampling: SamplingParams, grammars: Grammars) -> None:
+        self._compiled, self._grammars = compiled, grammars
+        self._number = next(grammars.numbers)
+        self._forget = weakref.finalize(self, compiled.over.append, self._number)
         eos = grammars.eos_token_ids
         self._min_tokens = sampling.min_tokens
         self._stops = tuple(t for t in sampling.stop_token_ids if 0 <= t < grammars.vocab_size)
-        # What does not end the request while it is too short, and what never does.
+        # Tokens that do not end the request while it is too short, and tokens that never do.
         self._ends = tuple({*eos, *self._stops})
         self._unwanted = tuple({*eos} - {*self._stops}) if sampling.ignore_eos else ()
-        self._seen: list[int] = []
-        self._mask: Mask | None = None
-        self._coming: Future[Mask] | None = None
+        self._seconds_left, self._seconds, self._num_tokens = MASK_SECONDS, 0.0, 0
+        self._error: str | None = None
+        # The output of the last question; of those that are not answered, with how many tokens were new; and answers.
+        self._asked: list[int] = []
+        self._questions: deque[tuple[list[int], int]] = deque()
+        self._masks: deque[tuple[list[int], Mask]] = deque([([], self._mask(compiled.first, 0))])
 
     def mask(self, output: Sequence[int]) -> Mask:
         """See `scheduling.request.Constraint.mask`."""
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            coming.result()
-        return self._look(output)
+        wanted = list(output)
+        while self._error is None:
+            while self._masks and self._masks[0][0] != wanted:
+                self._masks.popleft()
+            if self._masks:
+                return self._masks[0][1]
+            if self._is_costly and self._grammars.waiting.is_over():
+                self._error = _TOO_MUCH
+            elif self._is_asked(wanted):
+                self._compiled.take()
+            else:
+                self._ask(wanted)
+        return Mask(error=self._error)
 
     def expect(self, output: Sequence[int]) -> None:
         """See `scheduling.request.Constraint.expect`."""
-        # One thread computes ahead for all: what was expected before this is done before it.
-        self._coming = self._grammars.ahead.submit(self._look, output)
+        wanted = list(output)
+        known = any(answered == wanted for answered, _ in self._masks)
+        if self._error is None and not known and not self._is_asked(wanted):
+            self._ask(wanted)
 
-    def _look(self, output: Sequence[int]) -> Mask:
-        seen = self._seen
-        same = min(len(seen), len(output))
+    @property
+    def _is_costly(self) -> bool:
+        return self._seconds > max(_COSTLY_SECONDS, _COSTLY_SECONDS_PER_TOKEN * self._num_tokens)
+
+    def _is_asked(self, output: list[int]) -> bool:
+        return any(asked == output for asked, _ in self._questions)
+
+    def _ask(self, output: list[int]) -> None:
+        if not self._compiled.usable:
+            self._move()
+            return
+        same = min(len(self._asked), len(output))
         # Tokens are only ever taken back from the end: drafts that were refused.
-        while same and seen[same - 1] != output[same - 1]:
+        while same and self._asked[same - 1] != output[same - 1]:
             same -= 1
-        if same == len(seen) == len(output) and self._mask is not None:
-            return self._mask
-        if same < len(seen) and not self._matcher.rollback(len(seen) - same):
-            # It cannot where a rule counts its tokens or has a stop (`max_tokens=`, `stop=`): a copy reads them anew.
-            self._matcher, same = self._compiled.deep_copy(), 0
-        del seen[same:]
-        new = list(output[same:])
-        count = self._matcher.try_consume_tokens(new) if new else 0
-        seen += new[:count]
-        if count < len(new) and not self._matcher.is_error():
-            # A draft that will be refused, or the row after the one that ended the request: nobody reads its token.
-            self._mask = None
-            return Mask()
-        self._mask = self._compute(len(output))
-        return self._mask
+        new = output[same:]
+        allowed = max(0.0, self._seconds_left + MASK_SECONDS_PER_TOKEN * len(new)) + _GRACE_SECONDS
+        question = QUESTION.pack(self._number, same, len(new), allowed) + array("I", new).tobytes()
+        if self._compiled.ask(self, question):
+            self._asked = output
+            self._questions.append((output, len(new)))
 
-    def _compute(self, num_output: int) -> Mask:
-        # It may say a word more than the vocabulary has.
-        count = -(-self._grammars.vocab_size // 32)
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32, count=count).copy()
-        if self._matcher.is_error():
-            return Mask(error=_cut(f"the grammar cannot be followed any further: {self._matcher.get_error()}"))
+    def _move(self) -> None:
+        """Go on with another process that has the grammar."""
+        try:
+            self._compiled = self._grammars.again(self._compiled)
+        except (GrammarError, GrammarsFull) as error:
+            self._error = f"the grammar cannot be followed any further: {error}"
+            return
+        self._forget.detach()
+        self._forget = weakref.finalize(self, self._compiled.over.append, self._number)
+        self._asked = []
+
+    def answered(self, answer: Answer, waited: float) -> None:
+        """Take the answer to the oldest question."""
+        output, num_new = self._questions.popleft()
+        seconds = answer.seconds
+        self._seconds, self._num_tokens = self._seconds + seconds, self._num_tokens + num_new
+        if self._is_costly:
+            self._grammars.waiting.charge(min(waited, seconds))
+        self._seconds_left = min(MASK_SECONDS, self._seconds_left + MASK_SECONDS_PER_TOKEN * num_new - seconds)
+        if self._seconds_left < 0:
+            self._error = _TOO_MUCH
+        # Sequences share an automaton, which may have as many states as it can.
+        self._compiled.worn |= answer.status == ERROR
+        self._masks.append((output, self._mask(answer, len(output))))
+
+    def lost(self, *, at_fault: bool) -> None:
+        """Forget the questions, whose process has ended; the request ends by an error where its own has ended it."""
+        self._questions.clear()
+        if at_fault:
+            self._error = _TOO_MUCH
+
+    def _mask(self, answer: Answer, num_output: int) -> Mask:
+        if answer.status == FREE:
+            return Mask()
+        if answer.status == ERROR:
+            return Mask(error=f"the grammar cannot be followed any further: {answer.payload.decode()}")
+        # It may have a word more than the vocabulary has.
+        words = np.frombuffer(answer.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
         complete = _has(words, self._grammars.eos_token_ids[0])
         held = num_output < self._min_tokens
         if complete and not held:
@@ -183,50 +279,3 @@ class Constraint:
 
 def _has(words: NDArray[np.uint32], token_id: int) -> bool:
     return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))
-
-
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own words. Raises ValueError."""
-    text = grammar.text
-    if grammar.kind in ("json_schema", "lark"):
-        _check_multiples(text)
-    if grammar.kind == "json_object":
-        return _json('{"type": "object"}')
-    if grammar.kind == "json_schema":
-        return _json(text)
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if grammar.kind == "choice":
-        choices = json.loads(text)
-        if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-            raise ValueError("a choice is a list of strings, none of them empty")
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
-
-
-def _json(text: str) -> str:
-    schema = json.loads(text)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise ValueError(f"no answer can satisfy {text:.20}, a schema is an object")
-    own = schema.get("x-guidance")
-    # A default pattern would win over "whitespace_flexible": false.
-    chosen = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
-    # The schema is passed as text because llguidance refuses Python's integers above 64 bits.
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults=None if chosen else {"whitespace_pattern": _WHITESPACE}
-    )
-
-
-def _check_multiples(text: str) -> None:
-    plain = re.sub(r"\\u00([0-7][0-9a-fA-F])", lambda found: chr(int(found[1], 16)), text)
-    for number in _MULTIPLE.findall(plain):
-        mantissa = re.split("[eE]", number)[0].replace(".", "").strip("-0") or "0"
-        if int(mantissa) > _MAX_MULTIPLE or float(number) > _MAX_MULTIPLE:
-            raise ValueError(f"multipleOf {number} is not served: an automaton of so many states would be needed")
-
-
-def _cut(message: str) -> str:
-    text = " ".join(message.replace("<non-verbose/>", "").split())
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

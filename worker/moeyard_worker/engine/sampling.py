@@ -85,7 +85,7 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
 
     Waits for masks that are being computed, so it is called behind the forward pass.
     """
-    rows = []
+    found: list[tuple[Request, Sequence[int]]] = []
     for chunk, request in zip(step.sampled, requests, strict=True):
         known: Sequence[int] = request.output
         if chunk.fed is not None:
@@ -96,9 +96,17 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
             drafts = chunk.token_ids[first + 1 : row + 1]
             output = [*known, *drafts] if drafts else known
             assert len(request.prompt) + len(output) == chunk.start + row + 1, "a row's tokens are not those before it"
-            mask = None if request.constraint is None else request.constraint.mask(output)
-            rows.append(SampledRow(params=request.sampling, prompt=request.prompt, output=output, mask=mask))
-    return rows
+            found.append((request, output))
+            if request.constraint is not None:
+                # Ask for all masks before waiting for the first: each grammar has a process of its own.
+                request.constraint.expect(output)
+    return [
+        SampledRow(
+            params=request.sampling, prompt=request.prompt, output=output,
+            mask=None if request.constraint is None else request.constraint.mask(output),
+        )
+        for request, output in found
+    ]  # fmt: skip
 
 
 def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:

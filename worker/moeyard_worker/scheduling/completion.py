@@ -68,7 +68,7 @@ def end_of(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[i
     return "length" if len(output) >= params.max_tokens else None
 
 
-def farewell(request: Request, reason: str, error: str | None = None) -> Done:
+def farewell(request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:
     """The last message about a request."""
     started, first = request.started, request.first_token
     return Done(
@@ -79,6 +79,7 @@ def farewell(request: Request, reason: str, error: str | None = None) -> Done:
         completion_tokens=len(request.output),
         stop_token_id=request.output[-1] if reason == "stop" else None,
         error=error,
+        retryable=retryable,
         queue_seconds=0.0 if started is None else started - request.arrived,
         prefill_seconds=0.0 if started is None or first is None else first - started,
     )

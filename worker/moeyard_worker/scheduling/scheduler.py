@@ -292,7 +292,7 @@ class Scheduler:
 
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
         if result.error is not None:
-            return [Reply(request.client, self._finish(request, "error", result.error))]
+            return [Reply(request.client, self._finish(request, "error", result.error, retryable=False))]
         eos = self.config.eos_token_ids
         tokens, reason = take_tokens(request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now)
         replies = [Reply(request.client, tokens)]
@@ -303,11 +303,11 @@ class Scheduler:
             self._holdings.give_back(request)
         return replies
 
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> Done:
+    def _finish(self, request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:
         self._roster.end(request)
         if not request.in_flight:
             self._holdings.release(request)
-        return farewell(request, reason, error)
+        return farewell(request, reason, error, retryable=retryable)
 
     def validate(self) -> None:
         """Assert every invariant; called by tests after each event and by an idle engine."""
