@@ -1,11 +1,12 @@
 """Structured output on the demo model: whether random JSON schemas hold, and what a grammar costs.
 
-    python bench/structured.py [--schemas 200] [--streams 1 16] [--tokens 128] [--vocabulary 151936]
+    python bench/structured.py [--schemas 200] [--streams 1 16] [--tokens 128] [--ambiguous 8] [--vocabulary 151936]
 
 One worker is driven in process, as `moeyard bench engine` does. First every schema gets an answer of at most 600
 tokens, greedy and sampled in turn, sixteen at once: each that ends by itself must parse, and validate by the library
 jsonschema. Those that ran out of tokens are counted, and as many more schemas are drawn. Then tokens/s with and without
-a grammar, and what making masks and compiling takes, in this vocabulary and in a made-up one of the size of Qwen3's.
+a grammar, the pace of a stream beside requests with an ambiguous grammar, and what making masks and compiling takes, in
+this vocabulary and in a made-up one of the size of Qwen3's.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ ENDLESS = {
         "additionalProperties": False,
     },
 }
+# Its masks take longer with each token.
+AMBIGUOUS = Grammar(kind="lark", text='start: e\ne: e e | "a" | e e e')
 WORDS = ("age", "captain", "date of birth", "harbour", "id", "items", "kind", "name", "note", "price", "ship", "x-1")
 PATTERNS = ("^[A-Z][a-z]{1,8}$", "^[0-9]{3}-[0-9]{4}$", "^(red|green|blue)$", "^[a-f0-9]{8}$", r"^\d{1,3}(\.\d{2})?$")
 FORMATS = ("date", "time", "uuid", "ipv4", "email")
@@ -143,9 +147,10 @@ def _nullable(rng: random.Random, _: int) -> Any:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got."""
+    """What one request got, and when each of its messages came, in seconds."""
 
     token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     end: Done | None = None
 
 
@@ -192,6 +197,7 @@ class Bench:
                 message = reply.message
                 if isinstance(message, Tokens):
                     answers[message.request_id].token_ids += message.token_ids
+                    answers[message.request_id].times.append(time.perf_counter() - begun)
                 elif isinstance(message, Done):
                     answers[message.request_id].end = message
         scheduler.validate()
@@ -269,6 +275,30 @@ def rates(bench: Bench, streams: int, tokens: int) -> None:
     print(f"{streams} streams: {free:.0f} tokens/s, with a grammar {held:.0f} ({held / free - 1:+.1%})")
 
 
+def pace_beside(bench: Bench, count: int, tokens: int) -> None:
+    """Print the pace of one stream alone, beside ordinary requests and beside ambiguous ones, the best of four runs."""
+    free = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+    others = {
+        "alone": (),
+        "beside ordinary ones": (free,),
+        "beside ambiguous ones": (replace(free, grammar=AMBIGUOUS),),
+    }
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in others}
+    for _ in range(4):
+        for name, beside in others.items():
+            asked = [free, *(replace(each, seed=i + 1) for each in beside for i in range(count))]
+            (stream, *rest), _ = bench.run(asked)
+            gaps = [after - before for before, after in pairwise(stream.times)]
+            longest = max((len(answer.token_ids) for answer in rest), default=0)
+            found[name].append((len(gaps) / sum(gaps), max(gaps), longest))
+    for name, runs in found.items():
+        rate, gap, longest = max(runs)
+        print(
+            f"a stream of {tokens} tokens, {name}: {rate:.1f} tokens/s, longest gap {gap * 1e3:.0f} ms"
+            + (f" ({count} others, of {longest} tokens at most)" if longest else "")
+        )
+
+
 def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> None:
     """Measure seconds of compiling, and of each mask along an answer that a client might get."""
     compiled, masks = [], []
@@ -320,6 +350,7 @@ def main() -> int:
     parser.add_argument("--schemas", type=int, default=200, help="answers that are to end; 0 for none")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ambiguous", type=int, default=8, help="requests beside a stream of 600 tokens; 0 for none")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of the made-up tokenizer; 0 for none")
     args = parser.parse_args()
     bench = Bench()
@@ -327,6 +358,8 @@ def main() -> int:
         wrong = check_schemas(bench, args.schemas) if args.schemas else 0
         for streams in args.streams:
             rates(bench, streams, args.tokens)
+        if args.ambiguous:
+            pace_beside(bench, args.ambiguous, MAX_TOKENS)
         costs(bench.grammars, bench.tokenizer, f"{bench.grammars.vocab_size} tokens", 50)
     finally:
         bench.close()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def test_a_break_down_on_the_way_ends_its_request_alone(bench: Bench) -> None:
         )
         assert spoilt.end is not None
         assert (spoilt.end.finish_reason, spoilt.end.retryable) == ("error", False)
-        assert "the grammar cannot be followed any further" in str(spoilt.end.error)
+        assert spoilt.end.error == "the grammar cannot be followed any further: no token of the vocabulary fits"
         assert spoilt.token_ids == ids(bench, "{")
         assert sound.end is not None
         assert sound.end.finish_reason == "length"
@@ -298,8 +299,8 @@ def test_a_mask_is_bounded(bench: Bench, grammars: Grammars) -> None:
 
 def test_the_masks_of_a_request_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """No single call takes long here: it is their sum that ends the request, and no other."""
-    monkeypatch.setattr(grammars_module, "MASK_SECONDS_PER_TOKEN", 0.0)
-    monkeypatch.setattr(grammars_module, "MASK_SECONDS", 1e-5)
+    none = replace(bench.grammars.limits, seconds=1e-5, seconds_per_token=0.0)
+    monkeypatch.setattr(bench.grammars, "limits", none)
     monkeypatch.setattr(grammars_module, "_GRACE_SECONDS", HANG_SECONDS)
     asked = [SamplingParams(max_tokens=20, temperature=0.0, grammar=g) for g in (AMBIGUOUS, None)]
     (spoilt, sound), _ = bench.run(asked)
@@ -328,7 +329,7 @@ def test_steps_wait_a_bounded_time_for_costly_masks(
     (letter,) = ids(bench, "a")
     monkeypatch.setattr(grammars.waiting, "_left", -HANG_SECONDS)
     cheap, costly = held(grammars, AMBIGUOUS), held(grammars, AMBIGUOUS)
-    costly._seconds = HANG_SECONDS
+    costly._waited = HANG_SECONDS
     assert cheap.mask([letter]).words is not None
     assert ENDED in str(costly.mask([letter]).error)
 

@@ -144,7 +144,8 @@ class _Sequence:
             return FREE, b""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            return ERROR, cut(self._matcher.get_error()).encode()
+            error = self._matcher.get_error()
+            return ERROR, b"no token of the vocabulary fits" if "NoExtension" in error else cut(error).encode()
         return MASK, mask
 
 

@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +32,43 @@ log = logging.getLogger(__name__)
 _KEPT = 16
 # The most bytes of memory that all grammars of a rank take before another one is refused.
 MAX_BYTES = 1 << 30
-# Seconds of processor time that the masks of a request may take: at first, and more for each of its tokens. In a
-# vocabulary of 150,000 tokens a mask takes 0.08 ms, the slowest 3.5 ms.
-MASK_SECONDS, MASK_SECONDS_PER_TOKEN = 0.05, 0.001
 # The process of a call that exceeds the time left by this much is killed.
 _GRACE_SECONDS = 0.02
-# A request is costly once its masks have taken so many seconds, and more than so many for each of its tokens.
-_COSTLY_SECONDS, _COSTLY_SECONDS_PER_TOKEN = 0.01, 0.0003
 # How long the steps of a rank wait for the masks of costly requests: a share of all time, and at most so many seconds
 # saved up. Without any left a costly request ends, and the others have so many seconds to go on.
 WAITING_SHARE, _MOST_WAITING, _NEXT_WAITING = 0.05, 0.05, 0.005
 # How often a grammar's process is replaced for the other requests that have the grammar.
 _MOST_GENERATIONS = 3
 _TOO_MUCH = "the grammar cannot be followed any further: its masks take more time or memory than a request may use"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskLimits:
+    """What the masks of a request may cost.
+
+    `seconds` of processor time at first, and `seconds_per_token` more for each token, up to `seconds` saved up. A
+    request is costly once steps have waited `costly_wait` seconds for its masks, and `costly_wait_per_token` for each
+    of its tokens.
+    """
+
+    seconds: float
+    seconds_per_token: float
+    costly_wait: float
+    costly_wait_per_token: float
+
+    @classmethod
+    def of(cls, vocab_size: int) -> "MaskLimits":
+        """Return the limits for a vocabulary.
+
+        A mask that looks at each token of the vocabulary takes 24 ns for each, and one in six of an ordinary schema
+        does so. The time of an ambiguous grammar's masks grows with the answer instead.
+        """
+        return cls(
+            seconds=0.05 + 1e-6 * vocab_size,
+            seconds_per_token=0.001 + 30e-9 * vocab_size,
+            costly_wait=0.01 + 200e-9 * vocab_size,
+            costly_wait_per_token=0.0003 + 10e-9 * vocab_size,
+        )
 
 
 class Grammars:
@@ -57,7 +82,7 @@ class Grammars:
         self.eos_token_ids = tuple(t for t in eos_token_ids if t < vocab_size)
         self.refusal: str | None = None
         self.numbers = itertools.count()
-        self.waiting = Waiting()
+        self.waiting, self.limits = Waiting(), MaskLimits.of(vocab_size)
         self._compiling = ThreadPoolExecutor(2, "grammar-compile")
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._live: weakref.WeakSet[Compiled] = weakref.WeakSet()
@@ -171,7 +196,8 @@ class Constraint:
         # Tokens that do not end the request while it is too short, and tokens that never do.
         self._ends = tuple({*eos, *self._stops})
         self._unwanted = tuple({*eos} - {*self._stops}) if sampling.ignore_eos else ()
-        self._seconds_left, self._seconds, self._num_tokens = MASK_SECONDS, 0.0, 0
+        self._limits = grammars.limits
+        self._seconds_left, self._waited, self._num_tokens = self._limits.seconds, 0.0, 0
         self._error: str | None = None
         # The output of the last question; of those that are not answered, with how many tokens were new; and answers.
         self._asked: list[int] = []
@@ -203,7 +229,8 @@ class Constraint:
 
     @property
     def _is_costly(self) -> bool:
-        return self._seconds > max(_COSTLY_SECONDS, _COSTLY_SECONDS_PER_TOKEN * self._num_tokens)
+        limits = self._limits
+        return self._waited > max(limits.costly_wait, limits.costly_wait_per_token * self._num_tokens)
 
     def _is_asked(self, output: list[int]) -> bool:
         return any(asked == output for asked, _ in self._questions)
@@ -217,7 +244,7 @@ class Constraint:
         while same and self._asked[same - 1] != output[same - 1]:
             same -= 1
         new = output[same:]
-        allowed = max(0.0, self._seconds_left + MASK_SECONDS_PER_TOKEN * len(new)) + _GRACE_SECONDS
+        allowed = max(0.0, self._seconds_left + self._limits.seconds_per_token * len(new)) + _GRACE_SECONDS
         question = QUESTION.pack(self._number, same, len(new), allowed) + array("I", new).tobytes()
         if self._compiled.ask(self, question):
             self._asked = output
@@ -237,11 +264,13 @@ class Constraint:
     def answered(self, answer: Answer, waited: float) -> None:
         """Take the answer to the oldest question."""
         output, num_new = self._questions.popleft()
-        seconds = answer.seconds
-        self._seconds, self._num_tokens = self._seconds + seconds, self._num_tokens + num_new
+        # What it waited beyond the time of the answer, it waited for a core.
+        waited, limits = min(waited, answer.seconds), self._limits
+        self._waited, self._num_tokens = self._waited + waited, self._num_tokens + num_new
         if self._is_costly:
-            self._grammars.waiting.charge(min(waited, seconds))
-        self._seconds_left = min(MASK_SECONDS, self._seconds_left + MASK_SECONDS_PER_TOKEN * num_new - seconds)
+            self._grammars.waiting.charge(waited)
+        left = self._seconds_left + limits.seconds_per_token * num_new - answer.seconds
+        self._seconds_left = min(limits.seconds, left)
         if self._seconds_left < 0:
             self._error = _TOO_MUCH
         # Sequences share an automaton, which may have as many states as it can.
