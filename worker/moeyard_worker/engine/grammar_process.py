@@ -103,6 +103,8 @@ def _serve(connection: socket.socket, questions: BinaryIO, tokenizer: LLTokenize
         with _limited(seconds):
             compiled = _compile(kind, text, tokenizer)
             first = bytes(compiled.compute_bitmask())
+    except MemoryError:
+        raise
     except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
         answer(ERROR, time.process_time(), cut(str(error)).encode())
         return
