@@ -44,7 +44,7 @@ ROOMS = {
 ROUTER_ROOMS = {
     "text": ((), 3130),
     "fleet": ((), 3135),
-    "api": (("text", "fleet"), 4640),
+    "api": (("text", "fleet"), 5200),
     "http": (("text", "fleet", "api"), 2405),
 }
 ROUTER_FILES = ("config", "errors", "metrics")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moeyard.model_source import hub_id
 from moeyard.parser import Arguments
-from moeyard_router.config import SamplingDefaults
+from moeyard_router.config import UNKNOWN_FIELDS, SamplingDefaults
 from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
 from moeyard_worker.config.engine_config import EngineConfig, rows_beside, window_rows
@@ -34,6 +34,7 @@ class ApiSettings:
     reasoning_parser: str
     enable_auto_tool_choice: bool | None
     kv_compression: KvCompression | None = None
+    unknown_fields: str = UNKNOWN_FIELDS[0]
 
     def describe_defaults(self) -> str | None:
         """One line about the sampling defaults, or None without any."""
@@ -85,6 +86,13 @@ def add_api_arguments(parser: Arguments) -> None:
         action=argparse.BooleanOptionalAction,
         help='tools with tool_choice "auto" (default: where the format of tool calls is known)',
     )
+    add(
+        "--unknown-fields",
+        choices=UNKNOWN_FIELDS,
+        default=UNKNOWN_FIELDS[0],
+        help="what becomes of unknown fields in requests: reject answers 400, ignore drops them and names them in a "
+        "header of the answer (default %(default)s)",
+    )
 
 
 def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
@@ -103,6 +111,7 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
         reasoning_parser=args.reasoning_parser,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
         kv_compression=kept,
+        unknown_fields=args.unknown_fields,
     )
 
 

@@ -208,6 +208,7 @@ def router_config(
         tool_call_parser=api.tool_call_parser,
         reasoning_parser=api.reasoning_parser,
         enable_auto_tool_choice=api.enable_auto_tool_choice,
+        unknown_fields=api.unknown_fields,
         workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,

@@ -8,6 +8,7 @@ from moeyard_worker.keys import RouterKeys
 from moeyard_worker.protocol import KvCompression
 
 METRIC_ALIASES = ("vllm",)
+UNKNOWN_FIELDS = ("reject", "ignore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,7 @@ class RouterConfig:
     `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
     `kv_compression` holds for requests that do not say. `prefix_caching` says whether workers reuse the beginnings of
     prompts, so that sending them to one rank pays.
+    `unknown_fields` says what becomes of fields of requests that nobody knows: a 400, or dropped and named in a header.
     `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
     `restarted`: this router is in the place of one that served these workers. Requests that come before they are all
     connected wait, as they do while a fleet recovers; a first router refuses them by 503.
@@ -172,6 +174,7 @@ class RouterConfig:
     canary_timeout: float = 15.0
     shutdown_grace: float = 3.0
     prefix_caching: bool = True
+    unknown_fields: str = "reject"
     metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
     restarted: bool = False
@@ -199,6 +202,8 @@ class RouterConfig:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
         if not 0 <= self.recovery_timeout < math.inf:
             raise ValueError(f"recovery_timeout: expected 0 seconds or more, got {self.recovery_timeout}")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ValueError(f"unknown_fields: '{self.unknown_fields}' is none of {', '.join(UNKNOWN_FIELDS)}")
         for name in self.metric_aliases:
             if name not in METRIC_ALIASES:
                 raise ValueError(f"metric_aliases: '{name}' is none of {', '.join(METRIC_ALIASES)}")

@@ -32,7 +32,8 @@ from safetensors.torch import load_file
 from tests.limits import HANG_SECONDS
 
 from moeyard.flags import add_engine_arguments
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, validate
+from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

@@ -176,6 +176,37 @@ def test_thinking_is_a_switch_of_the_template(model, client):
         assert answer.content[0].type == "text", "what was not to be shown is not"
 
 
+def test_deferred_tools_are_shown_once_a_result_refers_to_them(model):
+    model.says("Yes.")
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    tools = [{**WEATHER, "defer_loading": True}, {**NOW, "defer_loading": True}, {**search, "defer_loading": False}]
+
+    def shown(*more, **body):
+        answer = model.service.post(PATH, **{**BODY, "messages": [*ASK, *more]}, tools=tools, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-moeyard-ignored") is None
+        return {
+            name
+            for name in ("weather", "now", "search")
+            if f'"name": "{name}"' in model.prompt().partition("<|user|>")[0]
+        }
+
+    call = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    found = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found]}
+    turns = {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}
+    assert shown() == {"search"}
+    assert shown(*turns) == {"search", "weather"}
+    assert "<tool_response>Found the tool weather.</tool_response>" in model.prompt()
+    assert shown({"role": "assistant", "content": [{**call, "name": "now"}]}, turns[1]) == {"search", "now", "weather"}
+    assert shown(tool_choice={"type": "tool", "name": "now"}) == {"search", "now"}
+    tools = [{**NOW, "defer_loading": True}]
+    assert shown() == {"now"}, "nothing could find it"
+    tools = [{**NOW, "defer_loading": True}, search, {"name": "f g", "input_schema": {"type": "object"}}]
+    answer = model.service.post(PATH, **BODY, tools=tools)
+    assert (answer.status_code, "'tools.2.name'" in answer.text) == (400, True)
+
+
 @pytest.mark.parametrize("words", ["The answer is (", "e", "|", ""])
 def test_it_goes_on_with_the_assistants_words(model, client, words):
     model.says("B)")

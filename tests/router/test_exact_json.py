@@ -9,8 +9,9 @@ from moeyard_router.api.anthropic import translated as of_messages
 from moeyard_router.api.anthropic_events import _input
 from moeyard_router.api.responses import ResponsesRequest
 from moeyard_router.api.responses import translated as of_responses
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.validation import parse
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
 from moeyard_router.text.lark import lost_integer

@@ -11,7 +11,8 @@ from tests.limits import HANG_SECONDS
 from moeyard_router.api import large
 from moeyard_router.api.intake import Intake, formats_of
 from moeyard_router.api.large import LARGE_BODY, Bodies
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, parse
+from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.validation import parse
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.text.tool_formats import JSON_CALLS

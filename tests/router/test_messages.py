@@ -5,9 +5,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from moeyard_router.api.intake import template_variables
 from moeyard_router.api.messages import Arguments, template_messages
 from moeyard_router.api.schema import ChatRequest
+from moeyard_router.api.thinking import template_variables
 from moeyard_router.errors import ApiError
 from moeyard_router.text.chat import ChatTemplate
 
@@ -278,6 +278,7 @@ def test_developer(source, role):
 EFFORT = (
     "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}{{ reasoning_effort }}"
 )
+BOTH = "{{ enable_thinking | default(true) }} " + EFFORT
 SWITCH = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
 
 
@@ -285,6 +286,32 @@ SWITCH = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{
     ("source", "body", "text", "unused"),
     [
         (EFFORT, {}, "medium", ()),
+        (EFFORT, {"enable_thinking": True}, "medium", ()),
+        (EFFORT, {"thinking": {"type": "disabled"}}, "none", ()),
+        (EFFORT, {"thinking": {"type": "adaptive"}}, "medium", ()),
+        (EFFORT, {"think": "low"}, "low", ()),
+        (EFFORT, {"reasoning": {"effort": "low"}}, "low", ()),
+        (EFFORT, {"reasoning": {"effort": "low", "enabled": False}}, "none", ()),
+        (EFFORT, {"reasoning": {"effort": "none", "enabled": True}}, "medium", ()),
+        (BOTH, {"enable_thinking": False}, "False medium", ()),
+        (BOTH, {"think": True, "reasoning_effort": "high"}, "True high", ()),
+        (BOTH, {"think": False, "reasoning_effort": "high"}, "False none", ()),
+        (BOTH, {"thinking": {"type": "auto"}}, "True medium", ()),
+        (BOTH, {"chat_template_args": {"enable_thinking": 3}, "enable_thinking": False}, "3 medium", ()),
+        ("{{ thinking }}", {"reasoning": {"enabled": True}}, "True", ()),
+        ("{{ clear_thinking }}", {"thinking": {"type": "auto", "clear_thinking": False}}, "False", ()),
+        (
+            "plain",
+            {"enable_thinking": False, "reasoning": {"effort": "low"}},
+            "plain",
+            ("enable_thinking", "reasoning.effort"),
+        ),
+        (
+            "plain",
+            {"thinking": {"type": "enabled", "clear_thinking": True}},
+            "plain",
+            ("thinking", "thinking.clear_thinking"),
+        ),
         (EFFORT, {"reasoning_effort": "high"}, "high", ()),
         (EFFORT, {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "low", ()),
         (SWITCH, {}, "False", ()),
@@ -295,7 +322,7 @@ SWITCH = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{
         ("plain", {"reasoning_effort": "high"}, "plain", ("reasoning_effort",)),
     ],
 )
-def test_reasoning_effort_is_a_variable_of_the_template(source, body, text, unused):
+def test_switches_of_thinking_are_variables_of_the_template(source, body, text, unused):
     template = ChatTemplate(source, {})
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **body})
     variables, ignored = template_variables(request, template.traits)

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 from tests.router.tool_model import CALL, LONG, SECOND, THOUGHT
 
+from moeyard_router.api.response_tools import custom_input, offers_of
 from moeyard_worker.protocol import Rejected
 
 PATH = "/v1/responses"
@@ -19,6 +20,16 @@ WEATHER = {
     "strict": True,
 }
 NOW = {"type": "function", "name": "now"}
+# What Codex sends beside functions.
+PATCH = {
+    "type": "custom", "name": "apply_patch", "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}  # fmt: skip
+GROUP = {
+    "type": "namespace", "name": "agents", "description": "Sub-agents.",
+    "tools": [{"type": "function", "name": "spawn", "description": "Starts one."}, {"type": "custom", "name": "tell"}],
+}  # fmt: skip
+HOSTED = {"type": "web_search", "external_web_access": False}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,7 @@ def events(model, **body):
 def bare(response):
     """Without what differs from answer to answer: its id, those of its items, its time."""
     text = json.dumps({**response, "created_at": 0})
-    calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    calls = [item["call_id"] for item in response["output"] if "call_id" in item]
     for given in (response["id"].removeprefix("resp_"), *calls):
         text = text.replace(given, "ID")
     return json.loads(text)
@@ -179,6 +190,117 @@ def test_tool_choice_and_effort(model, client):
     assert model.prompt().endswith("<think>\n\n</think>\n\n")
 
 
+def called(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_custom_tools_and_namespaces_whole_and_streamed(model):
+    patch = "*** Begin Patch\n+ü"
+    calls = [called("agents__spawn", task="t"), called("apply_patch", input=patch), called("agents__tell", words="Go.")]
+    model.says("".join([CALL, *calls]))
+    asked = {"tools": [HOSTED, WEATHER, GROUP, PATCH]}
+    answer = model.service.post(PATH, input="Hi", **asked)
+    whole = answer.json()
+    bare_items = [{k: v for k, v in item.items() if k not in ("id", "call_id", "status")} for item in whole["output"]]
+    assert bare_items == [
+        {"type": "function_call", "name": "weather", "arguments": '{"city": "Köln"}'},
+        {"type": "function_call", "name": "spawn", "namespace": "agents", "arguments": '{"task": "t"}'},
+        {"type": "custom_tool_call", "name": "apply_patch", "input": patch},
+        {"type": "custom_tool_call", "name": "tell", "namespace": "agents", "input": "Go."},
+    ]
+    assert [item["id"].partition("_")[0] for item in whole["output"]] == ["fc", "fc", "ctc", "ctc"]
+    assert answer.headers["x-moeyard-ignored"] == "tools.web_search"
+    assert [tool["type"] for tool in whole["tools"]] == ["function", "namespace", "custom"]
+    prompt = model.prompt()
+    for text in ("Tools of agents: Sub-agents.", "Starts one.", "Edits files.", "*** Begin Patch", "agents__tell"):
+        assert prompt.count(text) == 1, text
+    assert "web_search" not in prompt
+    for chunk in (1, 500):
+        model.worker.chunk = chunk
+        stream = events(model, **asked)
+        assert bare(stream[-1]["response"])["output"] == bare(whole)["output"]
+        done = [event["item"] for event in stream if event["type"] == "response.output_item.done"]
+        assert done == stream[-1]["response"]["output"]
+        deltas = {e["output_index"]: e["delta"] for e in stream if e["type"] == "response.custom_tool_call_input.delta"}
+        ends = {e["output_index"]: e["input"] for e in stream if e["type"] == "response.custom_tool_call_input.done"}
+        assert deltas == ends == {2: patch, 3: "Go."}
+        added = [event["item"] for event in stream if event["type"] == "response.output_item.added"]
+        assert [(item["name"], item.get("input", item.get("arguments"))) for item in added[1:3]] == [
+            ("spawn", ""), ("apply_patch", ""),
+        ]  # fmt: skip
+    large = model.service.post(PATH, input="Hi", metadata={"a": "x" * 70_000}, **asked)
+    assert bare(large.json())["output"] == bare(whole)["output"], "a process that reads large bodies says the same"
+
+
+def test_custom_calls_and_namespaces_go_back(model):
+    model.says("Done.")
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "function_call", "call_id": "c1", "namespace": "agents", "name": "spawn", "arguments": "{}"},
+        {"type": "custom_tool_call", "id": "t", "status": "completed", "call_id": "c2", "name": "apply_patch",
+         "input": "+ü"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "Patched."},
+        {"type": "function_call", "call_id": "c3", "namespace": "gone", "name": "f", "arguments": "{}"},
+    ]  # fmt: skip
+    answer = model.service.post(PATH, input=items, tools=[GROUP, PATCH])
+    assert answer.status_code == 200, answer.text
+    calls = [called("agents__spawn"), called("apply_patch", input="+ü").replace("\\u00fc", "ü")]
+    assert "".join([f"<|assistant|>{''.join(calls)}", "<|eos|>\n<|user|><tool_response>Patched."]) in model.prompt()
+    assert called("gone__f") in model.prompt()
+    assert {"input.id", "input.status", "input.web_search_call"} == set(answer.headers["x-moeyard-ignored"].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents__spawn"),
+    ],
+)
+def test_a_custom_tool_or_one_of_a_namespace_can_be_demanded(model, choice, name):
+    model.says(called(name, input="x"))
+    answer = model.service.post(PATH, input="Hi", tools=[GROUP, PATCH, NOW], tool_choice=choice).json()
+    assert answer["tool_choice"] == choice
+    assert [item["name"] for item in answer["output"]] == [choice["name"]]
+    grammar = model.worker.submits[-1].sampling.grammar.text
+    assert (f'"{name}' in grammar, '"now' in grammar) == (True, False)
+
+
+def test_names_of_functions_that_stand_for_tools():
+    def names(*tools):
+        return list(offers_of(tools))
+
+    def group(name, *members):
+        return {"type": "namespace", "name": name, "tools": [{"type": "function", "name": each} for each in members]}
+
+    assert names(group("mcp__files__", "read"), group("a.b", "c d")) == ["mcp__files__read", "a_b__c_d"]
+    twins = names({**NOW, "name": "a__b"}, group("a", "b"), group("a__", "b"), group("a_", "_b"))
+    assert twins == ["a__b", "a__b_2", "a__b_3", "a____b"]
+    long = names(
+        group("n" * 40, "m" * 40 + "1", "m" * 40 + "2"), group("n" * 63 + "_", "x"), group("n" * 63 + ".", "x")
+    )
+    assert len(set(long)) == 4
+    assert all(len(name) <= 64 for name in long)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a"}', "a"),
+        ('{"patch": "a"}', "a"),
+        ('{"input": "a", "why": "b"}', "a"),
+        ('{"a": "b", "c": "d"}', '{"a": "b", "c": "d"}'),
+        ('{"input": {"a": 1}}', '{"input": {"a": 1}}'),
+        ('{"input": "cut o', '{"input": "cut o'),
+        ("*** Begin Patch", "*** Begin Patch"),
+        ("", ""),
+    ],
+)
+def test_the_input_of_a_custom_tool(arguments, text):
+    assert custom_input(arguments) == text
+
+
 def test_an_answer_that_is_cut_off(model, client):
     model.says(CALL)
     short = len(model.codec.encode(CALL, add_special_tokens=False)) - 12
@@ -270,7 +392,12 @@ BAD = [
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0.type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
+    ({"tools": [HOSTED, {**NOW, "name": "f g"}]}, "tools.1.name"),
+    ({"tools": [HOSTED, {**GROUP, "tools": [{**NOW, "parameters": {"type": "array"}}]}]}, "tools.1.tools.0.parameters"),
+    ({"tools": [GROUP], "tool_choice": {"type": "function", "name": "spawn"}}, "tool_choice"),
+    ({"tools": [HOSTED], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [HOSTED], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tools": [{"type": "function", "name": "f g"}]}, "tools.0.name"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),

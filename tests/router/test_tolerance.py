@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.router.tool_model import THOUGHT
 
 from moeyard_router.api.fields import IGNORED, NOT_SERVED
 from moeyard_router.api.messages import ChatMessage, TextPart, ToolCall
@@ -68,6 +69,165 @@ def test_what_is_asked_of_a_stream(service):
 def test_what_asks_for_nothing_is_taken(service, field, value, says):
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
         assert named(service.post(path, **body, max_tokens=1, **{field: value})) == says
+
+
+EVERY_API = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    CHAT: {"messages": HELLO, "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+    "/tokenize": {"messages": HELLO},
+}
+CHATS = [path for path in EVERY_API if path != COMPLETIONS]
+
+
+@pytest.mark.parametrize("path", EVERY_API)
+def test_what_changes_nothing_is_ignored_in_every_api(service, path):
+    names = IGNORED - {"metadata"}  # of which some APIs know the type
+    assert set(named(service.post(path, **EVERY_API[path], **dict.fromkeys(names, "x")))) == names
+
+
+SWITCHES = [
+    {"enable_thinking": False},
+    {"thinking": False},
+    {"thinking": {"type": "disabled", "budget_tokens": None}},
+    {"think": False},
+    {"think": "none"},
+    {"reasoning": {"enabled": False}},
+    {"reasoning": {"effort": "none"}},
+    {"reasoning_effort": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"chat_template_args": {"enable_thinking": False}},
+]
+
+
+def turned_on(switch):
+    """The same field, saying the opposite."""
+    words = {"disabled": "enabled", "none": "high", False: True}
+    return json.loads(
+        json.dumps(switch),
+        object_hook=lambda d: {k: words.get(v, v) if not isinstance(v, dict) else v for k, v in d.items()},
+    )
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_switches_of_thinking_act_in_every_api(model, path):
+    closed = "<think>\n\n</think>\n\n"
+
+    def prompt(**body):
+        answer = model.service.post(path, **EVERY_API[path], **body)
+        assert named(answer) == [], "a switch that acts is not named"
+        if "tokens" in answer.json():
+            return answer.json()["tokens"]
+        ran = not path.endswith("count_tokens")
+        return list(model.worker.submits[-1].prompt_token_ids) if ran else answer.json()["input_tokens"]
+
+    plain = prompt()
+    off = prompt(chat_template_kwargs={"enable_thinking": False})
+    assert off != plain
+    if isinstance(off, list):
+        assert model.codec.decode(off).endswith(closed)
+    for switch in SWITCHES:
+        assert (prompt(**switch), prompt(**turned_on(switch))) == (off, plain), switch
+
+
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
+        ({"think": False, "reasoning": {"enabled": True}}, "reasoning"),
+        ({"think": "low", "reasoning": {"effort": "high"}}, "think"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": "yes"}, "thinking"),
+        ({"think": 3}, "think"),
+        ({"reasoning": {"efort": "high"}}, "reasoning.efort"),
+    ],
+    ids=json.dumps,
+)
+def test_what_contradicts_itself_about_thinking_is_refused(service, path, body, param):
+    answer = service.post(path, **EVERY_API[path], **body)
+    assert (answer.status_code, f"'{param}" in answer.text) == (400, True), answer.text
+
+
+def test_thoughts_can_be_left_out_of_the_answer(model):
+    model.says(THOUGHT + "Yes.")
+    for body in ({"reasoning": {"exclude": True}}, {"include_reasoning": False}):
+        assert model.chat(**body)["message"] == {"role": "assistant", "content": "Yes."}
+        output = model.service.post("/v1/responses", input="x", **body).json()["output"]
+        assert [item["type"] for item in output] == ["message"]
+
+
+def test_switches_without_a_template_that_has_one_are_named(service):
+    for path in (COMPLETIONS, CHAT, "/v1/messages"):
+        for switch in SWITCHES[:6]:
+            (name,) = named(service.post(path, **EVERY_API[path], **switch)) or [""]
+            assert name.partition(".")[0] == next(iter(switch)), switch
+    budgets = {"thinking": {"type": "auto", "budget_tokens": 9}, "reasoning": {"max_tokens": 9}, "thinking_budget": 9}
+    says = ["thinking_budget", "thinking.budget_tokens", "reasoning.max_tokens"]
+    assert named(service.post(CHAT, **EVERY_API[CHAT], **budgets)) == says
+
+
+def test_openrouters_way_to_ask_for_usage(service):
+    for path in (COMPLETIONS, CHAT):
+        body = {**EVERY_API[path], "usage": {"include": True}}
+        assert named(service.post(path, **body)) == ["usage"], "it is there in any case"
+        last = service.stream(path, **body)[-1]
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 1)
+        assert "usage" not in service.stream(path, **{**body, "usage": {"include": False}})[-1]
+
+
+def test_typing_errors_are_refused_with_a_guess(service):
+    for name, guess in (("temprature", "temperature"), ("max_token", "max_tokens"), ("top-p", "top_p")):
+        answer = service.post(CHAT, **EVERY_API[CHAT], **{name: 0.5})
+        assert answer.json()["error"]["message"] == (f"unknown or unsupported field '{name}'; did you mean '{guess}'?")
+    answer = service.post(CHAT, **EVERY_API[CHAT], zzz=1)
+    assert answer.json()["error"]["message"] == "unknown or unsupported field 'zzz'"
+
+
+@pytest.fixture(scope="module")
+def lenient(starter):
+    return starter(1, unknown_fields="ignore")
+
+
+@pytest.mark.parametrize("path", EVERY_API)
+def test_unknown_fields_can_be_ignored(lenient, service, path):
+    body = {**EVERY_API[path], "temprature": 0.5, "reasoning": {"efort": "high"}, "dropped": ["x"], "store": True}
+    for message in body.get("messages", ()):
+        body["messages"] = [{**message, "content": [{"type": "text", "text": "Hello", "fancy": 1}], "mood": "good"}]
+    assert service.post(path, **body).status_code == 400
+    says = {"temprature", "reasoning.efort", "dropped", "store"}
+    if path == COMPLETIONS:
+        says = says - {"reasoning.efort"} | {"reasoning"}
+    if "messages" in body:
+        says |= {"messages.mood", "messages.content.fancy"}
+    answer = lenient.post(path, **body)
+    assert set(named(answer)) == says
+    assert set(named(lenient.post(path, **body, zzz="x" * 70_000))) == says | {"zzz"}, "a large body"
+
+
+def test_names_of_unknown_fields_are_no_danger_to_the_header(lenient):
+    body = {**EVERY_API[CHAT], "a\r\nx-evil: 1": 1, "ü" * 100: 2, "": 3}
+    assert named(lenient.post(CHAT, **body)) == ["a??x-evil??1", "?" * 64, "?"]
+    many = {**EVERY_API[CHAT], **{f"field_{i}": i for i in range(5000)}}
+    assert named(lenient.post(CHAT, **many)) == [f"field_{i}" for i in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}, "extra": 1}}, "response_format"),
+        ({"kv_compression": {"method": "other", "extra": 1}}, "kv_compression"),
+    ],
+    ids=str,
+)
+def test_known_fields_are_not_ignored(lenient, body, param):
+    answer = lenient.post(CHAT, **EVERY_API[CHAT], zzz=1, **body)
+    assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, param)
 
 
 def test_a_plain_request_names_nothing(service):

@@ -6,35 +6,47 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moeyard_router.api.anthropic_blocks import TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, Turn
+from moeyard_router.api.anthropic_blocks import (
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
 from moeyard_router.api.compression import KvCompressionField
-from moeyard_router.api.fields import Strict, refuse
+from moeyard_router.api.fields import IGNORED, Strict, refuse
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.messages import INVALID_JSON
-from moeyard_router.api.schema import Count, parse
+from moeyard_router.api.schema import Count
+from moeyard_router.api.thinking import Thinking, ThinkingFields
 from moeyard_router.api.tools import check_tools
 from moeyard_router.api.translation import Translation, below, given, one_of, text_parts
 
-_PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "kv_compression", "stream")
+_PASSED = (
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "kv_compression", "stream"),
+    *ThinkingFields.model_fields,
+)
 _NAMES = MappingProxyType(
     {
         r"messages\.reasoning_content": "messages.content.thinking",
-        r"tools\.(\d+)\.function\.parameters(.*)": r"tools.\1.input_schema\2",
-        r"tools\.(\d+)\.function\.(.*)": r"tools.\1.\2",
+        r"(tools\.\d+)\.function\.parameters(.*)": r"\1.input_schema\2",
+        r"(tools\.\d+)\.function\.(.*)": r"\1.\2",
         r"tool_choice.*": "tool_choice",
         r"response_format.*": "output_config.format",
-        r"reasoning_effort": "thinking",
+        r"reasoning_effort": "output_config.effort",
         r"stop": "stop_sequences",
     }
 )
 
 
 class ClientTool(Strict):
-    """A tool of the client's."""
+    """A tool of the client's. A deferred one is shown to the model once a tool's result has referred to it."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming"))
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
+        {"allowed_callers": (["direct"],), "input_examples": ([],)}
     )
 
     type: Literal["custom"] = "custom"
@@ -42,6 +54,7 @@ class ClientTool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 _Tools = Annotated[
@@ -64,15 +77,6 @@ class ToolUseChoice(Strict):
         return self
 
 
-class Thinking(Strict):
-    """Whether the model thinks first: a switch of the template's. Nothing holds it to a budget."""
-
-    harmless: ClassVar[frozenset[str]] = frozenset(("budget_tokens",))
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] | None = None
-
-
 class JsonFormat(Strict):
     """The form of the answer."""
 
@@ -81,21 +85,20 @@ class JsonFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """How much the model thinks, and the form of the answer."""
+    """How much the model thinks, and the form of the answer. Task budgets are not enforced."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("task_budget",))
 
     effort: str | None = None
     format: JsonFormat | None = None
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(ThinkingFields, Strict):
     """Body of POST /v1/messages/count_tokens."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"),
-            *("workspace_id",),
-        )
-    )
+    harmless: ClassVar[frozenset[str]] = IGNORED | {
+        *("diagnostics", "inference_geo", "speed", "usage", "user_profile_id", "workspace_id"),
+    }
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {
             "container": (),
@@ -113,15 +116,14 @@ class CountTokensRequest(Strict):
     system: Texts | None = None
     tools: _Tools | None = None
     tool_choice: ToolUseChoice | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """As of any object, with the names below it."""
         names = [*below("system", self.system), *below("messages", self.messages), *below("tools", self.tools)]
-        if self.thinking is not None:
-            names += [f"thinking.{name}" for name in self.thinking.ignored]
+        if self.output_config is not None:
+            names += [f"output_config.{name}" for name in self.output_config.ignored]
         return tuple(dict.fromkeys((*self.dropped, *names)))
 
 
@@ -140,13 +142,13 @@ class MessagesRequest(CountTokensRequest):
 
 async def message_job(intake: Intake, body: bytes) -> Job:
     """The job of a request for a message; raises `ApiError` naming the first field at fault."""
-    request = await intake.work(len(body), parse, body, MessagesRequest)
+    request = await intake.parse(body, MessagesRequest)
     return await translated(request).job(intake)
 
 
 async def counting_job(intake: Intake, body: bytes) -> Job:
     """A job with the prompt of such a request, tools included, to be counted; raises `ApiError` as `message_job`."""
-    request = await intake.work(len(body), parse, body, CountTokensRequest)
+    request = await intake.parse(body, CountTokensRequest)
     return await translated(request).job(intake)
 
 
@@ -167,20 +169,19 @@ def translated(request: CountTokensRequest) -> Translation:
     if last["role"] == "assistant" and "tool_calls" not in last:
         chat["continue_final_message"] = True
     thinking, config, choice = request.thinking, request.output_config, request.tool_choice
-    effort = None if config is None else config.effort
-    if thinking is not None:
-        if thinking.type != "adaptive":
-            effort = "none" if thinking.type == "disabled" else effort or "medium"
-        if thinking.type == "disabled" or thinking.display == "omitted":
-            chat["include_reasoning"] = False
-    chat |= given(reasoning_effort=effort)
+    omitted = isinstance(thinking, Thinking) and thinking.display == "omitted"
+    if omitted or False in request.switches.values():
+        chat["include_reasoning"] = False
+    if config is not None:
+        chat |= given(reasoning_effort=config.effort)
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if request.tools:
+    shown = _shown_tools(request)
+    if shown:
         tools = [
             given(name=t.name, description=t.description, parameters=t.input_schema, strict=t.strict)
-            for t in request.tools
+            for t in shown.values()
         ]
         chat["tools"] = [{"type": "function", "function": function} for function in tools]
     if choice is not None:
@@ -191,7 +192,22 @@ def translated(request: CountTokensRequest) -> Translation:
     if isinstance(request, MessagesRequest):
         user = (request.metadata or {}).get("user_id")
         chat |= given(stop=request.stop_sequences or None, user=user if isinstance(user, str) else None)
-    return Translation(chat=chat, origins=tuple(origins), names=_NAMES, ignored=request.ignored)
+    places = tuple(f"tools.{index}" for index in shown)
+    return Translation(chat=chat, origins=tuple(origins), tool_origins=places, names=_NAMES, ignored=request.ignored)
+
+
+def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:
+    """Tools that the model is shown, by their places: all but the deferred ones that nothing has referred to so far."""
+    used = set() if request.tool_choice is None else {request.tool_choice.name}
+    for message in request.messages:
+        for block in message.blocks:
+            if isinstance(block, ToolUseBlock):
+                used.add(block.name)
+            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                used |= {part.tool_name for part in block.content if isinstance(part, ToolReferenceBlock)}
+    tools = dict(enumerate(request.tools or ()))
+    shown = {index: tool for index, tool in tools.items() if not tool.defer_loading or tool.name in used}
+    return shown or tools
 
 
 def _assistant(message: Turn) -> list[dict[str, Any]]:
@@ -240,5 +256,5 @@ def _others(message: Turn) -> list[dict[str, Any]]:
     return made or [{"role": message.role, "content": ""}]
 
 
-def _text(block: TextBlock) -> str:
+def _text(block: TextBlock | ToolReferenceBlock) -> str:
     return block.text

@@ -52,6 +52,30 @@ _TEXTS = TypeAdapter(list[Annotated[TextBlock, one_of(MappingProxyType({"text": 
 Texts = Annotated[str | list[TextBlock], text_or(_TEXTS)]
 
 
+class ToolReferenceBlock(Strict):
+    """The name of a deferred tool that a search of the client's has found: the model is shown the tool from then on."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control",))
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """The words for a template."""
+        return f"Found the tool {self.tool_name}."
+
+
+_RESULTS = TypeAdapter(
+    list[
+        Annotated[
+            TextBlock | ToolReferenceBlock,
+            one_of(MappingProxyType({"text": TextBlock, "tool_reference": ToolReferenceBlock})),
+        ]
+    ]
+)
+
+
 class ToolResultBlock(Strict):
     """What the tool returned. Templates have no word for `is_error`: the content says what went wrong."""
 
@@ -60,7 +84,7 @@ class ToolResultBlock(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[str | list[TextBlock | ToolReferenceBlock] | None, text_or(_RESULTS)] = None
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock

@@ -87,7 +87,7 @@ class MessageWriter(BlockWriter):
 def _block(block: Block, *, empty: bool = False) -> dict[str, Any]:
     text = "" if empty else block.text
     if block.kind == "content":
-        return {"type": "text", "text": text, "citations": None}
+        return {"type": "text", "text": text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": {} if empty else _input(text)}

@@ -13,14 +13,36 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-# Whatever they say, the text of the answer is the same: who asks, what is kept of it, hints for speed or for another's
-# accounts, and settings of media that no request here has. The reply names them in the header `x-moeyard-ignored`.
+# The text of the answer is the same with and without them: identities, storage, hints for speed, settings of media that
+# no request here has, and what clients send for servers of other kinds. The reply names them in `x-moeyard-ignored`.
 IGNORED = frozenset(
     (
         *("cache_control", "media_io_kwargs", "metadata", "mm_processor_kwargs", "prediction", "priority"),
         *("prompt_cache_key", "prompt_cache_retention", "provider_specific_fields", "request_id", "return_mm_kwargs"),
         *("return_token_offsets", "rid", "safety_identifier", "service_tier", "session_id", "store"),
         *("stream_interval", "truncation_side"),
+        # Identities of a conversation, and what a chat application or its proxy keeps beside it.
+        *(
+            "chat_id",
+            "client_metadata",
+            "conversation_id",
+            "message_id",
+            "parent_id",
+            "thread_id",
+            "trace_id",
+            "user_id",
+        ),
+        *("background_tasks", "features", "filter_ids", "model_item", "tool_ids", "tool_servers", "variables"),
+        *("litellm_call_id", "litellm_metadata", "litellm_session_id", "litellm_trace_id", "proxy_server_request"),
+        *("allowed_openai_params", "custom_llm_provider", "drop_params", "num_retries", "tags", "timeout"),
+        # OpenRouter's choice of a provider.
+        *("models", "provider", "route", "transforms"),
+        # Ollama, llama.cpp, LM Studio, SGLang: memory, caches, progress. Samplers in Ollama's `options` are not read.
+        *("keep_alive", "num_ctx", "options"),
+        *("cache_prompt", "id_slot", "n_keep", "return_progress", "slot_id", "timings_per_token"),
+        *("data_parallel_rank", "draft_model", "routed_dp_rank", "ttl"),
+        # DashScope, SiliconFlow, GLM: how a stream is cut, images, and budgets of thinking, which are not enforced.
+        *("incremental_output", "thinking_budget", "tool_stream", "vl_high_resolution_images"),
     )
 )
 # Fields that ask for something that this server does not do, with the values at which they ask for nothing.
@@ -32,9 +54,12 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "best_of": (),  # also as many as `n`: see _asks_nothing
         "cache_salt": (),  # whoever asks for it must not share a prefix without it
         "chat_template": (),
+        "do_sample": (True,),
         "documents": ([],),
+        "dry_multiplier": (0, 0.0),
         "ec_transfer_params": ({},),
         "echo": (False,),  # of chats; completions have it
+        "enable_search": (False,),
         "function_call": ("none", "auto"),  # of `functions`, and there are none
         "functions": ([],),
         "guided_decoding_backend": (),
@@ -43,26 +68,34 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
         "logprob_token_ids": (),
+        "mirostat": (0,),
         "modalities": (["text"],),
+        "plugins": ([],),
         "prompt_embeds": (),
         "prompt_logprobs": (),
+        "reasoning_format": ("auto", "deepseek", "parsed"),
         "repetition_detection": (),
         "return_hidden_states": (False,),
         "return_prompt_text": (False,),
         "return_tokens_as_token_ids": (False,),
         "routed_experts_prompt_start": (0,),
+        "separate_reasoning": (True,),
         "spaces_between_special_tokens": (True,),
+        "stream_reasoning": (True,),
         "structural_tag": (),
         "suffix": ("",),
         "thinking_token_budget": (-1,),
         "tool_choice": ("none", "auto"),  # of `tools`, and there are none
         "tools": ([],),
+        "top_a": (0, 0.0),
         "truncate_prompt_tokens": (-1,),  # as many as the model takes: a longer prompt is a 400 that says so
+        "typical_p": (1, 1.0),
         "use_beam_search": (False,),
         "verbosity": ("medium",),
         "vllm_xargs": ({},),
         "watermarking": (False,),
         "web_search_options": (),
+        "xtc_probability": (0, 0.0),
     }
 )
 # Of those, the ones that are named in the header although they asked for nothing else than what happens.

@@ -14,20 +14,19 @@ from moeyard_router.api.limits import SEEDS, Limits
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.thinking import template_variables
 from moeyard_router.api.tools import Answering, ToolUse, answering, check_served
+from moeyard_router.api.validation import RequestT, parse
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import bad_request, unknown_model
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import ChatTemplate, Codec
 from moeyard_router.text.extraction import Extraction
-from moeyard_router.text.template_traits import TemplateTraits
 from moeyard_worker.protocol import SamplingParams, TokenIds
 
 THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what waking a thread takes
 _THREADS = 2
 _MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
-# What templates call it: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
-THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,6 +113,11 @@ class Intake:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
+    async def parse(self, body: bytes, kind: type[RequestT]) -> RequestT:
+        """Validate a request body; raises `ApiError` 400 naming the first field at fault."""
+        ignore = self._config.unknown_fields == "ignore"
+        return await self.work(len(body), parse, body, kind, ignore_unknown=ignore)
+
     async def completion(self, request: CompletionRequest) -> Job:
         """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
         self._check_model(request.model)
@@ -135,25 +139,27 @@ class Intake:
             shown="tools" in template.traits.variables,
             prompt=text,
             begun=(request.messages[-1].content or "") if request.continue_final_message else None,
-            include_reasoning=request.include_reasoning is not False,
+            include_reasoning=request.shows_reasoning,
             body=grammar_of(request),
         )
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen, how=how)
 
-    async def tokens(self, request: TokenizeRequest) -> Sequence[int]:
-        """The token ids that a prompt or a chat would be run with."""
+    async def tokens(self, request: TokenizeRequest) -> tuple[Sequence[int], tuple[str, ...]]:
+        """The token ids that a prompt or a chat would be run with, and the names of fields without effect."""
         self._check_model(request.model)
+        ignored = request.ignored
         if request.messages is not None:
             chat = request.as_chat()
-            rendered, _ = await self._rendered(chat, self._template(chat.tool_use))
+            rendered, unseen = await self._rendered(chat, self._template(chat.tool_use))
             special = bool(chat.add_special_tokens)
-            return (await self._prompt(rendered, special=special, echo=False, param="messages")).token_ids
+            prompt = await self._prompt(rendered, special=special, echo=False, param="messages")
+            return prompt.token_ids, (*ignored, *unseen)
         text, special = request.prompt or "", request.add_special_tokens is not False
         if not text:  # to run it would be an error, to count it is none
-            return tuple(self._codec.encode(text, add_special_tokens=special))
-        return (await self._prompt(text, special=special, echo=False)).token_ids
+            return tuple(self._codec.encode(text, add_special_tokens=special)), ignored
+        return (await self._prompt(text, special=special, echo=False)).token_ids, ignored
 
     def text(self, request: DetokenizeRequest) -> str:
         """The text of token ids, special tokens included; as many as a sequence may have."""
@@ -180,7 +186,8 @@ class Intake:
         check_served(use, self._formats, template.traits)
         size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages) + use.num_chars
         # What a template does with variables of its own is unknown here.
-        size = max(size, THREAD_TEXT) if request.chat_template_kwargs else size
+        own = request.chat_template_kwargs or request.chat_template_args
+        size = max(size, THREAD_TEXT) if own else size
         text, unseen = await self.work(size, _render, template, request, use)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
@@ -245,7 +252,7 @@ class Intake:
             skip_special_tokens=request.skip_special_tokens is not False,
             stop_ids=frozenset(eos) | frozenset(request.stop_token_ids or ()),
             stream=bool(request.stream),
-            include_usage=stream_options is not None and bool(stream_options.include_usage),
+            include_usage=request.include_usage,
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
             # Where there is no text they are all there is to say.
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
@@ -287,17 +294,3 @@ def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple
         variables=variables,
     )
     return text, (*unused, *unseen)
-
-
-def template_variables(request: ChatRequest, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a request tells its template beside the messages, and the fields for which it has no variable.
-
-    `reasoning_effort` is a variable of some templates; others have a switch, which is off for the effort "none" and on
-    for any other. What `chat_template_kwargs` say of either comes first.
-    """
-    effort, own = request.reasoning_effort, request.chat_template_kwargs or {}
-    if effort is None:
-        return own, ()
-    names = {"reasoning_effort": effort, **dict.fromkeys(THINKING_SWITCHES, effort != "none")}
-    found = {name: value for name, value in names.items() if name in traits.variables}
-    return {**found, **own}, () if found else ("reasoning_effort",)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from moeyard_router.api.fields import Strict
 from moeyard_router.api.messages import TextPart
@@ -37,23 +37,49 @@ class CallItem(Strict):
     """A call of a function by the assistant; `arguments` is JSON as text."""
 
     harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller", "parsed_arguments"}
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"async": (False,), "namespace": ()})
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"async": (False,)})
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
+class CustomCallItem(Strict):
+    """A call of a custom tool by the assistant; `input` is text."""
+
+    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller"}
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"async": (False,)})
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class CallOutputItem(Strict):
-    """What the function returned."""
+    """What a function or a custom tool returned."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller", "name"}
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"namespace": ()})
+    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller", "name", "namespace"}
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Parts
+
+
+class HostedItem(Strict):
+    """A call, or its result, of a tool of OpenAI's servers. No template can show it, so it is left out and named."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["image_generation_call", "tool_search_call", "tool_search_output", "web_search_call"]
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Its kind."""
+        return (self.type,)
 
 
 class ReasoningText(Strict):
@@ -83,8 +109,11 @@ _ITEMS: Mapping[str, type[Strict]] = MappingProxyType(
         "message": MessageItem,
         "function_call": CallItem,
         "function_call_output": CallOutputItem,
+        "custom_tool_call": CustomCallItem,
+        "custom_tool_call_output": CallOutputItem,
         "reasoning": ReasoningItem,
+        **dict.fromkeys(get_args(HostedItem.model_fields["type"].annotation), HostedItem),
     }
 )
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
 INPUT = TypeAdapter(list[Annotated[Item, one_of(_ITEMS, "message")]])

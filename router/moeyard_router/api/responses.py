@@ -18,19 +18,33 @@ from moeyard_router.api.response_items import (
     INPUT,
     CallItem,
     CallOutputItem,
+    CustomCallItem,
+    HostedItem,
     Item,
     MessageItem,
     ReasoningItem,
     ResponsePart,
 )
-from moeyard_router.api.schema import Count, Penalty, Seed, parse
+from moeyard_router.api.response_tools import (
+    ChosenTool,
+    HostedTool,
+    Offer,
+    ResponseTool,
+    custom_arguments,
+    flat_name,
+    offers_of,
+    plain_tools,
+)
+from moeyard_router.api.schema import Count, Penalty, Seed
+from moeyard_router.api.thinking import ThinkingFields
 from moeyard_router.api.tools import check_depth, check_tools
-from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
+from moeyard_router.api.translation import Translation, below, given, text_or, text_parts
 from moeyard_router.errors import bad_request
 
 _PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("kv_compression", "chat_template_kwargs", "parallel_tool_calls", "stream", "user", "model"),
+    *("kv_compression", "parallel_tool_calls", "stream", "user", "model"),
+    *ThinkingFields.model_fields,
 )
 _NAMES = MappingProxyType(
     {
@@ -38,39 +52,12 @@ _NAMES = MappingProxyType(
         r"messages": "input",
         r"messages\.reasoning_content": "input.reasoning",
         r"messages\.(.*)": r"input.\1",
-        r"tools\.(\d+)\.function\.(.*)": r"tools.\1.\2",
+        r"(tools\..*)\.function\.(.*)": r"\1.\2",
         r"tool_choice.*": "tool_choice",
         r"response_format\.json_schema\.(.*)": r"text.format.\1",
         r"response_format.*": "text.format",
-        r"reasoning_effort": "reasoning.effort",
     }
 )
-
-
-class FunctionTool(Strict):
-    """A function that the model may call."""
-
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()}
-    )
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-_Tools = Annotated[
-    list[Annotated[FunctionTool, one_of(MappingProxyType({"function": FunctionTool}))]], BeforeValidator(check_tools)
-]
-
-
-class ChosenFunction(Strict):
-    """The one function that must be called."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Strict):
@@ -92,25 +79,18 @@ class TextConfig(Strict):
     format: TextFormat | None = None
 
 
-class ReasoningConfig(Strict):
-    """`reasoning` of a request. There are no summaries here: what the model thinks is shown as it is."""
-
-    harmless: ClassVar[frozenset[str]] = frozenset(("generate_summary", "summary"))
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"context": ("auto",), "mode": ("standard",)})
-
-    effort: str | None = None
-
-
 class ResponseStreamOptions(Strict):
     """OpenAI pads its events, so that their lengths tell a listener less."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(ThinkingFields, Strict):
     """Body of POST /v1/responses."""
 
-    harmless: ClassVar[frozenset[str]] = IGNORED | {"include", "max_tool_calls", "prompt_cache_options", "truncation"}
+    harmless: ClassVar[frozenset[str]] = IGNORED | {
+        *("include", "max_tool_calls", "prompt_cache_options", "truncation", "usage"),
+    }
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         {
             **NOT_SERVED,
@@ -137,12 +117,10 @@ class ResponsesRequest(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     kv_compression: KvCompressionField | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: _Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[ResponseTool], BeforeValidator(check_tools)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
@@ -162,8 +140,8 @@ class ResponsesRequest(Strict):
     def _choice(cls, value: Any) -> Any:
         if value is None or value in ("none", "auto", "required"):
             return value
-        if isinstance(value, dict) and value.get("type") == "function":
-            return ChosenFunction.model_validate(value)
+        if isinstance(value, dict) and value.get("type") in ("function", "custom"):
+            return ChosenTool.model_validate(value)
         raise PydanticCustomError(
             "tool_choice", 'expected "none", "auto", "required" or an object {"type": "function", "name": ...}'
         )
@@ -179,27 +157,29 @@ class ResponsesRequest(Strict):
     @property
     def ignored(self) -> tuple[str, ...]:
         """As of any object, with the names below it."""
-        nested = {"reasoning": self.reasoning, "stream_options": self.stream_options, "text": self.text}
+        nested = {"stream_options": self.stream_options, "text": self.text}
         names = [f"{name}.{each}" for name, part in nested.items() if part is not None for each in part.ignored]
         items = [] if isinstance(self.input, str) else self.input
         for item in items:
             parts = item.content if isinstance(item, MessageItem) else getattr(item, "output", None)
             names += below("input.content" if isinstance(item, MessageItem) else "input.output", parts)
-        return tuple(dict.fromkeys((*self.dropped, *names, *below("input", items))))
+        names += [*below("input", items), *below("tools", self.tools)]
+        return tuple(dict.fromkeys((*self.dropped, *names)))
 
 
 async def response_job(intake: Intake, body: bytes) -> Job:
     """The job of a request body; raises `ApiError` naming the first field at fault."""
-    request = await intake.work(len(body), parse, body, ResponsesRequest)
+    request = await intake.parse(body, ResponsesRequest)
     return await translated(request).job(intake)
 
 
 def translated(request: ResponsesRequest) -> Translation:
     """A request as a chat."""
-    messages, origins = _messages(request)
+    tools = plain_tools(request.tools or ())
+    offers = offers_of(tools)
+    messages, origins = _messages(request, {offer.address: name for name, offer in offers.items()})
     chat: dict[str, Any] = given(**{name: getattr(request, name) for name in _PASSED})
-    effort = None if request.reasoning is None else request.reasoning.effort
-    chat |= given(max_tokens=request.max_output_tokens, reasoning_effort=effort)
+    chat |= given(max_tokens=request.max_output_tokens)
     chat["messages"] = messages
     form, choice = None if request.text is None else request.text.format, request.tool_choice
     if form is not None:
@@ -209,33 +189,53 @@ def translated(request: ResponsesRequest) -> Translation:
                 raise bad_request("'text.format.schema' is required by type json_schema", "text.format.schema")
             schema = given(name=form.name, description=form.description, schema=form.schema_, strict=form.strict)
             chat["response_format"]["json_schema"] = schema
-    tools = [given(**tool.model_dump(exclude={"dropped"})) for tool in request.tools or ()]
-    if tools:
-        chat["tools"] = [{"type": t["type"], "function": {k: v for k, v in t.items() if k != "type"}} for t in tools]
-    if isinstance(choice, ChosenFunction):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if offers:
+        chat["tools"] = [{"type": "function", "function": offer.function(name)} for name, offer in offers.items()]
+    if isinstance(choice, ChosenTool):
+        addresses = {offer.address: name for name, offer in offers.items()}
+        name = addresses.get((choice.namespace, choice.name), choice.name)
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif choice is not None:
         chat["tool_choice"] = choice
+    return Translation(
+        chat=chat, origins=tuple(origins), tool_origins=_places(request, offers), names=_NAMES,
+        ignored=request.ignored, asked=_asked(request, tools),
+    )  # fmt: skip
+
+
+def _places(request: ResponsesRequest, offers: Mapping[str, Offer]) -> tuple[str, ...]:
+    """Where the client has each tool that the model is offered."""
+    own = [index for index, tool in enumerate(request.tools or ()) if not isinstance(tool, HostedTool)]
+    indices = ((own[offer.index[0]], *offer.index[1:]) for offer in offers.values())
+    return tuple(".".join(f"tools.{index}" for index in place) for place in indices)
+
+
+def _asked(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the answer repeats of the request."""
+    form, choice = None if request.text is None else request.text.format, request.tool_choice
     shown = {"type": "text"} if form is None else given(**form.model_dump(exclude={"dropped"}, by_alias=True))
-    asked = {
+    chosen = given(**choice.model_dump(exclude={"dropped"})) if isinstance(choice, ChosenTool) else choice or "auto"
+    return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "reasoning": {"effort": effort, "summary": None},
+        "reasoning": {"effort": next(iter(request.efforts.values()), None), "summary": None},
         "text": {"format": shown},
-        "tool_choice": choice.model_dump(exclude={"dropped"})
-        if isinstance(choice, ChosenFunction)
-        else choice or "auto",
-        "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in tools],
+        "tool_choice": chosen,
+        "tools": tools,
         "truncation": request.truncation or "disabled",
         "user": request.user,
     }
-    return Translation(chat=chat, origins=tuple(origins), names=_NAMES, ignored=request.ignored, asked=asked)
 
 
-def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat, and where each came from. What the assistant thinks, says and calls in a row is one."""
+def _messages(
+    request: ResponsesRequest, names: Mapping[tuple[str | None, str], str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of a chat, and where each came from. What the assistant thinks, says and calls in a row is one.
+
+    `names` has the function that stands for each tool, by namespace and name.
+    """
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
 
@@ -260,12 +260,18 @@ def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str
         if isinstance(item, ReasoningItem):
             if item.text:
                 turn(origin, "reasoning_content", "content", "tool_calls")["reasoning_content"] = item.text
-        elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+        elif isinstance(item, CallItem | CustomCallItem):
+            name = names.get((item.namespace, item.name))
+            if name is None:  # not a tool of this request any more
+                name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
+            arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
+            function = {"name": name, "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turn(origin).setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
             add(origin, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+        elif isinstance(item, HostedItem):
+            continue
         elif item.role == "assistant":
             turn(origin, "content", "tool_calls")["content"] = _text(item.content)
         else:

@@ -8,7 +8,10 @@ import orjson
 
 from moeyard_router.api.blocks import Block, BlockWriter, sse
 from moeyard_router.api.choice import Choice
+from moeyard_router.api.intake import Job
+from moeyard_router.api.response_tools import custom_input, offers_of
 from moeyard_router.errors import ApiError
+from moeyard_router.text.detokenizer import TokenBytes
 
 _CODES = MappingProxyType({400: "invalid_prompt", 429: "rate_limit_exceeded"})
 _PREFIXES = MappingProxyType({"content": "msg", "reasoning": "rs", "call": "fc"})
@@ -31,6 +34,10 @@ class ResponseWriter(BlockWriter):
     _sequence = 0
     _head = _middle = _tail = b""
 
+    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
+        super().__init__(job, reply_id=reply_id, model=model, created=created, tokens=tokens)
+        self._offers = offers_of((job.asked or {}).get("tools", ()))
+
     def begin(self, choices: Sequence[Choice]) -> bytes:
         """The response as it begins, twice, as OpenAI has it."""
         response = self._response("in_progress", choices)
@@ -45,7 +52,12 @@ class ResponseWriter(BlockWriter):
         return added + self._event("content_part.added", **self._place(block), part=_part(block))
 
     def added(self, block: Block, text: str) -> bytes:
-        """A piece of its text or arguments. There is one for every token: what all of a block have is made once."""
+        """A piece of its text or arguments. There is one for every token: what all of a block have is made once.
+
+        The input of a custom tool is inside of the arguments, so it comes whole, at their end.
+        """
+        if self._is_custom(block):
+            return b""
         if len(block.pieces) == 1:
             kind = f"{_PIECES[block.kind]}.delta"
             self._head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'.encode()
@@ -58,8 +70,12 @@ class ResponseWriter(BlockWriter):
         """All of it once more: the text, its part, its item."""
         place, item = self._place(block), self._item(block, _status(block))
         done, name = self._event, f"{_PIECES[block.kind]}.done"
-        if block.kind == "call":
-            out = self._named(name, **place, name=block.name, arguments=block.text)
+        if self._is_custom(block):
+            text, name = custom_input(block.text), "response.custom_tool_call_input"
+            out = self._named(f"{name}.delta", **place, delta=text) if text else b""
+            out += self._named(f"{name}.done", **place, input=text)
+        elif block.kind == "call":
+            out = self._named(name, **place, name=item["name"], arguments=block.text)
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
             out = self._named(name, **place, text=block.text, **more)
@@ -97,7 +113,12 @@ class ResponseWriter(BlockWriter):
         return sse(kind, {"type": kind, "sequence_number": number, **data})
 
     def _id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self.reply_id.removeprefix('resp_')}{block.index:02x}"
+        prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
+        return f"{prefix}_{self.reply_id.removeprefix('resp_')}{block.index:02x}"
+
+    def _is_custom(self, block: Block) -> bool:
+        offer = self._offers.get(block.name) if block.kind == "call" else None
+        return offer is not None and offer.custom
 
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._id(block), "output_index": block.index}
@@ -107,9 +128,13 @@ class ResponseWriter(BlockWriter):
         begins = status == "in_progress"
         head = {"id": self._id(block), "status": status}
         if block.kind == "call":
-            arguments = "" if begins else block.text
-            call = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
-            return {**head, **call}
+            offer, written = self._offers.get(block.name), "" if begins else block.text
+            called = {"call_id": block.id, "name": block.name if offer is None else offer.name}
+            if offer is not None and offer.namespace is not None:
+                called["namespace"] = offer.namespace
+            if self._is_custom(block):
+                return {**head, "type": "custom_tool_call", **called, "input": custom_input(written)}
+            return {**head, "type": "function_call", **called, "arguments": written}
         content = [] if begins else [_part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}
@@ -140,10 +165,10 @@ class ResponseWriter(BlockWriter):
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Token counts; cached ones are 0 until the worker has told them, with the first token."""
         (choice,) = choices
-        prompt = len(self.job.prompts[0].token_ids)
+        prompt, cached = len(self.job.prompts[0].token_ids), choice.cached_tokens or 0
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, **self.job.kept},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **self.job.kept},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": prompt + choice.num_tokens,

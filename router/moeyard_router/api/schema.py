@@ -5,19 +5,18 @@ default. A field that is unknown, or known elsewhere but not served here, is an 
 change the answer (fields.py).
 """
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.compression import KvCompressionField
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.messages import ChatMessage
-from moeyard_router.api.sizes import check_sizes
 from moeyard_router.api.structured import StructuredFields
+from moeyard_router.api.thinking import THINKING_FIELDS, ThinkingFields
 from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
-from moeyard_router.errors import ApiError, bad_request
-from moeyard_router.text import exact_json
+from moeyard_router.api.validation import validate
 from moeyard_worker.protocol import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
@@ -37,6 +36,12 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class UsageOptions(Strict):
+    """OpenRouter's spelling of `include_usage`. Answers that are not streamed have their token counts anyway."""
+
+    include: bool | None = None
 
 
 class _Generation(StructuredFields, Strict):
@@ -66,6 +71,7 @@ class _Generation(StructuredFields, Strict):
     kv_compression: KvCompressionField | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -99,7 +105,14 @@ class _Generation(StructuredFields, Strict):
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields that were given and have no effect, as paths: `stream_options.include_obfuscation`."""
         options = () if self.stream_options is None else self.stream_options.ignored
-        return (*self.dropped, *(f"stream_options.{name}" for name in options))
+        usage = ("usage",) if self.usage is not None and not self.stream else ()
+        return (*self.dropped, *usage, *(f"stream_options.{name}" for name in options))
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        options, usage = self.stream_options, self.usage
+        return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -113,7 +126,7 @@ class CompletionRequest(_Generation):
     `max_tokens` 0 is for what is said of the prompt (`echo`, `prompt_logprobs`), or to have it in the workers' pages.
     """
 
-    harmless = IGNORED | {"reasoning_effort"}
+    harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
 
     prompt: Any
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -146,7 +159,7 @@ def _all(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(type(v) is kind for v in value)
 
 
-class ChatRequest(_Generation):
+class ChatRequest(ThinkingFields, _Generation):
     """Body of POST /v1/chat/completions. `max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -155,18 +168,15 @@ class ChatRequest(_Generation):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
     tools: Annotated[list[Tool], BeforeValidator(check_tools)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(check_tool_choice)] = None
     parallel_tool_calls: bool | None = None
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Without tools there are no calls that could be parallel."""
-        idle = self.parallel_tool_calls is not None and not self.tools
-        return (*super().ignored, "parallel_tool_calls") if idle else super().ignored
+        """Names of the fields without effect. Without tools there are no calls that could be parallel."""
+        idle = ("parallel_tool_calls",) if self.parallel_tool_calls is not None and not self.tools else ()
+        return (*super().ignored, *self.ignored_in_thinking, *idle)
 
     @property
     def tool_use(self) -> ToolUse:
@@ -189,8 +199,13 @@ class ChatRequest(_Generation):
         return self
 
 
-class TokenizeRequest(Strict):
-    """Body of POST /tokenize: `prompt`, or `messages` and `tools` of a chat. A prompt has special tokens by default."""
+class TokenizeRequest(ThinkingFields, Strict):
+    """Body of POST /tokenize: `prompt`, or `messages` with all that makes the prompt of a chat.
+
+    A prompt gets special tokens by default.
+    """
+
+    harmless = IGNORED
 
     model: str | None = None
     prompt: str | None = None
@@ -198,7 +213,6 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], BeforeValidator(check_tools)] | None = None
     return_token_strs: bool | None = None
 
@@ -208,10 +222,15 @@ class TokenizeRequest(Strict):
             raise PydanticCustomError("prompt", "give either prompt or messages")
         return self
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields without effect."""
+        return (*self.dropped, *self.ignored_in_thinking)
+
     def as_chat(self) -> ChatRequest:
         """The chat whose prompt is asked for; raises `ApiError` 400 if it could not be sent."""
-        names = ("messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
-        chat = {n: getattr(self, n) for n in (*names, "chat_template_kwargs")}
+        names = {"messages", "add_special_tokens", "add_generation_prompt", "continue_final_message"}
+        chat = {name: getattr(self, name) for name in names | ThinkingFields.model_fields.keys()}
         tools = None if self.tools is None else [tool.given for tool in self.tools]
         return validate({**chat, "tools": tools}, ChatRequest)
 
@@ -221,40 +240,3 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: list[int]
-
-
-RequestT = TypeVar("RequestT", bound=BaseModel)
-
-
-def parse(body: bytes, kind: type[RequestT]) -> RequestT:
-    """Validate a request body; raises `ApiError` 400 naming the first field at fault."""
-    try:
-        data = exact_json.loads(body)
-    except ValueError as error:
-        raise bad_request(f"the request body is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")
-    check_sizes(data)
-    return validate(data, kind)
-
-
-def validate(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
-    """Validate a parsed body; raises `ApiError` 400 naming the first field at fault."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise _as_api_error(error.errors(include_url=False, include_context=False)[0]) from error
-
-
-def _as_api_error(detail: ErrorDetails) -> ApiError:
-    # An error of a whole model has no location; its type is the field's name (see the validators above).
-    param = ".".join(str(part) for part in detail["loc"]) if detail["loc"] else detail["type"]
-    if detail["type"] == "extra_forbidden":
-        return bad_request(f"unknown or unsupported field '{param}'", param)
-    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-        return bad_request(f"'{param}': {detail['msg']}, got '{detail['input']:.40}'", param)
-    if detail["type"] == "missing":
-        return bad_request(f"'{param}' is required", param)
-    if detail["type"] == "refused":
-        return bad_request(f"'{param}' {detail['msg']}", param)
-    return bad_request(f"'{param}': {detail['msg']}", param)

@@ -12,7 +12,7 @@ from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.replies import ReplyWriter
 from moeyard_router.api.responses import response_job
 from moeyard_router.api.responses_events import ResponseWriter
-from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 
@@ -55,30 +55,30 @@ class Surface:
 
 
 async def _completion(intake: Intake, body: bytes) -> Job:
-    return await intake.completion(await intake.work(len(body), parse, body, CompletionRequest))
+    return await intake.completion(await intake.parse(body, CompletionRequest))
 
 
 async def _chat(intake: Intake, body: bytes) -> Job:
-    return await intake.chat(await intake.work(len(body), parse, body, ChatRequest))
+    return await intake.chat(await intake.parse(body, ChatRequest))
 
 
 async def _tokens(intake: Intake, body: bytes) -> Job:
-    request = await intake.work(len(body), parse, body, TokenizeRequest)
-    ids = await intake.tokens(request)
-    return _counted(Prompt(token_ids=ids), spelled=bool(request.return_token_strs))
+    request = await intake.parse(body, TokenizeRequest)
+    ids, ignored = await intake.tokens(request)
+    return _counted(Prompt(token_ids=ids), spelled=bool(request.return_token_strs), ignored=ignored)
 
 
 async def _text(intake: Intake, body: bytes) -> Job:
-    request = await intake.work(len(body), parse, body, DetokenizeRequest)
-    return _counted(Prompt(token_ids=(), text=intake.text(request)))
+    request = await intake.parse(body, DetokenizeRequest)
+    return _counted(Prompt(token_ids=(), text=intake.text(request)), ignored=request.ignored)
 
 
-def _counted(prompt: Prompt, *, spelled: bool = False) -> Job:
+def _counted(prompt: Prompt, *, spelled: bool = False, ignored: tuple[str, ...]) -> Job:
     """A prompt that is not to be run; `echo` says whether its tokens are to be spelled."""
     return Job(
         chat=True, prompts=(prompt,), continuations=(), stops=(), include_stop=False,
         skip_special_tokens=False, stop_ids=frozenset(), stream=False, include_usage=False, continuous_usage=False,
-        return_token_ids=True, echo=spelled, logprobs=None,
+        return_token_ids=True, echo=spelled, logprobs=None, ignored=ignored,
     )  # fmt: skip
 
 

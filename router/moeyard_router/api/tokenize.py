@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.endpoints import read_parts, send_error, send_whole
+from moeyard_router.api.endpoints import read_parts, reply_headers, send_error, send_whole
 from moeyard_router.api.generation import ClientGone
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -29,8 +29,9 @@ _MANY = 4096
 
 
 class BodyEndpoint:
-    """ASGI app of a POST that is answered with one JSON object; `answer` makes it of the body's pieces or raises
-    `ApiError`.
+    """ASGI app of a POST that is answered with one JSON object.
+
+    `answer` makes it, and the job of which it tells, from the body's pieces, or raises `ApiError`.
 
     A body above 64 KiB and 32 bytes for each token of the model's length is a 413; while bodies hold more than
     `max_buffered_bytes` it is a 503.
@@ -41,7 +42,7 @@ class BodyEndpoint:
         config: RouterConfig,
         metrics: RouterMetrics,
         bodies: Bodies,
-        answer: Callable[[list[bytes]], Awaitable[dict[str, Any]]],
+        answer: Callable[[list[bytes]], Awaitable[tuple[dict[str, Any], Job]]],
     ) -> None:
         self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
         self._metrics = metrics
@@ -52,7 +53,7 @@ class BodyEndpoint:
         """Answer one request; nothing to a client that has left."""
         try:
             with self._bodies.room() as take:
-                answer = await self._answer(await read_parts(scope, receive, self._limit, take))
+                answer, job = await self._answer(await read_parts(scope, receive, self._limit, take))
         except ClientGone:
             record_of(scope).client_left = True
         except ApiError as error:
@@ -61,7 +62,8 @@ class BodyEndpoint:
         else:
             many = any(_is_list(value) and len(value) > _MANY for value in answer.values())
             pieces = await self._bodies.write(_long, answer) if many else [orjson.dumps(answer, default=list)]
-            await send_whole(send, 200, pieces, headers=[(b"content-type", b"application/json")])
+            headers = [(b"content-type", b"application/json"), *reply_headers(job)]
+            await send_whole(send, 200, pieces, headers=headers)
 
 
 def _is_list(value: Any) -> bool:
@@ -84,24 +86,27 @@ class Tokens:
         self._codec = codec
         self._intake = Intake(config, codec)
 
-    async def tokenize(self, parts: list[bytes]) -> dict[str, Any]:
+    async def tokenize(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
         """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
         job = await self._job(parts, "tokenize")
         ids = job.prompts[0].token_ids
-        return {
+        answer = {
             "count": len(ids),
             "max_model_len": self._config.max_model_len,
             "tokens": ids,
             "token_strs": await self._intake.work(len(ids), self._codec.spell, ids) if job.echo else None,
         }
+        return answer, job
 
-    async def count(self, parts: list[bytes]) -> dict[str, Any]:
+    async def count(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
         """The size of the prompt that a request of Anthropic's API makes."""
-        return {"input_tokens": len((await self._job(parts, "count_tokens")).prompts[0].token_ids)}
+        job = await self._job(parts, "count_tokens")
+        return {"input_tokens": len(job.prompts[0].token_ids)}, job
 
-    async def detokenize(self, parts: list[bytes]) -> dict[str, Any]:
+    async def detokenize(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
         """The text of token ids."""
-        return {"prompt": (await self._job(parts, "detokenize")).prompts[0].text}
+        job = await self._job(parts, "detokenize")
+        return {"prompt": job.prompts[0].text}, job
 
     async def _job(self, parts: list[bytes], api: str) -> Job:
         """Of a large body, or where a chat template does too much, by a process."""

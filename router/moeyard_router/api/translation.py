@@ -10,16 +10,19 @@ from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.intake import Intake, Job
-from moeyard_router.api.schema import ChatRequest, validate
+from moeyard_router.api.schema import ChatRequest
+from moeyard_router.api.validation import validate
 from moeyard_router.errors import ApiError
 
 _MESSAGE = re.compile(r"messages\.(\d+)(\..*)?")
+_TOOL = re.compile(r"tools\.(\d+)(.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
     """`chat` is the body of a chat completion; `origins` says for each of its messages where the client has it.
 
+    `tool_origins` says the same of its tools, if the client has these in other places.
     `names` maps patterns of fields of `chat` to the client's names. `ignored` are the client's fields without effect;
     `asked` is what the answer repeats of its request.
     """
@@ -27,6 +30,7 @@ class Translation:
     chat: dict[str, Any]
     origins: tuple[str, ...]
     names: Mapping[str, str]
+    tool_origins: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     asked: dict[str, Any] = field(default_factory=dict)
 
@@ -35,6 +39,9 @@ class Translation:
         message = _MESSAGE.fullmatch(name)
         if message is not None and int(message[1]) < len(self.origins):
             return self.origins[int(message[1])]
+        tool = _TOOL.fullmatch(name)
+        if tool is not None and int(tool[1]) < len(self.tool_origins):
+            name = self.tool_origins[int(tool[1])] + tool[2]
         for pattern, words in self.names.items():
             found = re.fullmatch(pattern, name)
             if found is not None:
@@ -58,19 +65,20 @@ class Translation:
         return ApiError(error.status, message, param=param, reason=error.reason, retry_after=error.retry_after)
 
 
+def chosen(value: Any, kinds: Mapping[str, type[Strict]], usual: str | None = None) -> Strict:
+    """Validate an object by the class that its `type` names (`usual` if it has none): errors are of that one."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("object", "expected an object")
+    kind = value.get("type")
+    kind = usual if kind is None else kind
+    if not isinstance(kind, str) or kind not in kinds:
+        refuse("type", kind, f"is not served here; expected one of {', '.join(kinds)}")
+    return kinds[kind].model_validate(value)
+
+
 def one_of(kinds: Mapping[str, type[Strict]], usual: str | None = None) -> BeforeValidator:
-    """Validates an object by the class that its `type` names (`usual` if it has none): errors are of that one."""
-
-    def choose(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise PydanticCustomError("object", "expected an object")
-        kind = value.get("type")
-        kind = usual if kind is None else kind
-        if not isinstance(kind, str) or kind not in kinds:
-            refuse("type", kind, f"is not served here; expected one of {', '.join(kinds)}")
-        return kinds[kind].model_validate(value)
-
-    return BeforeValidator(choose)
+    """Return a validator that chooses among `kinds`, as `chosen` does."""
+    return BeforeValidator(lambda value: chosen(value, kinds, usual))
 
 
 def text_or(parts: TypeAdapter[Any]) -> BeforeValidator:

@@ -32,7 +32,8 @@ def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
     texts = _list_of(text)
     stop = {"anyOf": [text, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": text}, null]}
     named = _closed({"type": {"const": "function"}, "function": _closed({"name": {"type": "string"}})})
-    items = [{"$ref": f"{REF}{name}"} for name in ("MessageItem", "CallItem", "CallOutputItem", "ReasoningItem")]
+    kinds = ("MessageItem", "CallItem", "CustomCallItem", "CallOutputItem", "ReasoningItem", "HostedItem")
+    items = [{"$ref": f"{REF}{name}"} for name in kinds]
     return {
         ("CompletionRequest", "prompt"): {"anyOf": [text, ids, texts, _list_of(ids)]},
         ("ChatMessage", "content"): {"anyOf": [{"type": "string"}, _list_of({"$ref": f"{REF}TextPart"}), null]},
@@ -45,6 +46,7 @@ def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
         ("Function", "name"): tool_name,
         ("FunctionTool", "name"): tool_name,
         ("ClientTool", "name"): tool_name,
+        ("CustomTool", "name"): tool_name,
         ("Function", "parameters"): {"anyOf": [arguments, null]},
         ("FunctionTool", "parameters"): {"anyOf": [arguments, null]},
         ("ClientTool", "input_schema"): arguments,
