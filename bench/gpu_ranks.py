@@ -57,7 +57,9 @@ FETCHED = (
     ("read by peers (MB)", "expert_cache_bytes by_peers_total", 1e-6),
     ("on their way (ms)", "expert_copy_seconds_total", 1e3),
 )
-SAMPLE = re.compile(r'moeyard_(\w+)_(sum|count|total)\{(?:(?:phase|direction)="(\w+)",)?rank="\d+"\} (\S+)')
+SAMPLE = re.compile(
+    r'moeyard_(\w+)_(sum|count|total)\{(?:direction="(\w+)",)?model_name="[^"]*",(?:phase="(\w+)",)?rank="\d+"\} (\S+)'
+)
 
 
 class Clocked(Client):
@@ -102,7 +104,12 @@ def scraped(fleet: Fleet) -> list[dict[str, float]]:
         with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
             lines = response.read().decode().splitlines()
         samples = [sample.groups() for line in lines if (sample := SAMPLE.fullmatch(line))]
-        found.append({f"{name}{f' {of}' if of else ''}_{kind}": float(value) for name, kind, of, value in samples})
+        found.append(
+            {
+                f"{name}{f' {direction or phase}' if direction or phase else ''}_{kind}": float(value)
+                for name, kind, direction, phase, value in samples
+            }
+        )
     return found
 
 

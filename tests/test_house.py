@@ -43,8 +43,8 @@ ROOMS = {
 # The same for the router; every room also has the files beside the rooms.
 ROUTER_ROOMS = {
     "text": ((), 3130),
-    "fleet": ((), 3135),
-    "api": (("text", "fleet"), 5200),
+    "fleet": ((), 3140),
+    "api": (("text", "fleet"), 5210),
     "http": (("text", "fleet", "api"), 2405),
 }
 ROUTER_FILES = ("config", "errors", "metrics")

@@ -5,6 +5,7 @@ python deploy/grafana/make_dashboard.py [--out FILE]
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,28 @@ HERE = Path(__file__).resolve().parent
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 QUANTILES = (0.5, 0.95, 0.99)
 GRID = 24
+FLEET = 'job=~"$job", model_name="$model_name"'
+SERIES = re.compile(r"\b(moeyard[_:][a-zA-Z0-9_:]+)(\{[^}]*\})?")
 # Kind in panels.yml -> Grafana's type, width and height in grid units: four stats or three graphs fill a line.
 KINDS = {"stat": ("stat", 6, 4), "graph": ("timeseries", 8, 8), "table": ("table", 24, 6)}
+
+
+def of_one_fleet(query: str) -> str:
+    """Add the chosen model and jobs to the selector of every series of ours in a PromQL expression."""
+
+    def narrowed(series: re.Match[str]) -> str:
+        matchers = [FLEET, *filter(None, [(series[2] or "").strip("{} ")])]
+        return f"{series[1]}{{{', '.join(matchers)}}}"
+
+    return SERIES.sub(narrowed, query)
 
 
 def queries(panel: dict[str, Any]) -> list[tuple[str, str]]:
     """(legend, PromQL) of a panel's lines."""
     if "queries" in panel:
-        return list(panel["queries"].items())
+        return [(legend, of_one_fleet(query)) for legend, query in panel["queries"].items()]
     metric, selector = panel["quantiles"]
-    rate = f"rate({metric}_bucket{selector}[$__rate_interval])"
+    rate = of_one_fleet(f"rate({metric}_bucket{selector}[$__rate_interval])")
     return [(f"p{q * 100:g}", f"histogram_quantile({q}, sum by (le) ({rate}))") for q in QUANTILES]
 
 
@@ -81,21 +94,25 @@ def layout(sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return panels
 
 
+def variable(name: str, label: str, query: str, *, several: bool) -> dict[str, Any]:
+    """A choice among a label's values; of `several` all are chosen at first, else the first one is."""
+    choice: dict[str, Any] = {"multi": several, "includeAll": several}
+    if several:
+        choice["current"] = {"text": "All", "value": "$__all"}
+    return {
+        "name": name, "label": label, "type": "query", "datasource": DATASOURCE,
+        "query": {"query": f"label_values({query}, {name})", "refId": name}, "refresh": 2, "sort": 3, **choice,
+    }  # fmt: skip
+
+
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard. The variable `rank` narrows every panel of the workers."""
-    rank = {
-        "name": "rank",
-        "label": "Rank",
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": "label_values(moeyard_engine_steps_total, rank)", "refId": "rank"},
-        "refresh": 2,
-        "sort": 3,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"text": "All", "value": "$__all"},
-    }
+    """The whole dashboard. Variables narrow its panels: one model, the jobs of its fleet, and ranks of the workers."""
+    jobs = '{__name__=~"moeyard_workers|moeyard_engine_steps_total", model_name="$model_name"}'
+    variables = [
+        variable("model_name", "Model", "moeyard_workers", several=False),
+        variable("job", "Jobs", jobs, several=True),
+        variable("rank", "Rank", f"moeyard_engine_steps_total{{{FLEET}}}", several=True),
+    ]
     source = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     return {
         "uid": "moeyard",
@@ -106,7 +123,7 @@ def dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [source, rank]},
+        "templating": {"list": [source, *variables]},
         "panels": layout(yaml.safe_load((HERE / "panels.yml").read_text())),
     }
 

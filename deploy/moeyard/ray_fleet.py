@@ -52,16 +52,15 @@ class RayFleet:
         takeover: str = "auto",
         standby: int | None = None,
         device: str = "",
+        model_name: str = "",
     ) -> None:
         """Note how to start; nothing is started.
 
         `standby`: how many processes wait for a lost rank's place; None: one where starts take longest. `device`: what
-        the workers run on, for people (default: as `config` says).
+        the workers run on, for people (default: as `config` says). `model_name` labels the workers' metrics.
         """
-        self._device = device or config.device
-        self._config = config
-        self._keys = keys
-        self._log = log
+        self._device, self._model_name = device or config.device, model_name
+        self._config, self._keys, self._log = config, keys, log
         self._address = address
         self._worker_host = worker_host if worker_host or address else "127.0.0.1"
         self._metrics_port_base = metrics_port_base
@@ -279,6 +278,7 @@ class RayFleet:
             "placement": placement,
             "host": self._worker_host,
             "version": __version__,
+            "model_name": self._model_name,
             **self._places.gpus(rank, config.num_workers),
             "metrics_port": self._metrics_port_base + rank if self._metrics_port_base else 0,
         }

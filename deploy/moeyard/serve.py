@@ -108,6 +108,7 @@ def serve(
             takeover=args.expert_takeover,
             standby=args.standby,
             device=device_named(args),
+            model_name=api.names[0],
         )
         try:
             interrupts.check()

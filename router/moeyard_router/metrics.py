@@ -58,6 +58,18 @@ class RouterMetrics:
         )
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a choice.", LENGTH_BUCKETS)
         self._output_length = histogram("request_generation_tokens", "Output tokens of a choice.", LENGTH_BUCKETS)
+        self._longest_output = histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", LENGTH_BUCKETS
+        )
+        self._queue = histogram(
+            "request_queue_seconds", "Per choice: its wait at the router and in its worker's queue.", REQUEST_BUCKETS
+        )
+        self._prefill = histogram(
+            "request_prefill_seconds", "Per choice: from its start at the worker to its first token.", REQUEST_BUCKETS
+        )
+        self._decode = histogram(
+            "request_decode_seconds", "Per choice: from its first token to its last.", REQUEST_BUCKETS
+        )
         self._max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
         self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
         self.prompt_tokens = Counter(
@@ -152,6 +164,16 @@ class RouterMetrics:
         self._prompt_length.observe(prompt_tokens)
         self._output_length.observe(output_tokens)
         self._max_tokens.observe(max_tokens)
+
+    def phases(self, *, queue: float | None, prefill: float | None, decode: float | None) -> None:
+        """Observe the phases of a choice that ended by itself, in seconds; None is not known."""
+        for metric, seconds in ((self._queue, queue), (self._prefill, prefill), (self._decode, decode)):
+            if seconds is not None:
+                metric.observe(seconds)
+
+    def longest(self, output_tokens: int) -> None:
+        """Observe the longest choice of a request that ended by itself."""
+        self._longest_output.observe(output_tokens)
 
     def set_workers(self, states: list[str]) -> None:
         """Publish how many workers are in each state."""

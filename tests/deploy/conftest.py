@@ -19,6 +19,10 @@ ROUTER_HISTOGRAMS = (
     "moeyard_e2e_request_latency_seconds",
     "moeyard_request_prompt_tokens",
     "moeyard_request_generation_tokens",
+    "moeyard_request_max_num_generation_tokens",
+    "moeyard_request_queue_seconds",
+    "moeyard_request_prefill_seconds",
+    "moeyard_request_decode_seconds",
     "moeyard_request_params_max_tokens",
     "moeyard_request_params_n",
     "moeyard_http_request_duration_seconds",
@@ -131,7 +135,7 @@ def dashboard() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def dashboard_queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
     """(panel and legend, PromQL) of every query, with Grafana's variables replaced by what they stand for."""
-    values = (("$__rate_interval", "1m"), ("$rank", ".*"))
+    values = (("$__rate_interval", "1m"), ("$rank", ".*"), ("$job", ".*"), ("$model_name", "demo"))
     queries = []
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):

@@ -93,6 +93,22 @@ def test_dashboard_shows_every_metric_and_no_unknown_one(
         assert "histogram_quantile" not in query or "_bucket" in query, title
 
 
+def test_rules_and_panels_do_not_add_fleets_up(dashboard: dict[str, Any]) -> None:
+    """Every aggregate of the rules is by job and model, and every series of a panel is of the chosen ones."""
+    groups = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
+    rules = [rule["expr"] for group in groups for rule in group["rules"]]
+    aggregates = [match for rule in rules for match in re.findall(r"\b(?:sum|max)\b[^(]*\([^)]*\)", rule)]
+    assert len(aggregates) > 20
+    assert [each for each in aggregates if not re.match(r"(sum|max) by \(job, model_name(, \w+)?\)", each)] == []
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    series = [match for query in queries for match in re.findall(r"moeyard[_:][\w:]+(?:{[^}]*})?", query)]
+    assert len(series) > 100
+    assert [each for each in series if 'job=~"$job", model_name="$model_name"' not in each] == []
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert variables["model_name"]["multi"] is False, "of two models none would be told apart"
+    assert {"job", "rank"} <= variables.keys()
+
+
 def test_grafana_finds_data_source_and_dashboards() -> None:
     provisioning = ROOT / "deploy/grafana/provisioning"
     [source] = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"]

@@ -82,7 +82,7 @@ class HttpFleet:
         return sum(int(s["num_running"]) for s in self.snapshots())
 
     def samples(self, name: str) -> list[dict[tuple[str, ...], float]]:
-        """Each rank's series of one metric: label values in the order of their names, without `rank` -> value."""
+        """Each rank's series of one metric by its label values, in the order of their names, without model and rank."""
         return [_series(httpx.get(e["metrics_url"], timeout=HANG_SECONDS).text, name) for e in self.fleet.endpoints]
 
     def total(self, name: str) -> float:
@@ -95,7 +95,7 @@ def _series(page: str, name: str) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name == name:
-                labels = tuple(sample.labels[key] for key in sorted(sample.labels) if key != "rank")
+                labels = tuple(sample.labels[key] for key in sorted(sample.labels) if key not in ("model_name", "rank"))
                 found[labels] = sample.value
     return found
 

@@ -66,7 +66,7 @@ class Rank:
             exchange=LocalExchange(),
             mesh=Mesh(rank=0, world_size=1, epoch=1),
             frontend=cast(Any, self.door),
-            metrics=WorkerMetrics(rank=0, version=""),
+            metrics=WorkerMetrics(model_name="tiny", rank=0, version=""),
             on_loss=self.losses.append,
         )
         self.join(1)

@@ -132,7 +132,7 @@ class Idle:
     def __init__(self, meshes: list[Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
         self.door, self.device, self.peer = Door(), Device(), Lockstep(meshes[0])
         self.mesh, self.exchange = meshes[1], Waits()
-        metrics = WorkerMetrics(rank=1, version="")
+        metrics = WorkerMetrics(model_name="tiny", rank=1, version="")
         monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
         self.engine = Engine(
             rank=1, epoch=1, scheduler=Scheduler(limits()), runner=cast(Any, self.device), experts=experts(),
@@ -200,7 +200,7 @@ def test_it_hears_its_routers_meanwhile(idle: Idle) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Door]]:
     """A rank by itself, two steps deep, whose steps take 100 ms each."""
     door, device = Door(), Clocked(0.1)
-    metrics = WorkerMetrics(rank=0, version="")
+    metrics = WorkerMetrics(model_name="tiny", rank=0, version="")
     monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
     mesh = Mesh(rank=0, world_size=1, epoch=1)
     engine = Engine(

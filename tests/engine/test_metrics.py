@@ -32,44 +32,44 @@ def parts() -> dict[str, Any]:
 
 
 def test_time_on_the_device_is_absent_where_no_device_tells_it(parts: dict[str, Any]) -> None:
-    metrics = WorkerMetrics(rank=3, version="test")
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     page = generate_latest(metrics.registry).decode()
-    assert 'moeyard_step_seconds_sum{rank="3"} 0.25' in page
+    assert 'moeyard_step_seconds_sum{model_name="tiny",rank="3"} 0.25' in page
     assert "moeyard_step_device_seconds_count" not in page
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=0.125, **parts)
     page = generate_latest(metrics.registry).decode()
-    assert 'moeyard_step_device_seconds_sum{rank="3"} 0.125' in page
-    assert 'moeyard_step_device_seconds_bucket{le="0.15",rank="3"} 1.0' in page
-    assert 'moeyard_step_seconds_count{rank="3"} 2.0' in page
+    assert 'moeyard_step_device_seconds_sum{model_name="tiny",rank="3"} 0.125' in page
+    assert 'moeyard_step_device_seconds_bucket{le="0.15",model_name="tiny",rank="3"} 1.0' in page
+    assert 'moeyard_step_seconds_count{model_name="tiny",rank="3"} 2.0' in page
 
 
 def test_time_per_output_token_is_of_ended_requests(parts: dict[str, Any]) -> None:
     parts["scheduler"].stats.token_seconds += [0.012, 0.004]
-    metrics = WorkerMetrics(rank=3, version="test")
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     page = generate_latest(metrics.registry).decode()
-    assert 'moeyard_request_time_per_output_token_seconds_count{rank="3"} 2.0' in page
-    assert 'moeyard_request_time_per_output_token_seconds_bucket{le="0.005",rank="3"} 1.0' in page
+    assert 'moeyard_request_time_per_output_token_seconds_count{model_name="tiny",rank="3"} 2.0' in page
+    assert 'moeyard_request_time_per_output_token_seconds_bucket{le="0.005",model_name="tiny",rank="3"} 1.0' in page
     assert parts["scheduler"].stats.token_seconds == []
 
 
 def test_what_was_refused_is_counted_by_door_and_reason() -> None:
     """From the first scrape on; and as it is at the moment of one."""
-    metrics = WorkerMetrics(rank=3, version="test")
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     counts = metrics.refused["router"] = {}
     assert (
-        'moeyard_refused_total{door="peer",rank="3",reason="handshake"} 0.0'
+        'moeyard_refused_total{door="peer",model_name="tiny",rank="3",reason="handshake"} 0.0'
         in generate_latest(metrics.registry).decode()
     )
     counts["message"] = 2
     page = generate_latest(metrics.registry).decode()
-    assert 'moeyard_refused_total{door="router",rank="3",reason="message"} 2.0' in page
+    assert 'moeyard_refused_total{door="router",model_name="tiny",rank="3",reason="message"} 2.0' in page
     assert page.count("moeyard_refused_total{") == sum(map(len, REFUSALS.values()))
 
 
 def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -> None:
-    metrics = WorkerMetrics(rank=3, version="test")
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     assert "moeyard_spec_decode_steps_total{" not in generate_latest(metrics.registry).decode()
     config = replace(parts["scheduler"].config, num_drafts=2)
@@ -81,7 +81,17 @@ def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -
         lockstep.agree(lockstep.mesh.step + 1, 2, 0)
         metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     page = generate_latest(metrics.registry).decode()
-    assert 'moeyard_spec_decode_draft_tokens_total{position="1",rank="3"} 9.0' in page
-    assert 'moeyard_spec_decode_accepted_tokens_total{position="2",rank="3"} 3.0' in page
-    assert 'moeyard_spec_decode_steps_total{drafts="2",rank="3"} 2.0' in page
-    assert 'moeyard_spec_decode_steps_total{drafts="0",rank="3"} 2.0' in page
+    assert 'moeyard_spec_decode_draft_tokens_total{model_name="tiny",position="1",rank="3"} 9.0' in page
+    assert 'moeyard_spec_decode_accepted_tokens_total{model_name="tiny",position="2",rank="3"} 3.0' in page
+    assert 'moeyard_spec_decode_steps_total{drafts="2",model_name="tiny",rank="3"} 2.0' in page
+    assert 'moeyard_spec_decode_steps_total{drafts="0",model_name="tiny",rank="3"} 2.0' in page
+
+
+def test_every_series_names_model_and_rank(parts: dict[str, Any]) -> None:
+    """So that one Prometheus can watch several fleets."""
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
+    metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=0.125, **parts)
+    metrics.observe_load(parts["scheduler"])
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert len(samples) > 100
+    assert {(s.labels["model_name"], s.labels["rank"]) for s in samples} == {("tiny", "3")}

@@ -49,8 +49,8 @@ class ScriptedWorker:
     an answer does not tell who gave it.
 
     Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
-    of their logprobs), `pace` (seconds per message), `paused`
-    (accept but emit nothing), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
+    of their logprobs), `pace` (seconds per message), `paused` (accept but emit nothing), `phases` (seconds of queue and
+    prefill that its ends tell), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
     (run something in its thread), `sent_at` (request id -> monotonic seconds of its tokens, if it is to be
     written down). `hold` and `go_on` are what a survivor does while a peer is missing.
     """
@@ -99,6 +99,7 @@ class ScriptedWorker:
         self.script = self.default_script
         self.chunk, self.pace, self.paused = 1, 0.0, False
         self.score_chunk = 4
+        self.phases = (0.0, 0.0)
         self.reject: Rejected | None = None
         self.loads: ExpertLoads | None = None
         self.sent_at: dict[str, list[float]] | None = None
@@ -277,6 +278,8 @@ class ScriptedWorker:
             cached_tokens=3,
             completion_tokens=running.sent,
             stop_token_id=stop_token_id,
+            queue_seconds=self.phases[0],
+            prefill_seconds=self.phases[1],
         )
         self._socket.send_multipart([running.peer, encode(done)])
         self._load()

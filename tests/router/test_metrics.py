@@ -184,6 +184,42 @@ def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
         assert ours == theirs
 
 
+# Of vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json, 2026-11): what its 12 panels ask for.
+DASHBOARD = {
+    "E2E Request Latency": ("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum"),
+    "Token Throughput": ("prompt_tokens_total", "generation_tokens_total"),
+    "Inter Token Latency": ("inter_token_latency_seconds_bucket", "inter_token_latency_seconds_count"),
+    "Scheduler State": ("num_requests_running", "num_requests_waiting"),
+    "Time To First Token Latency": ("time_to_first_token_seconds_bucket", "time_to_first_token_seconds_count"),
+    "Cache Utilization": ("kv_cache_usage_perc",),
+    "Request Prompt Length": ("request_prompt_tokens_bucket",),
+    "Request Generation Length": ("request_generation_tokens_bucket",),
+    "Finish Reason": ("request_success_total",),
+    "Queue Time": ("request_queue_time_seconds_sum",),
+    "Requests Prefill and Decode Time": ("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+    "Max Generation Token in Sequence Group": ("request_max_num_generation_tokens_sum",),
+}
+
+
+def test_no_panel_of_vllms_dashboard_is_empty(start):
+    service = start(2, metric_aliases=("vllm",))
+    for worker in service.workers:
+        worker.phases = 0.5, 0.25
+    service.complete(prompt=[5, 6, 7], n=2, max_tokens=5)
+    service.complete(prompt=[5, 6], max_tokens=3)
+    service.wait_idle()
+    samples = {}
+    for family in scrape(service).values():
+        for sample in family.samples:
+            if sample.name.startswith("vllm:") and sample.labels.get("model_name") == "tiny":
+                samples[sample.name.removeprefix("vllm:")] = sample.value
+    assert [title for title, names in DASHBOARD.items() if not samples.keys() >= set(names)] == []
+    assert samples["request_max_num_generation_tokens_sum"] == 5 + 3, "of two choices the longer"
+    assert samples["request_max_num_generation_tokens_count"] == 2
+    assert (samples["request_queue_time_seconds_sum"], samples["request_prefill_time_seconds_sum"]) == (1.5, 0.75)
+    assert samples["request_decode_time_seconds_count"] == 3
+
+
 def test_aliases_are_for_those_who_ask(service):
     assert [name for name in scrape(service) if name.startswith("vllm:")] == []
     with pytest.raises(ValueError, match="metric_aliases: 'sglang' is none of vllm"):

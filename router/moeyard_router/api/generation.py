@@ -197,6 +197,13 @@ class Generation:
         timing, continuation = self._timings[index], self._job.continuations[index]
         num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=continuation.sampling.max_tokens)
+        queue = None if done is None else done.queue_seconds
+        prefill = None if done is None else done.prefill_seconds
+        decode = None if timing.first is None else timing.last - timing.first
+        if reason in ("stop", "length"):
+            self._metrics.phases(queue=queue, prefill=prefill, decode=decode)
+            if not self._unfinished:
+                self._metrics.longest(max(each.num_tokens for each in self._timings))
         self._recent.add(
             Phases(
                 id=self._id,
@@ -208,10 +215,10 @@ class Generation:
                 prompt_tokens=num_prompt,
                 cached_tokens=self.choices[index].cached_tokens,
                 output_tokens=timing.num_tokens,
-                queue=None if done is None else done.queue_seconds,
-                prefill=None if done is None else done.prefill_seconds,
+                queue=queue,
+                prefill=prefill,
                 ttft=None if timing.first is None else timing.first - timing.arrived,
-                decode=None if timing.first is None else timing.last - timing.first,
+                decode=decode,
                 total=now - timing.arrived,
             )
         )

@@ -11,6 +11,7 @@ from moeyard_worker.keys import WorkerKeys
 class WorkerSpec:
     """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused.
 
+    `model_name` labels its metrics.
     `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
     `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
     `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda"; `peer_gpus`: those of
@@ -22,6 +23,7 @@ class WorkerSpec:
     epoch: int
     host: str
     version: str
+    model_name: str = ""
     metrics_port: int = 0
     keys: WorkerKeys | None = None
     placement: Placement | None = None

@@ -39,7 +39,7 @@ def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:
 
 def serve_metrics(spec: WorkerSpec) -> tuple[WorkerMetrics, int]:
     """The rank's metrics and the port they are served at. Raises ValueError when that is taken."""
-    metrics = WorkerMetrics(rank=spec.rank, version=spec.version)
+    metrics = WorkerMetrics(model_name=spec.model_name, rank=spec.rank, version=spec.version)
     try:
         return metrics, metrics.serve(spec.host, spec.metrics_port)
     except OSError as error:

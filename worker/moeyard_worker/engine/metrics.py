@@ -55,15 +55,16 @@ EXCHANGE_BUCKETS = (
     1.0,
     5.0,
 )
+LABELS = ("model_name", "rank")
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class WorkerMetrics:
-    """All series of a rank in one registry of its own, each with the label `rank`."""
+    """All series of a rank in one registry of its own, each with the labels `model_name` and `rank`."""
 
-    def __init__(self, *, rank: int, version: str) -> None:
+    def __init__(self, *, model_name: str, rank: int, version: str) -> None:
         self.registry = CollectorRegistry()
-        self._rank = str(rank)
+        self._own = (model_name, str(rank))
         self._totals: dict[tuple[str, ...], float] = {}
         self._server: MetricsServer | None = None
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
@@ -77,26 +78,26 @@ class WorkerMetrics:
         self.expert_stall = self._histogram(
             "expert_stall_seconds", "Wait for expert weights in one layer of a step", EXCHANGE_BUCKETS
         )
-        # Without a rank so far: absent where no device tells it.
+        # Without labels so far: absent where no device tells it.
         self.step_device_seconds = Histogram(
             "moeyard_step_device_seconds",
             "One step on the device, by its own clock",
-            ("rank",),
+            LABELS,
             buckets=STEP_BUCKETS,
             registry=self.registry,
         )
         self.exchange_seconds = Histogram(
             "moeyard_exchange_seconds",
             "One exchange of one layer, waiting for peers included",
-            ("rank", "phase"),
+            (*LABELS, "phase"),
             buckets=EXCHANGE_BUCKETS,
             registry=self.registry,
         )
         # Per door (router, peer) what was refused there so far, by reason; read when somebody scrapes.
         self.refused: dict[str, dict[str, int]] = {}
-        self.registry.register(_Refused(self, self._rank))
+        self.registry.register(_Refused(self, self._own))
         self._counters = {
-            name: Counter(f"moeyard_{name}", text, ("rank", *labels), registry=self.registry)
+            name: Counter(f"moeyard_{name}", text, (*LABELS, *labels), registry=self.registry)
             for name, text, labels in (
                 ("engine_steps", "Lockstep steps", ()),
                 ("prefill_tokens", "Prompt positions computed", ()),
@@ -121,7 +122,7 @@ class WorkerMetrics:
             )
         }
         self._gauges = {
-            name: Gauge(f"moeyard_{name}", text, ("rank",), registry=self.registry)
+            name: Gauge(f"moeyard_{name}", text, LABELS, registry=self.registry)
             for name, text in (
                 ("num_requests_running", "Sequences that take part in steps"),
                 ("num_requests_waiting", "Sequences in the queue"),
@@ -131,13 +132,13 @@ class WorkerMetrics:
                 ("expert_load_imbalance", "Rows of the busiest local expert over the mean, latest step with rows"),
             )
         }
-        Gauge("moeyard_build_info", "Versions", ("rank", "version", "torch", "python"), registry=self.registry).labels(
-            self._rank, version, torch.__version__, platform.python_version()
-        ).set(1)
+        labels = (*LABELS, "version", "torch", "python")
+        build = Gauge("moeyard_build_info", "Versions", labels, registry=self.registry)
+        build.labels(*self._own, version, torch.__version__, platform.python_version()).set(1)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"moeyard_{name}", text, ("rank",), buckets=buckets, registry=self.registry)
-        return histogram.labels(self._rank)
+        histogram = Histogram(f"moeyard_{name}", text, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._own)
 
     def serve(self, host: str, port: int = 0) -> int:
         """Answer scrapes on host:port (0 picks one) in a daemon thread; returns the port."""
@@ -153,7 +154,7 @@ class WorkerMetrics:
     def _advance(self, name: str, total: float, *labels: str) -> None:
         """Set a counter to a running total kept elsewhere."""
         key = (name, *labels)
-        self._counters[name].labels(self._rank, *labels).inc(total - self._totals.get(key, 0.0))
+        self._counters[name].labels(*self._own, *labels).inc(total - self._totals.get(key, 0.0))
         self._totals[key] = total
 
     def observe_step(
@@ -171,11 +172,11 @@ class WorkerMetrics:
         self._advance("engine_steps", self._totals.get(("engine_steps",), 0.0) + 1)
         self.step_seconds.observe(seconds)
         if device_seconds is not None:
-            self.step_device_seconds.labels(self._rank).observe(device_seconds)
+            self.step_device_seconds.labels(*self._own).observe(device_seconds)
         self.step_tokens.observe(num_tokens)
         self._observe_scheduler(scheduler)
         for phase, values in exchange.stats.seconds.items():
-            _drain(values, self.exchange_seconds.labels(self._rank, phase))
+            _drain(values, self.exchange_seconds.labels(*self._own, phase))
         self._advance("exchange_bytes", exchange.stats.bytes_sent, "sent")
         self._advance("exchange_bytes", exchange.stats.bytes_received, "received")
         _drain(lockstep.wait_seconds, self.lockstep_wait)
@@ -204,7 +205,7 @@ class WorkerMetrics:
             self._advance("spec_decode_draft_tokens", verified, str(j + 1))
             self._advance("spec_decode_accepted_tokens", accepted, str(j + 1))
         for num_drafts, count in lockstep.steps.items():
-            self._counters["spec_decode_steps"].labels(self._rank, str(num_drafts)).inc(count)
+            self._counters["spec_decode_steps"].labels(*self._own, str(num_drafts)).inc(count)
         lockstep.steps.clear()
 
     def observe_load(self, scheduler: Scheduler) -> None:
@@ -215,7 +216,7 @@ class WorkerMetrics:
         self._gauge("kv_cache_usage_ratio", 1 - scheduler.pool.num_free / scheduler.pool.num_pages)
 
     def _gauge(self, name: str, value: float) -> None:
-        self._gauges[name].labels(self._rank).set(value)
+        self._gauges[name].labels(*self._own).set(value)
 
     def _observe_experts(self, experts: ExpertCache) -> None:
         stats = experts.look()
@@ -247,8 +248,8 @@ REFUSALS = MappingProxyType(
 class _Refused(Collector):
     """`moeyard_refused_total`: connections and frames that were not let in."""
 
-    def __init__(self, metrics: WorkerMetrics, rank: str) -> None:
-        self._metrics, self._rank = metrics, rank
+    def __init__(self, metrics: WorkerMetrics, own: tuple[str, str]) -> None:
+        self._metrics, self._own = metrics, own
 
     def describe(self) -> Iterable[Metric]:
         """Its name, for views of a part of the registry."""
@@ -257,11 +258,11 @@ class _Refused(Collector):
     def collect(self) -> Iterable[Metric]:
         """A sample for each door and reason."""
         text = "Connections and frames that were not let in"
-        family = CounterMetricFamily("moeyard_refused", text, labels=["rank", "door", "reason"])
+        family = CounterMetricFamily("moeyard_refused", text, labels=[*LABELS, "door", "reason"])
         for door, reasons in REFUSALS.items():
             counts = self._metrics.refused.get(door, {})
             for reason in reasons:
-                family.add_metric([self._rank, door, reason], counts.get(reason, 0))
+                family.add_metric([*self._own, door, reason], counts.get(reason, 0))
         yield family
 
 
