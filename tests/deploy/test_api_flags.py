@@ -13,7 +13,7 @@ from moeyard.before_start import check_before_start
 from moeyard.cli import build_parser, main
 from moeyard.config_file import with_config_file
 from moeyard.flags import engine_config
-from moeyard_router.config import SamplingDefaults
+from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
@@ -47,6 +47,19 @@ def test_defaults_of_a_generation_config(generation: Path) -> None:
     )
     (generation / "generation_config.json").write_text(json.dumps({"max_new_tokens": 9, "min_p": None, "top_p": 1}))
     assert settings("--generation-config", str(generation)).defaults == SamplingDefaults(max_tokens=9, top_p=1.0)
+
+
+def test_unknown_fields_are_refused_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings(str(DEMO)).unknown_fields == "reject"
+    assert settings(str(DEMO), "--unknown-fields", "ignore").unknown_fields == "ignore"
+    with pytest.raises(SystemExit):
+        settings(str(DEMO), "--unknown-fields", "warn")
+    assert "--unknown-fields" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown_fields: 'warn' is none of reject, ignore"):
+        RouterConfig(
+            model_name="m", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://a"),), max_model_len=9,
+            vocab_size=9, unknown_fields="warn",
+        )  # fmt: skip
 
 
 def test_the_checkpoints_own_unless_told_otherwise(generation: Path) -> None:

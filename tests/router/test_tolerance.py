@@ -18,7 +18,7 @@ HEADER = "x-moeyard-ignored"
 ECHOED = {
     "role": "assistant", "content": "Hi.", "refusal": None, "annotations": [], "audio": None, "function_call": None,
     "tool_calls": None, "reasoning_content": None, "reasoning": None, "provider_specific_fields": {"a": 1},
-    "thinking_blocks": None,
+    "thinking_blocks": None, "timestamp": 1795900000, "model": "tiny",
 }  # fmt: skip
 
 
@@ -236,7 +236,8 @@ def test_a_plain_request_names_nothing(service):
 
 def test_echoed_messages_are_what_their_text_is(service):
     answer = service.post(CHAT, messages=[*HELLO, ECHOED, *HELLO], max_tokens=1)
-    assert named(answer) == ["messages.annotations", "messages.provider_specific_fields"]
+    says = ["annotations", "provider_specific_fields", "timestamp", "model"]
+    assert named(answer) == [f"messages.{name}" for name in says]
     service.chat(messages=[*HELLO, {"role": "assistant", "content": "Hi."}, *HELLO], max_tokens=1)
     first, second = prompts(service)
     assert first == second

@@ -77,8 +77,8 @@ class ChatMessage(Strict):
 
     harmless: ClassVar[frozenset[str]] = frozenset(
         (
-            *("annotations", "cache_control", "id", "metadata", "parsed", "provider_specific_fields"),
-            *("reasoning_details", "thinking_blocks", "weight"),
+            *("annotations", "cache_control", "created_at", "id", "metadata", "model", "parsed"),
+            *("provider_specific_fields", "reasoning_details", "thinking_blocks", "timestamp", "usage", "weight"),
         )
     )
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(

@@ -80,9 +80,9 @@ class TextConfig(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """OpenAI pads its events, so that their lengths tell a listener less."""
+    """OpenAI pads its events, so that their lengths tell a listener less. The last event has token counts anyway."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
+    harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation", "include_usage"))
 
 
 class ResponsesRequest(ThinkingFields, Strict):
