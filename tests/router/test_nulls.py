@@ -63,21 +63,23 @@ def nulls(value, path=""):
 def test_absent_fields_are_left_out(model, api):
     body, whole_type, in_whole, event_type, in_events = APIS[api]
     path = api.partition(" ")[0]
+    whole_check = None if whole_type is None else TypeAdapter(whole_type)
+    event_check = None if event_type is None else TypeAdapter(event_type)
     found_whole, found_events = set(), set()
     for text in SPOKEN:
         model.says(text)
-        if whole_type is not None:
+        if whole_check is not None:
             answer = model.service.post(path, **body)
             assert answer.status_code == 200, answer.text
-            TypeAdapter(whole_type).validate_python(answer.json())
+            whole_check.validate_python(answer.json())
             found_whole |= nulls(answer.json())
         streamed = model.service.post(path, **{**body, "stream": True})
         lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
         assert lines, streamed.text
         for line in lines:
             event = json.loads(line)
-            if event_type is not None and event.get("type") != "ping":  # a ping has no type in the package
-                TypeAdapter(event_type).validate_python(event)
+            if event_check is not None and event.get("type") != "ping":  # a ping has no type in the package
+                event_check.validate_python(event)
             found_events |= nulls(event)
     assert found_whole == in_whole
     assert found_events - in_events == set(), "how tokens are spread over events is a matter of time"
