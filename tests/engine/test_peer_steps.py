@@ -327,27 +327,31 @@ def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tm
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("copied", [False, True], ids=["shuffled", "copied"])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("in graphs", 3), ("shared", 2), ("through groups", 2), ("through groups", 3)]
+)
 def test_one_answer_whoever_has_an_expert(
-    copied: bool, model: Path, start: Starter, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    how: str,
+    ranks: int,
+    copied: bool,
+    model: Path,
+    start: Starter,
+    alone: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In graphs, with experts in slots that ranks read for each other, and through process groups, launched and
-    captured; shuffled: all but one have nothing of the first layer."""
+    captured. Shuffled: one rank has all experts of the first layer."""
     read, names = load_model_config(model), list(requests())
-    uneven, even = (partial(each, read, copied=copied) for each in (partial(dealt, alone=not copied), dealt_evenly))
-    for ranks, settings, placed in (
-        (3, config(model, ranks=3, exchange="nvlink"), uneven(3, "in graphs")),
-        (2, few_slots(model, "shared"), even(2, "read for each other")),
-        (2, config(model, ranks=2, exchange="nccl"), uneven(2, "through groups")),
-        (3, config(model, ranks=3, exchange="nccl"), uneven(3, "through groups")),
-    ):
-        monkeypatch.setattr(factory, "TorchGroup", RecordedGroup if ranks == 3 else TorchGroup)
-        assert bool(placed.copies) == copied
-        assert len(set(placed.owners)) > 1
-        fleet = start(settings, placed)
-        assert fleet.answers("alone", {"c": ranks - 1})["c"] == alone["c"]
-        assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(names)}) == alone
-        assert (fleet.turns.num_fetches > 0) == (settings.expert_slots is not None)
-        fleet.close()
+    shared = how == "shared"
+    placed = (dealt_evenly if shared else partial(dealt, alone=not copied))(read, ranks, how, copied=copied)
+    exchange = "nccl" if how == "through groups" else "nvlink"
+    monkeypatch.setattr(factory, "TorchGroup", RecordedGroup if ranks == 3 else TorchGroup)
+    assert bool(placed.copies) == copied
+    assert len(set(placed.owners)) > 1
+    fleet = start(few_slots(model, how, ranks) if shared else config(model, ranks=ranks, exchange=exchange), placed)
+    assert fleet.answers("alone", {"c": ranks - 1})["c"] == alone["c"]
+    assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(names)}) == alone
+    assert (fleet.turns.num_fetches > 0) == shared
 
 
 @pytest.mark.sampled(0)
