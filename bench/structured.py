@@ -1,12 +1,13 @@
-"""Structured output on the demo model: whether random JSON schemas hold, and what a grammar costs.
+"""Structured output on the demo model: validity of answers to random JSON schemas, and the cost of a grammar.
 
     python bench/structured.py [--schemas 200] [--streams 1 16] [--tokens 128] [--ambiguous 8] [--vocabulary 151936]
 
 One worker is driven in process, as `moeyard bench engine` does. First every schema gets an answer of at most 600
 tokens, greedy and sampled in turn, sixteen at once: each that ends by itself must parse, and validate by the library
-jsonschema. Those that ran out of tokens are counted, and as many more schemas are drawn. Then tokens/s with and without
-a grammar, the pace of a stream beside requests with an ambiguous grammar, and what making masks and compiling takes, in
-this vocabulary and in a made-up one of the size of Qwen3's.
+jsonschema. Those that ran out of tokens are counted, and as many more schemas are drawn.
+
+Then it measures tokens/s with and without a grammar, and the pace of a stream beside requests with an ambiguous
+grammar. Last it times masks and compilations, in this vocabulary and in a made-up one of the size of Qwen3's.
 """
 
 import argparse
@@ -147,7 +148,7 @@ def _nullable(rng: random.Random, _: int) -> Any:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got, and when each of its messages came, in seconds."""
+    """The answer to one request, and the times in seconds at which its messages came."""
 
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)

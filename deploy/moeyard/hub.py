@@ -1,6 +1,6 @@
 """A model by its id on the Hugging Face hub: out of the local cache where it is whole, else downloaded into it.
 
-What describes a model (config, tokenizer, template, index) comes first, so that a model that is not served costs no
+The description of a model (config, tokenizer, template, index) comes first, so that a model that is not served costs no
 download of weights. huggingface_hub reads its own settings (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). It takes
 half a second to load, so this file is loaded for a model that is no directory only.
 """
@@ -100,15 +100,7 @@ def describe(model: str, revision: str | None) -> Path:
     if cached is not None and missing_file(cached) is None:
         return cached
     with _one_line(model, revision):
-        directory = Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=list(_DESCRIPTION),
-                ignore_patterns=list(_UNWANTED),
-                tqdm_class=_Silent,
-            )
-        ).resolve()
+        directory = _description(model, revision).resolve()
     lacking = missing_file(directory, weights=False)
     if lacking is not None:
         why = f"{model}: {directory} has no {lacking}, and the hub gave none"
@@ -223,18 +215,24 @@ def _format_problem(model: str, directory: Path) -> str:
         return ""
 
 
+def _description(model: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    """Directory of the files that describe a model, fetched where the cache lacks them. Raises as the library does."""
+    return Path(
+        snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(_DESCRIPTION),
+            ignore_patterns=list(_UNWANTED),
+            local_files_only=local_files_only,
+            tqdm_class=_Silent,
+        )
+    )
+
+
 def _cached(model: str, revision: str | None) -> Path | None:
     """Return the cache's directory of it; None without one, or where files of the description are missing."""
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=list(_DESCRIPTION),
-                ignore_patterns=list(_UNWANTED),
-                local_files_only=True,
-            )
-        ).resolve()
+        return _description(model, revision, local_files_only=True).resolve()
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:

@@ -25,8 +25,7 @@ class LocalRay:
 
     def find(self) -> None:
         """Look for the daemons among the launcher's children, once `ray.init` has started them."""
-        children = [child for child in psutil.Process().children() if _lives(child)]
-        self._daemons = {child.name(): child for child in children if child.name() in (HEAD, RAYLET)}
+        self._daemons = daemons()
         self._stopped = {}
 
     def ended(self) -> str | None:
@@ -86,18 +85,30 @@ class LocalRay:
             time.sleep(0.01)
 
 
+def daemons() -> dict[str, psutil.Process]:
+    """The living daemons among the launcher's children, by name."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # boundary: it has just ended
+            if (name := child.name()) in (HEAD, RAYLET) and _lives(child):
+                found[name] = child
+    return found
+
+
 def is_own(process: psutil.Process) -> bool:
     """Whether Python's multiprocessing started this child of the launcher; everything else there is Ray's."""
-    try:
-        return any("multiprocessing" in word for word in process.cmdline())
-    except psutil.Error:  # boundary: it has just ended
-        return False
+    return _names(process, "multiprocessing")
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether this is Python's tracker of what several processes share: it ends when we do, so nobody waits for it."""
+    """Whether this is Python's tracker of shared resources: it ends with the launcher, so no call waits for it."""
+    return _names(process, "multiprocessing.resource_tracker")
+
+
+def _names(process: psutil.Process, module: str) -> bool:
+    """Whether a process's command line names a module."""
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        return any(module in word for word in process.cmdline())
     except psutil.Error:  # boundary: it has just ended
         return False
 

@@ -8,7 +8,8 @@ import resource
 
 # Files that a router keeps open beside its connections: 51 with two workers at rest, and some to refuse with.
 FILES, FILES_PER_WORKER = 80, 8
-# A container's hard limit may be a thousand times this. Nobody serves as many, and some libraries make tables of it.
+# A container's hard limit may be a thousand times this. No server needs as many, and some libraries make tables of that
+# size.
 MOST_FILES = 1 << 20
 
 
@@ -27,9 +28,9 @@ def raise_file_limit() -> int:
 
 
 def most_connections(files: int, num_workers: int) -> int:
-    """Return how many connections one router before so many workers serves at once.
+    """Return the connections that one router in front of `num_workers` workers serves at once.
 
-    Raises ValueError if there are none.
+    `files` is its limit of open files. Raises ValueError if that leaves none.
     """
     connections = files - FILES - FILES_PER_WORKER * num_workers
     if connections < 1:

@@ -288,7 +288,7 @@ class RayFleet:
 
         Ends the whole process, with code 1, if a call of Ray's never returns.
         """
-        # Whoever replaces ranks notices at its next look; a call after `shutdown` would start another Ray.
+        # A thread that replaces ranks notices at its next check. A call after `shutdown` would start another Ray.
         with self.guard.end():
             self._end()
 

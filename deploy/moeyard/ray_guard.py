@@ -15,7 +15,7 @@ WATCH_SECONDS = 1.0
 # A call that waits for ranks looks every 0.2 s whether Ray lives. One that is still there so long after the end of a
 # daemon waits inside Ray's own code, for ever.
 STUCK_SECONDS = 20.0
-# What the last call may take to notice that the fleet is stopped. Ray may be starting, which cannot be interrupted.
+# Time for the last call to notice that the fleet is stopped. Ray may be starting, which cannot be interrupted.
 LAST_SECONDS = 45.0
 
 log = logging.getLogger(__name__)

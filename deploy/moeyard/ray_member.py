@@ -49,10 +49,14 @@ class Member:
     place: dict[str, Any] | None = None
 
     @property
+    def whereabouts(self) -> dict[str, Any] | None:
+        """The node, number and start of its process, as soon as the process has told them."""
+        return self.setup or self.place
+
+    @property
     def pid(self) -> int | None:
         """The number of its process, as soon as that has said it."""
-        place = self.setup or self.place
-        return None if place is None else int(place["pid"])
+        return None if self.whereabouts is None else int(self.whereabouts["pid"])
 
     @property
     def loads(self) -> bool:
@@ -129,7 +133,7 @@ def rank_of(number: int, member: Member) -> Rank:
 def fence(member: Member) -> None:
     """End its process, also one that is stopped and hears nothing: when it wakes it must harm nobody."""
     ray.kill(member.actor)
-    if (place := member.setup or member.place) is not None:
+    if (place := member.whereabouts) is not None:
         fence_process(place["node"], place["pid"], place["began"])
 
 
@@ -144,8 +148,8 @@ def end_all(members: Collection[Member]) -> None:
 
 def end_by_number(members: Collection[Member]) -> None:
     """SIGKILL for processes of this host whose Ray has ended."""
-    for place in [member.setup or member.place for member in members]:
-        if place is not None:
+    for member in members:
+        if (place := member.whereabouts) is not None:
             kill_process(place["pid"], place["began"])
 
 
@@ -184,9 +188,9 @@ def gather(
 ) -> None:
     """Give `took` the result of one call per rank; raises RanksLost with the first one's own message.
 
-    That is `at_once`, or after all have been heard: then one that has ended, or else those that do not answer, are
-    named before any that says what it misses, which may be them. `check` is called meanwhile, and so is `silent` with
-    the ranks that have not answered: it names those that are not waited for any more.
+    With `at_once` the first failure is raised. Otherwise all ranks are heard first. A rank that has ended, or one that
+    does not answer, is then named before a rank that misses a peer, because it may be that peer. `check` is called
+    meanwhile. So is `silent`, with the ranks that have not answered: it names those that are given up.
     """
     pending = {ref: rank for rank, ref in calls.items()}
     limit = None if timeout is None else time.monotonic() + timeout

@@ -6,17 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import ray
 from ray._private import services
 
 from moeyard.listen import check_ports
+from moeyard.local_ray import RAYLET, daemons
 from moeyard.rank import FleetLost
 from moeyard.ray_config import START_SECONDS, ray_logs
 from moeyard.ray_errors import first_line
 from moeyard.signals import run_apart
 
-RAYLET = "raylet"
 # Ray itself gives up after so long.
 _QUICK_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
@@ -102,8 +101,4 @@ def when_registered(
 
 def raylet_lives() -> bool:
     """Whether the daemon of this process's node runs."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has just ended
-            if process.name() == RAYLET and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+    return RAYLET in daemons()

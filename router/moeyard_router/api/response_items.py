@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from moeyard_router.api.fields import Strict
 from moeyard_router.api.messages import TextPart
+from moeyard_router.api.response_tools import HostedTool
 from moeyard_router.api.translation import one_of, text_or
 
 _ECHOED = frozenset(("id", "status"))  # of items that come back as they were answered
@@ -69,17 +70,10 @@ class CallOutputItem(Strict):
     output: Parts
 
 
-class HostedItem(Strict):
+class HostedItem(HostedTool):
     """A call, or its result, of a tool of OpenAI's servers. No template can show it, so it is left out and named."""
 
-    model_config = ConfigDict(extra="allow")
-
     type: Literal["image_generation_call", "tool_search_call", "tool_search_output", "web_search_call"]
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Its kind."""
-        return (self.type,)
 
 
 class ReasoningText(Strict):

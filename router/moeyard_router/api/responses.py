@@ -177,7 +177,8 @@ def translated(request: ResponsesRequest) -> Translation:
     """A request as a chat."""
     tools = plain_tools(request.tools or ())
     offers = offers_of(tools)
-    messages, origins = _messages(request, {offer.address: name for name, offer in offers.items()})
+    names = {offer.address: name for name, offer in offers.items()}
+    messages, origins = _messages(request, names)
     chat: dict[str, Any] = given(**{name: getattr(request, name) for name in _PASSED})
     chat |= given(max_tokens=request.max_output_tokens)
     chat["messages"] = messages
@@ -192,8 +193,7 @@ def translated(request: ResponsesRequest) -> Translation:
     if offers:
         chat["tools"] = [{"type": "function", "function": offer.function(name)} for name, offer in offers.items()]
     if isinstance(choice, ChosenTool):
-        addresses = {offer.address: name for name, offer in offers.items()}
-        name = addresses.get((choice.namespace, choice.name), choice.name)
+        name = names.get((choice.namespace, choice.name), choice.name)
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif choice is not None:
         chat["tool_choice"] = choice
