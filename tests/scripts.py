@@ -1,4 +1,4 @@
-"""Scripts of this project as modules: bench/ and what made the demo model are no packages."""
+"""Scripts of this project as modules: bench/ is no package."""
 
 import importlib.util
 import sys

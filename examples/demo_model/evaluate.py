@@ -1,6 +1,6 @@
 """Figures of the demo model on text that training never saw, for its model card.
 
-    python deploy/demo/evaluate.py [--model DIR] [--heldout FILE] [--json FILE] [--documents N] [--seed S]
+    python -m examples.demo_model.evaluate [--model DIR] [--heldout FILE] [--json FILE] [--documents N] [--seed S]
 
 Everything is measured in float32 on the stored weights: measure.py does what needs transformers alone, this file what
 the model writes. Greedy continuations ignore end tokens on both sides, so that all have the same length; samples stop
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 import transformers
+from examples.demo_model.measure import DemoModel, Document, measure_heldout, read_documents, spread
+from examples.demo_model.model_card import figures, samples
 
-from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
-from demo.model_card import figures, samples
 from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.runner import Runner
 from moeyard_worker.engine.sampling import SampledRow, choose
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.step import Chunk, Step
 
-HERE = Path(__file__).resolve().parent
+MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 # What issue 3 asks of the model.
 MAX_BITS_PER_BYTE = 1.9
 MAX_BUSIEST_EXPERT = 2.0
@@ -264,8 +264,8 @@ def evaluate(
 def main() -> int:
     """Command line of this script; 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description="measure the demo model on held-out text")
-    parser.add_argument("--model", type=Path, default=HERE, help="a deepseek_v3 directory (default: this folder)")
-    parser.add_argument("--heldout", type=Path, default=HERE / "heldout.jsonl")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a deepseek_v3 directory (default: deploy/demo)")
+    parser.add_argument("--heldout", type=Path, default=MODEL / "heldout.jsonl")
     parser.add_argument("--json", type=Path, help="write every figure here, for model_card.py")
     parser.add_argument("--documents", type=int, help="measure this many documents only, spread over the sources")
     parser.add_argument("--seed", type=int, default=1, help="of the samples")

@@ -1,7 +1,7 @@
 """Write the demo model's card, README.md with curves.svg, from what other scripts recorded.
 
-    python deploy/demo/evaluate.py --json deploy/demo/evaluation.json
-    python deploy/demo/model_card.py [--folder deploy/demo]
+    python -m examples.demo_model.evaluate --json deploy/demo/evaluation.json
+    python -m examples.demo_model.model_card [--folder deploy/demo]
 
 Reads of the folder: config.json, model.safetensors, data.json (prepare_data.py), training.json (train.py) and
 evaluation.json (evaluate.py). The words stand in card_template.md; numbers come from those files alone.
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.demo_model.curves import draw
 from safetensors import safe_open
 
-from demo.curves import draw
-
 HERE = Path(__file__).resolve().parent
+MODEL = HERE.parents[1] / "deploy" / "demo"
 USAGE_PROMPT = "In the beginning"
 
 
@@ -254,7 +254,7 @@ def write_card(folder: Path) -> None:
 def main() -> None:
     """Command line of this script."""
     parser = argparse.ArgumentParser(description="write the demo model's card")
-    parser.add_argument("--folder", type=Path, default=HERE, help="the model's directory (default: this folder)")
+    parser.add_argument("--folder", type=Path, default=MODEL, help="the model's directory (default: deploy/demo)")
     write_card(parser.parse_args().folder)
 
 

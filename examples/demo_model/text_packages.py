@@ -8,7 +8,7 @@ document that still has one.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demo import text_readers as readers
+from examples.demo_model import text_readers as readers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from demo.text_cleaning import (
+from examples.demo_model.text_cleaning import (
     between,
     join_lines,
     normalise,

@@ -1,8 +1,8 @@
 """Train the demo checkpoint: a small DeepSeek-V3 (MLA, sigmoid-gated MoE, one MTP layer) on public-domain English.
 
-    python deploy/demo/prepare_data.py                      # fetch the texts into deploy/demo/data
-    python deploy/demo/train.py --run /tmp/demo-run         # about 10 minutes on one H200; resumes where it stopped
-    python deploy/demo/train.py --tiny --data F --out DIR   # seconds on a CPU, for the test of this file
+    python -m examples.demo_model.prepare_data                     # fetch the texts into examples/demo_model/data
+    python -m examples.demo_model.train --run /tmp/demo-run        # 10 minutes on an H200; resumes where it stopped
+    python -m examples.demo_model.train --tiny --data F --out DIR  # seconds on a CPU, for the test of this file
 
 The model is plain PyTorch with the names and formulas of DeepSeek-V3's checkpoints (Liu et al. 2024, arXiv 2412.19437):
 auxiliary-loss-free balancing (section 2.1.2: after every step an expert's correction bias moves by a fixed amount
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
+MODEL = HERE.parents[1] / "deploy" / "demo"
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|turn|>")
 BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TURN = range(len(SPECIAL_TOKENS))
 # A turn ends with <|turn|>; the model closes its own turn with it too, so it is a stop id in generation_config.json.
@@ -522,7 +523,7 @@ def export(model: DemoModel, state: dict, args: argparse.Namespace, sizes: dict[
     device = next(model.parameters()).device
     options = {k: v for k, v in vars(args).items() if k not in ("data", "heldout", "run", "out", "minutes", "tiny")}
     record = {
-        "command": "python deploy/demo/train.py "
+        "command": "python -m examples.demo_model.train "
         + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items()),
         "seed": args.seed,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -540,10 +541,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="train the demo checkpoint")
     parser.add_argument("--data", type=Path, default=HERE / "data" / "train.jsonl", help="what prepare_data.py wrote")
     parser.add_argument(
-        "--heldout", type=Path, default=HERE / "heldout.jsonl", help="text for the curve, never trained on"
+        "--heldout", type=Path, default=MODEL / "heldout.jsonl", help="text for the curve, never trained on"
     )
     parser.add_argument("--run", type=Path, default=Path("/tmp/moeyard-demo"), help="state to resume from")
-    parser.add_argument("--out", type=Path, default=HERE, help="where the checkpoint goes")
+    parser.add_argument("--out", type=Path, default=MODEL, help="where the checkpoint goes")
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="stop after so long; the same call goes on (0: never)"
     )

@@ -1,4 +1,4 @@
-"""deploy/demo/model_card.py and curves.py: the card says what the other scripts recorded."""
+"""examples/demo_model/model_card.py and curves.py: the card says what the other scripts recorded."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from examples.demo_model import evaluate, measure, model_card
+from examples.demo_model.curves import draw, nice_ticks
 from safetensors.torch import load_file
 from tests.deploy.tiny_demo import MTP, TEXTS, make_demo, write_heldout
-
-from demo import evaluate, measure, model_card
-from demo.curves import draw, nice_ticks
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The bundled demo checkpoint: DeepSeek-V3's layout to the letter, loadable by transformers, and as good as its card.
 
-`deploy/demo/evaluate.py` measures it on all held-out text in minutes; here a part of that text must meet the same
-bounds, and evaluation.json must be of these very weights.
+`examples/demo_model/evaluate.py` measures it on all held-out text in minutes. Here a part of that text must meet the
+same bounds, and evaluation.json must be of these very weights.
 """
 
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from examples.demo_model import train
+from examples.demo_model.evaluate import MAX_BITS_PER_BYTE, MIN_ACCEPTANCE, make_runner
+from examples.demo_model.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from safetensors import safe_open
-from tests.scripts import loaded
 
-from demo.evaluate import MAX_BITS_PER_BYTE, MIN_ACCEPTANCE, make_runner
-from demo.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from moeyard_worker.engine.local import greedy_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,9 +34,8 @@ def documents(model: DemoModel) -> list[Document]:
 
 
 def test_is_small_and_of_the_shape_that_train_py_makes() -> None:
-    with loaded(DEMO / "train.py") as script:
-        wanted = script.model_config(tiny=False)
-        names = set(script.DemoModel(wanted).checkpoint())
+    wanted = train.model_config(tiny=False)
+    names = set(train.DemoModel(wanted).checkpoint())
     stored = transformers.AutoConfig.from_pretrained(DEMO)
     unlike = {key for key, value in wanted.to_dict().items() if stored.to_dict().get(key) != value}
     assert unlike <= {"_name_or_path", "transformers_version"}

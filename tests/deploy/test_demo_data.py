@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from demo import prepare_data, text_cleaning, text_readers, text_split
-from demo.text_split import Document
+from examples.demo_model import prepare_data, text_cleaning, text_readers, text_split
+from examples.demo_model.text_split import Document
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 

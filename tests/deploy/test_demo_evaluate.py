@@ -1,4 +1,4 @@
-"""deploy/demo/evaluate.py and measure.py on small checkpoints whose figures are known or computed otherwise here."""
+"""evaluate.py and measure.py of the demo model, on small checkpoints whose figures are known or computed otherwise."""
 
 import math
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples.demo_model import evaluate, measure
 from tests.deploy.tiny_demo import HIDDEN, LAYERS, TEXTS, WINDOW, make_demo, write_heldout
 
-from demo import evaluate, measure
 from moeyard_worker.protocol import SamplingParams
 
 

@@ -1,25 +1,17 @@
-"""deploy/demo/train.py in miniature: it learns, resumes, and its model is the DeepSeek-V3 of transformers."""
+"""examples/demo_model/train.py in miniature: it learns, resumes, and its model is the DeepSeek-V3 of transformers."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
+from examples.demo_model import train as script
 from safetensors.torch import load_file
-from tests.scripts import loaded
 from transformers.modeling_layers import MtpModel
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 STEPS, LENGTH = 24, 32
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with loaded(DEMO / "train.py") as module:
-        yield module
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(script: ModuleType, data: Path, folder: Path, *options: str) -> int:
+def train(data: Path, folder: Path, *options: str) -> int:
     """Run the script's command line in this process (a new one would spend seconds on imports)."""
     command = ["--tiny", "--data", data, "--heldout", data, "--run", folder / "run", "--out", folder / "out"]
     command += ["--steps", STEPS, "--batch", 4, "--length", LENGTH, "--log-every", 4, *options]
@@ -38,9 +30,9 @@ def train(script: ModuleType, data: Path, folder: Path, *options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained(script: ModuleType, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    assert train(script, data, folder) == 0
+    assert train(data, folder) == 0
     return folder / "out"
 
 
@@ -56,16 +48,16 @@ def test_the_losses_fall_and_are_recorded(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_gives_the_same_bytes(script: ModuleType, trained: Path, data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_bytes(trained: Path, data: Path, tmp_path: Path) -> None:
     # A limit of no time at all stops the first call at its first report.
-    assert train(script, data, tmp_path, "--minutes", "1e-9") == 3
+    assert train(data, tmp_path, "--minutes", "1e-9") == 3
     assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert train(script, data, tmp_path) == 0
+    assert train(data, tmp_path) == 0
     names = ("model.safetensors", "tokenizer.json", "config.json")
     assert [n for n in names if (tmp_path / "out" / n).read_bytes() != (trained / n).read_bytes()] == []
 
 
-def test_transformers_computes_the_same_logits_and_drafts(trained: Path, script: ModuleType) -> None:
+def test_transformers_computes_the_same_logits_and_drafts(trained: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     reference = transformers.DeepseekV3ForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
     config = reference.config
@@ -95,7 +87,7 @@ def test_transformers_computes_the_same_logits_and_drafts(trained: Path, script:
     assert (draft - drafter.shared_head(hidden)).abs().max() < 1e-5
 
 
-def test_the_bias_moves_against_the_load(script: ModuleType) -> None:
+def test_the_bias_moves_against_the_load() -> None:
     model = script.DemoModel(script.model_config(tiny=True))
     load = torch.tensor([[9, 1, 5, 5, 5, 5, 5, 5]] * 2)
     model.balance(load, 0.5)
@@ -103,7 +95,7 @@ def test_the_bias_moves_against_the_load(script: ModuleType) -> None:
         assert gate.e_score_correction_bias.tolist() == [-0.5, 0.5, 0, 0, 0, 0, 0, 0]
 
 
-def test_chat_examples_cut_at_whole_sentences(script: ModuleType) -> None:
+def test_chat_examples_cut_at_whole_sentences() -> None:
     assert script.passage(["One. Two. Three."], limit=10) == "One. Two."
     assert script.passage(["One.", "Two.", "Three is long."], limit=12) == "One.\n\nTwo."
     assert script.passage(["no stop at all in here"], limit=12) == "no stop at"

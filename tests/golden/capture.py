@@ -2,7 +2,7 @@
 
     python tests/golden/capture.py [--output FILE]
 
-The prompts are those of deploy/demo/evaluate.py: <|begin|> and the first 64 tokens of documents spread over the
+The prompts are those of examples/demo_model/evaluate.py: <|begin|> and the first 64 tokens of documents spread over the
 sources. Each is decoded greedily, alone, for 64 tokens that ignore end tokens; a log-probability is that of the chosen
 token over the whole vocabulary. Run it again only when the demo model or the prompts change: a new answer of ours, or
 of another transformers, is what the comparison is there to find.
@@ -26,7 +26,7 @@ NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 20, 64, 64
 
 def choose_prompts(model: Any) -> list[list[int]]:
     """The token ids of each prompt, <|begin|> included."""
-    from demo.measure import read_documents, spread
+    from examples.demo_model.measure import read_documents, spread
 
     documents = [d for d in read_documents(DEMO / "heldout.jsonl", model) if len(d.ids) > PROMPT_TOKENS + 1]
     return [d.ids[: PROMPT_TOKENS + 1] for d in spread(documents, NUM_PROMPTS)]
@@ -63,8 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "demo.json")
     args = parser.parse_args()
-    sys.path.insert(0, str(DEMO.parent))
-    from demo.measure import DemoModel
+    sys.path.insert(0, str(DEMO.parents[1]))
+    from examples.demo_model.measure import DemoModel
 
     torch.set_num_threads(1)
     model = DemoModel(DEMO)
