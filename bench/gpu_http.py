@@ -26,8 +26,8 @@ import tests.fleet
 import uvloop
 from tests.fleet import ProcessPool, start_fleet
 
-from moeyard.bench.engine import engine_config
-from moeyard.bench.scenarios import Decode
+from moeyard.clients.bench.engine import engine_config
+from moeyard.clients.bench.scenarios import Decode
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_worker.models.shapes import SHAPES, served_model

@@ -49,7 +49,7 @@ CALL_SECONDS = HANG_SECONDS  # bench/gpu_ranks.py and bench/gpu_http.py set anot
 
 def serve(connection: Connection) -> None:
     """A rank's process: builds a Worker for each case and calls its methods as told."""
-    from moeyard.bench.profile import Recording
+    from moeyard.clients.bench.profile import Recording
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.worker import Worker
 
@@ -132,7 +132,7 @@ def fall_silent(exchange: Any) -> None:
 def rank_context() -> ForkServerContext:
     """Starts processes in milliseconds: they are forks of one that has imported what a rank needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moeyard.bench.profile", "moeyard_worker.engine.worker"])
+    context.set_forkserver_preload(["moeyard.clients.bench.profile", "moeyard_worker.engine.worker"])
     return context
 
 

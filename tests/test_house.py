@@ -48,7 +48,7 @@ ROUTER_FILES = ("config", "errors", "metrics")
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda", "moeyard_kernels.door.compiling"),
-    "moeyard.bench.engine": ("moeyard_kernels.bench.timing",),
+    "moeyard.clients.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.compile_ahead": ("moeyard_kernels.door.compiling",),
     "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),

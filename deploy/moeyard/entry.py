@@ -19,4 +19,4 @@ def main() -> int:
     """The command line. Until it has begun there is nothing to put in order, so an interrupt ends it without a word."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
-    return int(load("moeyard.cli").main())
+    return int(load("moeyard.cli.commands").main())

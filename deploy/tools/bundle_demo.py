@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = "deploy/demo"
-# moeyard/model_source.py looks for it there.
+# moeyard/local/model_source.py looks for it there.
 TARGET = "moeyard/bundled/demo"
 FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja"),

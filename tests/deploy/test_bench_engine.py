@@ -13,9 +13,10 @@ import torch
 from tests.engine.captured_on_cpu import PLACE, Event, Graph, gpu_steps
 from tests.gpus import GIB, pretend
 
-from moeyard.bench import engine
-from moeyard.bench.drive import REPLAYS, TURNS, Run, Subject, replay_seconds
-from moeyard.bench.figures import (
+from moeyard.cli.commands import build_parser
+from moeyard.clients.bench import engine
+from moeyard.clients.bench.drive import REPLAYS, TURNS, Run, Subject, replay_seconds
+from moeyard.clients.bench.figures import (
     Course,
     StepRecord,
     beside_replay,
@@ -28,9 +29,8 @@ from moeyard.bench.figures import (
     shares,
     table,
 )
-from moeyard.bench.profile import chain
-from moeyard.bench.scenarios import Ceilings, Decode, Mixed, Prefill
-from moeyard.cli import build_parser
+from moeyard.clients.bench.profile import chain
+from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import served_model, shape_model

@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
-from moeyard.bench.server.answer import Answer, EventStream
-from moeyard.bench.server.drive import Course
-from moeyard.bench.server.figures import errors, figures, is_good, latencies, parse_slo, per_second, summary
-from moeyard.bench.server.report import compare, describe
-from moeyard.bench.server.run import fit
-from moeyard.bench.server.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
-from moeyard.target import parse_target
+from moeyard.clients.bench.server.answer import Answer, EventStream
+from moeyard.clients.bench.server.drive import Course
+from moeyard.clients.bench.server.figures import errors, figures, is_good, latencies, parse_slo, per_second, summary
+from moeyard.clients.bench.server.report import compare, describe
+from moeyard.clients.bench.server.run import fit
+from moeyard.clients.bench.server.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
+from moeyard.clients.target import parse_target
 
 
 def answer(*, sent: float = 0.0, times: tuple[float, ...] = (), ended: float = 0.0, tokens: int = 0) -> Answer:

@@ -37,7 +37,7 @@ def moeyard(*arguments: str, without: str | None = None) -> Outcome:
     folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
     command = [sys.executable, "-m", "moeyard", *arguments]
     if without is not None:
-        hide = f"import sys; sys.modules[{without!r}] = None; from moeyard.cli import main; sys.exit(main())"
+        hide = f"import sys; sys.modules[{without!r}] = None; from moeyard.cli.commands import main; sys.exit(main())"
         command = [sys.executable, "-c", hide, *arguments]
     done = subprocess.run(
         command,

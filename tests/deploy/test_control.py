@@ -17,7 +17,7 @@ import pytest
 from tests.limits import HANG_SECONDS
 
 from moeyard import control
-from moeyard.cli import main
+from moeyard.cli.commands import main
 from moeyard.control import Command, ControlDoor, Say
 from moeyard.control_commands import check_changes, commands, open_door
 from moeyard.upkeep import Refused, Upkeep

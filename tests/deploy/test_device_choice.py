@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.gpus import pretend
 
-from moeyard import device_choice
-from moeyard.cli import build_parser
-from moeyard.device_choice import check_device, choose_device, device_reason, find_gpus
-from moeyard.flags import engine_config
-from moeyard.gpu_probe import probe
-from moeyard.serve import device_named
+from moeyard.cli.commands import build_parser
+from moeyard.cli.flags import engine_config
+from moeyard.local import device_choice
+from moeyard.local.device_choice import check_device, choose_device, device_reason, find_gpus
+from moeyard.local.gpu_probe import probe
+from moeyard.local.serve import device_named
 
 DEMO = str(Path(__file__).resolve().parents[2] / "deploy" / "demo")
 

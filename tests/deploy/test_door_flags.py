@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from moeyard.cli import build_parser
-from moeyard.door_config import KEY_VARIABLE, door_config
-from moeyard.door_flags import door_fields
-from moeyard.flags import engine_config
+from moeyard.cli.commands import build_parser
+from moeyard.cli.door_config import KEY_VARIABLE, door_config
+from moeyard.cli.door_flags import door_fields
+from moeyard.cli.flags import engine_config
 
 
 def parse(*flags):

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.limits import HANG_SECONDS
 
-from moeyard.flags import add_engine_arguments
+from moeyard.cli.flags import add_engine_arguments
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.api.validation import validate
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moeyard.cli import main
+from moeyard.cli.commands import main
 from moeyard.placing import placement_of
 from moeyard_worker.experts.loads import read_loads
 from moeyard_worker.experts.planning import balanced, copied, read_needs, together

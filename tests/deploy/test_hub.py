@@ -20,12 +20,12 @@ from tests.deploy.test_serve import free_port
 from tests.limits import HANG_SECONDS
 from tokenizers import Tokenizer, models
 
-from moeyard.api_flags import api_settings
-from moeyard.before_start import Checked, check_before_start, fetch_missing
-from moeyard.cli import build_parser, main
-from moeyard.flags import engine_config
-from moeyard.hub import describe, fetch, missing_file
-from moeyard.model_source import hub_id
+from moeyard.cli.api_flags import api_settings
+from moeyard.cli.commands import build_parser, main
+from moeyard.cli.flags import engine_config
+from moeyard.local.before_start import Checked, check_before_start, fetch_missing
+from moeyard.local.hub import describe, fetch, missing_file
+from moeyard.local.model_source import hub_id
 from moeyard_worker.checkpoint.index import read_header
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.model_config import ModelConfig
@@ -386,7 +386,7 @@ def test_ctrl_c_ends_a_download_at_once(real: dict[str, bytes], hub: list[str], 
     held = Held(real["model.safetensors"])
     real["model.safetensors"] = held
     code = (
-        "import _thread, sys; from moeyard import hub; directory = hub.describe(sys.argv[1], None)\n"
+        "import _thread, sys; from moeyard.local import hub; directory = hub.describe(sys.argv[1], None)\n"
         "class Interrupting(hub.Progress):\n"
         "    def show(self, done, total): super().show(done, total); _thread.interrupt_main()\n"
         "hub.Progress = Interrupting; hub.download(hub.missing_weights(sys.argv[1], directory))"

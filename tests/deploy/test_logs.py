@@ -16,7 +16,7 @@ import pytest
 from tests.limits import HANG_SECONDS
 
 from moeyard import logs
-from moeyard.full_disk import _Lossy
+from moeyard.local.full_disk import _Lossy
 from moeyard.logs import LogConfig
 
 SECRET = "words of a prompt"
@@ -168,7 +168,7 @@ def test_a_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> No
 _FULL = """
 import logging, sys
 from moeyard import logs
-from moeyard.full_disk import outlive_full_disk
+from moeyard.local.full_disk import outlive_full_disk
 outlive_full_disk()
 logs.start(logs.LogConfig())
 for _ in range(3):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moeyard import model_source
-from moeyard.model_source import bundled_model, foreign_form, hub_id, local_directory
+from moeyard.local import model_source
+from moeyard.local.model_source import bundled_model, foreign_form, hub_id, local_directory
 
 ID = "Qwen/Qwen3-30B-A3B"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moeyard.cli import build_parser, main
-from moeyard.flags import EVERYDAY
-from moeyard.other_servers import INSTEAD
+from moeyard.cli.commands import build_parser, main
+from moeyard.cli.flags import EVERYDAY
+from moeyard.cli.other_servers import INSTEAD
 
 
 def command(name: str) -> argparse.ArgumentParser:

@@ -21,15 +21,15 @@ import torch
 from tests.gpus import pretend
 from tests.limits import HANG_SECONDS
 
-from moeyard.chat_terminal import read_message
-from moeyard.cli import main, with_subject
-from moeyard.doctor.gpus import check_gpus
-from moeyard.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
-from moeyard.doctor.software import check_packages, check_python
+from moeyard.cli.commands import main, with_subject
+from moeyard.clients.chat_terminal import read_message
+from moeyard.clients.doctor.gpus import check_gpus
+from moeyard.clients.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
+from moeyard.clients.doctor.software import check_packages, check_python
 from moeyard.last_resort import ENDING
 from moeyard.listen import bind, check_ports, outside_url, reachable_url
+from moeyard.local.startup import Startup
 from moeyard.signals import Interrupts, last_resort, noted, run_apart
-from moeyard.startup import Startup
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -237,7 +237,7 @@ def test_an_interrupt_while_we_import_says_nothing() -> None:
         "import signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'moeyard.flags': signal.raise_signal(signal.SIGINT)\n"
+        "        if name == 'moeyard.cli.flags': signal.raise_signal(signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from moeyard.entry import main\n"
         "sys.exit(main())"

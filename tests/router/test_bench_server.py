@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moeyard.chat import Talk, command, converse
-from moeyard.chat_stream import stream_chat
-from moeyard.cli import main
-from moeyard.target import parse_target
+from moeyard.cli.commands import main
+from moeyard.clients.chat import Talk, command, converse
+from moeyard.clients.chat_stream import stream_chat
+from moeyard.clients.target import parse_target
 from moeyard_worker.protocol import Rejected
 
 IDS = ("--endpoint", "completions", "--prompts", "ids", "--prompt-tokens", "30", "--warmup", "2")

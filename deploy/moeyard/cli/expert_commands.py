@@ -1,0 +1,69 @@
+"""`moeyard experts plan`: which rank ought to compute which expert, by a recorded trace or a fleet's counts."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from moeyard.cli.door_flags import count
+from moeyard.lazy import load
+from moeyard.local.model_source import checkpoint
+from moeyard_worker.config.engine_config import DTYPE_BYTES
+from moeyard_worker.config.placement import Placement
+
+
+def add_experts_command(parser: argparse.ArgumentParser) -> None:
+    """The subjects of `moeyard experts`."""
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    plan = subjects.add_parser("plan", help="compare placements of experts over ranks by recorded routing")
+    plan.add_argument("file", help="what --record-routing wrote, or a file with a reply of /v1/fleet/experts")
+    plan.add_argument("--workers", type=count, required=True, metavar="N", help="ranks to place experts on")
+    plan.add_argument(
+        "--copies", type=count, nargs="+", default=[], metavar="R",
+        help="also with second copies, on other ranks, of the R most needed experts of a layer",
+    )  # fmt: skip
+    plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
+    plan.add_argument(
+        "--write", metavar="FILE",
+        help="write the best placement, with copies where one R is given, for `serve --expert-placement FILE`",
+    )  # fmt: skip
+    plan.set_defaults(run=run_experts_plan)
+
+
+def run_experts_plan(args: argparse.Namespace) -> int:
+    """`moeyard experts plan`. Raises ValueError and OSError for what cannot be read, placed or written."""
+    planning = load("moeyard_worker.experts.planning")
+    if args.write is not None and len(args.copies) > 1:
+        raise ValueError(f"--write writes one placement: give one of --copies {' '.join(map(str, args.copies))}")
+    loads = load("moeyard_worker.experts.loads")
+    path = Path(args.file)
+    counted = loads.is_loads(path)
+    needs = loads.read_loads(path) if counted else planning.read_needs(path)
+    expert_bytes = None
+    if args.model is not None:
+        model = load("moeyard_worker.models.families").load_model_config(checkpoint(args))
+        if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
+            raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
+        expert_bytes = model.expert_bytes(DTYPE_BYTES[model.dtype])
+    if counted:
+        print(loads.format_loads(planning.compare_loads(needs, args.workers, num_copies=args.copies)))
+    else:
+        predictions = planning.compare(needs, args.workers, num_copies=args.copies)
+        print(planning.format_plan(predictions, expert_bytes=expert_bytes))
+    if args.write is not None:
+        best = planning.balanced if counted else planning.together
+        placement = planning.copied(needs, best(needs, args.workers), *(args.copies or [0]))
+        Path(args.write).write_text(placement_text(placement), encoding="utf-8")
+        print(f"moeyard serve --workers {args.workers} --expert-placement {args.write}")
+    return 0
+
+
+def placement_text(placement: Placement) -> str:
+    """A placement file, a line per layer."""
+    owners = _lines(placement.layers, map(list, placement.owners))
+    copies = _lines(placement.layers, map(dict, placement.copies)) if placement.copies else ""
+    return f'{{"owners": {{\n{owners}\n}}' + (f', "copies": {{\n{copies}\n}}' if copies else "") + "}\n"
+
+
+def _lines(layers: Iterable[int], rows: Iterable[object]) -> str:
+    return ",\n".join(f'"{layer}": {json.dumps(row)}' for layer, row in zip(layers, rows, strict=True))

@@ -1,0 +1,177 @@
+"""One worker driven in process: its scheduler and its runner as the engine's loop has them, without sockets and peers.
+
+What to measure is in `moeyard.clients.bench.scenarios`, how to show it in `moeyard.clients.bench.engine`.
+"""
+
+import math
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moeyard import __version__
+from moeyard.clients.bench.figures import Course, StepRecord, milliseconds
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.device import LaunchedStep
+from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.worker import Worker
+from moeyard_worker.models.spec import ModelSpec
+from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Tokens
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+_CLIENT = b"bench"
+# A step's graphs are replayed so often behind one another, and again.
+REPLAYS, TURNS = 60, 3
+
+
+class Subject:
+    """A worker that serves nobody else, loaded as `moeyard serve` would load it; its requests are sampled alike.
+
+    `close` it.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, sampling: SamplingParams) -> None:
+        self.config, self.spec, self._sampling = config, spec, sampling
+        begun = time.perf_counter()
+        self._worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version=__version__))
+        self._worker.connect([self._worker.endpoints()["mesh"]])
+        self.report = self._worker.load(1)
+        self.seconds_to_load = time.perf_counter() - begun
+        self.runner, self.experts = self._worker.runner, self._worker.experts
+        self._random = random.Random(7)
+        self._names = 0
+        # Off under a profiler, which would see these replays too.
+        self.times_replays = True
+
+    def close(self) -> None:
+        """Free its sockets."""
+        self._worker.stop()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a served value."""
+        return 2 if self.report["dtype"] == "bfloat16" else 4
+
+    def counts(self) -> dict[str, int]:
+        """What the graph runner has counted; nothing on a device without graphs."""
+        runner = self.runner
+        if not isinstance(runner, GraphRunner | SpeculativeRunner):
+            return {}
+        return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
+
+    def replayed(self) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """The graphs of the step that was launched last; none where it, or any of it, was launched.
+
+        Nor where experts lack slots: once more the same step would find all that it needs.
+        """
+        resident = self.report["expert_slots"] >= self.report["num_experts"]
+        return self.runner.replayed if isinstance(self.runner, GraphRunner) and self.times_replays and resident else ()
+
+    def scheduler(self, chunk: int | None = None) -> Scheduler:
+        """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""
+        config = self._worker.scheduler.config
+        return Scheduler(config if chunk is None else replace(config, mixed_prefill_tokens=chunk))
+
+    def submit(self, run: "Run", *, prompt: int, output: int, budget: int | None = None) -> Course:
+        """Queue a request with a prompt of its own, and a seed of its own where tokens are sampled.
+
+        `budget`: how many tokens of the prompt are kept, None for all.
+        """
+        self._names += 1
+        name = str(self._names)
+        ids = tuple(self._random.randrange(self.spec.config.vocab_size) for _ in range(prompt))
+        kept = None if budget is None else KvCompression(method="snapkv", budget=budget)
+        params = replace(self._sampling, max_tokens=output, seed=self._names, kv_compression=kept)
+        course = run.courses[name] = Course(time.perf_counter())
+        submit = Submit(request_id=name, prompt_token_ids=ids, sampling=params)
+        rejected = run.scheduler.add(submit, _CLIENT, course.submitted)
+        assert rejected is None, rejected
+        return course
+
+
+class Run:
+    """One course of steps over one scheduler: everything that was observed of it."""
+
+    def __init__(self, subject: Subject, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.courses: dict[str, Course] = {}
+        self.records: list[StepRecord] = []
+        self._subject = subject
+
+    def go(self, after: Callable[[], None] = lambda: None) -> None:
+        """Step until nothing is left, as `Engine._advance` does; `after` is called behind each completed step."""
+        scheduler, runner, experts = self.scheduler, self._subject.runner, self._subject.experts
+        flights: deque[tuple[LaunchedStep, float]] = deque()
+        while scheduler.has_work() or flights:
+            begun = time.perf_counter()
+            step = scheduler.schedule(begun)
+            if step.chunks:
+                experts.begin_step(len(self.records) + len(flights) + 1)
+                before = flights[-1][0] if flights else None
+                launched = runner.launch(step, scheduler.requests(step), before=before, num_drafts=step.num_drafts)
+                flights.append((launched, time.perf_counter() - begun))
+                if len(flights) < scheduler.config.max_in_flight:
+                    continue
+            self._complete(*flights.popleft())
+            after()
+
+    def _complete(self, launched: LaunchedStep, busy: float) -> None:
+        step, results = launched.step, launched.results
+        at = time.perf_counter()
+        assert not launched.unsound, f"logits of {step.num_tokens} rows are not finite"
+        for reply in self.scheduler.complete(step, results, at):
+            if isinstance(reply.message, Tokens):
+                self.courses[reply.message.request_id].tokens.extend([at] * len(reply.message.token_ids))
+        host = busy + time.perf_counter() - at
+        self.records.append(
+            StepRecord(
+                at=at,
+                host=host,
+                rows=step.num_tokens,
+                prompt_rows=step.num_prefill_tokens,
+                device=launched.device_seconds,
+            )
+        )
+
+    def figures(self, end: float = math.inf) -> dict[str, Any]:
+        """Latencies as a client would see them, and what the steps took and were, up to `end`."""
+        courses = [course.until(end) for course in self.courses.values()]
+        records = [record for record in self.records if record.at <= end]
+        return {
+            "ttft_ms": milliseconds(c.first for c in courses),
+            "tpot_ms": milliseconds(c.per_token for c in courses),
+            "itl_ms": milliseconds(gap for c in courses for gap in c.gaps()),
+            "host_ms": milliseconds(record.host for record in records),
+            "device_ms": milliseconds(record.device for record in records),
+            "steps": len(records),
+        }
+
+
+@torch.inference_mode()
+def replay_seconds(graphs: Sequence[torch.cuda.CUDAGraph]) -> float | None:
+    """Seconds of a step that is nothing but the replay of its graphs: so many back to back, median of turns.
+
+    None without graphs. They read the inputs of their last step again, with the tokens that they choose, and write to
+    its pages and slots of state: so nobody may need these any more.
+    """
+    if not graphs:
+        return None
+    seconds = []
+    # The first turn finds the device at rest.
+    for _ in range(1 + TURNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            for graph in graphs:
+                graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) * 1e-3 / REPLAYS)
+    return statistics.median(seconds[1:])

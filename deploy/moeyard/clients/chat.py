@@ -1,0 +1,171 @@
+"""`moeyard chat`: talk with a running server in a terminal, or send it what comes through a pipe."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from moeyard.clients.chat_stream import Reply, stream_chat
+from moeyard.clients.chat_terminal import read_message, show
+from moeyard.clients.server_info import first_model
+from moeyard.clients.target import Target, parse_target
+
+HELP = """\
+/help               this
+/clear              forget the conversation (the system message stays)
+/system [TEXT]      set the system message, or drop it
+/set [NAME=VALUE]   a field of the requests, such as temperature=0.7 or max_tokens=200; no value: the server's
+/quit               leave, as Ctrl-D does
+Ctrl-C stops an answer.
+A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation: what was said, and what is asked for beside it."""
+
+    model: str
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The next request."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return {
+            "model": self.model,
+            "messages": head + self.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.settings,
+        }
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Until Ctrl-D, or one answer to what is piped in; returns the exit code.
+
+    Raises ValueError with one line when there is no server, and for an error that ends a piped request.
+    """
+    target = parse_target(args.url, args.api_key)
+    talk = Talk(model=args.model or first_model(target), system=args.system)
+    for setting in args.set:
+        put(talk, setting)
+    if not sys.stdin.isatty():
+        return once(target, talk, sys.stdin.read())
+    print(f"{talk.model} at {target.url}; /help says what else there is, Ctrl-D ends", file=sys.stderr)
+    converse(target, talk, read_message)
+    return 0
+
+
+def once(target: Target, talk: Talk, prompt: str) -> int:
+    """The answer to one prompt on stdout, and nothing else there."""
+    if not prompt.strip():
+        raise ValueError("there is no prompt on stdin; type in a terminal, or pipe one in")
+    talk.messages.append({"role": "user", "content": prompt.removesuffix("\n")})
+    reply = stream_chat(target, talk.body(), show)
+    if reply.text and not reply.text.endswith("\n"):
+        print()
+    if reply.error is not None:
+        raise ValueError(reply.error)
+    if reply.interrupted:
+        return 130
+    if sys.stderr.isatty():
+        print(figures(reply), file=sys.stderr)
+    return 0
+
+
+def converse(target: Target, talk: Talk, read: Callable[[], str | None]) -> None:
+    """Message by message until `read` gives None."""
+    while (message := read()) is not None:
+        if message.startswith("/"):
+            if not command(talk, message):
+                return
+        elif message.strip():
+            say(target, talk, message)
+
+
+def say(target: Target, talk: Talk, message: str) -> None:
+    """Ask, show the answer as it comes, and remember both; of a failed request nothing is remembered."""
+    talk.messages.append({"role": "user", "content": message})
+    reply = stream_chat(target, talk.body(), show)
+    print(flush=True)
+    if reply.error is not None:
+        print(f"moeyard: {' '.join(reply.error.split())}", file=sys.stderr)
+    else:
+        print(figures(reply), file=sys.stderr)
+    if reply.error is not None or not reply.text:
+        talk.messages.pop()
+        return
+    # What an interrupted answer said was said, so the next question may be about it.
+    talk.messages.append({"role": "assistant", "content": reply.text})
+
+
+def figures(reply: Reply) -> str:
+    """How fast an answer came, in one line."""
+    parts = ["stopped"] if reply.interrupted else []
+    if reply.num_tokens is not None:
+        parts.append(f"{reply.num_tokens} tokens")
+        if reply.num_tokens > 1 and reply.seconds_after_first > 0:
+            parts.append(f"{(reply.num_tokens - 1) / reply.seconds_after_first:.1f} tokens/s")
+    if reply.seconds_to_first is not None:
+        parts.append(f"the first after {reply.seconds_to_first * 1e3:.0f} ms")
+    if reply.finish_reason == "length":
+        parts.append("cut off by its length (max_tokens)")
+    return f"[{', '.join(parts) or 'no text'}]"
+
+
+def command(talk: Talk, line: str) -> bool:
+    """Follow a line that begins with a slash; False if it is the last."""
+    name, _, rest = line[1:].strip().partition(" ")
+    if name in ("quit", "exit", "bye", "q"):
+        return False
+    try:
+        print(COMMANDS[name](talk, rest.strip()) if name in COMMANDS else f"no command /{name}; /help lists them",
+              file=sys.stderr)  # fmt: skip
+    except ValueError as error:
+        print(f"moeyard: {error}", file=sys.stderr)
+    return True
+
+
+def clear(talk: Talk, rest: str) -> str:
+    """/clear."""
+    talk.messages.clear()
+    return "forgotten"
+
+
+def system(talk: Talk, rest: str) -> str:
+    """/system."""
+    talk.system = rest or None
+    return "the system message is set" if rest else "no system message"
+
+
+def put(talk: Talk, rest: str) -> str:
+    """/set: NAME=VALUE, the value as JSON if it is some and as text otherwise. Raises ValueError."""
+    if not rest:
+        return ", ".join(f"{name}={json.dumps(value)}" for name, value in talk.settings.items()) or "nothing is set"
+    name, equals, value = (part.strip() for part in rest.partition("="))
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{rest!r} sets nothing; expected such as temperature=0.7")
+    if name in ("messages", "stream", "stream_options", "n", "model"):
+        raise ValueError(f"{name} is not for /set")
+    if not value:
+        talk.settings.pop(name, None)
+        return f"{name} is left to the server"
+    try:
+        talk.settings[name] = json.loads(value)
+    except ValueError:
+        talk.settings[name] = value
+    return f"{name}={json.dumps(talk.settings[name])}"
+
+
+def help_text(talk: Talk, rest: str) -> str:
+    """/help."""
+    return HELP
+
+
+COMMANDS: Mapping[str, Callable[[Talk, str], str]] = MappingProxyType(
+    {"help": help_text, "clear": clear, "system": system, "set": put}
+)

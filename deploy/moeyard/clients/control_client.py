@@ -1,0 +1,79 @@
+"""`moeyard drain | undrain | restart | scale`: what they say to the control door of a server on this machine."""
+
+import argparse
+import contextlib
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from moeyard import control
+from moeyard.cli.control_flags import CHANGEABLE
+from moeyard.upkeep import Refused
+
+CONNECT_SECONDS = 5.0
+
+
+def connect(port: int | None) -> socket.socket:
+    """The control door of the one server here, or of the one at `port`. Raises Refused if that is not one."""
+    folder = control.directory()
+    paths = sorted(folder.glob(f"{'*' if port is None else port}-*.sock")) if control.is_ours(folder) else []
+    open_doors: list[tuple[Path, socket.socket]] = []
+    for path in paths:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.settimeout(CONNECT_SECONDS)
+        try:
+            door.connect(str(path))
+        except OSError:  # boundary: a server that was killed left it
+            door.close()
+            continue
+        open_doors.append((path, door))
+    if len(open_doors) == 1:
+        return open_doors[0][1]
+    for _, door in open_doors:
+        door.close()
+    if open_doors:
+        ports = ", ".join(path.name.partition("-")[0] for path, _ in open_doors)
+        raise Refused(f"several servers of this user run here, at ports {ports}; name one with --port", 2)
+    where = "" if port is None else f" at port {port}"
+    raise Refused(f"no server of this user runs here{where} (its door would be in {folder})")
+
+
+def command(args: argparse.Namespace, fields: dict[str, Any]) -> int:
+    """Have a command carried out, with its progress on stderr and its last word on stdout; raises Refused."""
+    with contextlib.closing(connect(args.port)) as door:
+        door.sendall(json.dumps(fields).encode() + b"\n")
+        door.settimeout(None)
+        for line in door.makefile("rb"):
+            said = json.loads(line)
+            if "say" in said:
+                print(said["say"], file=sys.stderr, flush=True)
+            elif "error" in said:
+                raise Refused(said["error"], int(said["code"]))
+            else:
+                print(said["done"], flush=True)
+                return 0
+    raise Refused("the server ended before the command did")
+
+
+def drain(args: argparse.Namespace) -> int:
+    """`moeyard drain`."""
+    return command(args, {"command": "drain", "rank": args.worker, "seconds": args.drain_timeout})
+
+
+def undrain(args: argparse.Namespace) -> int:
+    """`moeyard undrain`."""
+    return command(args, {"command": "undrain", "rank": args.worker})
+
+
+def restart(args: argparse.Namespace) -> int:
+    """`moeyard restart`."""
+    changes = {name: value for name in CHANGEABLE if (value := getattr(args, name)) is not None}
+    ranks = [] if args.worker is None else [args.worker]
+    return command(args, {"command": "restart", "ranks": ranks, "seconds": args.drain_timeout, "changes": changes})
+
+
+def scale(args: argparse.Namespace) -> int:
+    """`moeyard scale`."""
+    return command(args, {"command": "scale", "size": args.size, "seconds": args.drain_timeout})

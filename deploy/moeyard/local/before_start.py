@@ -1,0 +1,133 @@
+"""Checks of `moeyard serve` before it downloads or starts anything; `moeyard doctor` makes the same ones."""
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeyard.cli.api_flags import ApiSettings, answer_formats_of, check_compression
+from moeyard.lazy import load
+from moeyard.placing import placement_of
+from moeyard_kernels.cpu import footprint
+from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.chat import open_codec
+from moeyard_router.text.patterns import check_patterns
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.fitting import plan_or_tell
+from moeyard_worker.engine.host_memory import available_memory
+from moeyard_worker.engine.memory import MemoryPlan, plan_memory
+from moeyard_worker.experts.trace import rank_path
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.spec import ModelSpec, model_spec
+
+if TYPE_CHECKING:  # huggingface_hub takes half a second to load
+    from moeyard.local.hub import Download
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Facts that are known before anything is started.
+
+    `formats`: how answers are read. `plan` of a worker's memory: None where only the worker can tell. `download`: what
+    the hub has still to give (`hub.Download`), or None.
+    """
+
+    formats: AnswerFormats
+    plan: MemoryPlan | None
+    download: "Download | None" = None
+
+
+def check_before_start(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    api: ApiSettings,
+    local: bool,
+    placement: Placement | None = None,
+    hub_model: str | None = None,
+) -> Checked:
+    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+
+    `hub_model`: the id that `config.model_path` came from; of weights that are not downloaded the names are checked.
+    """
+    check_compression(api, config, model)
+    download = missing_weights(config, hub_model)
+    checkpoint: CheckedCheckpoint | DummyCheckpoint | ModelSpec
+    checkpoint = check_weights(config, model) if download is None else check_names(download, model)
+    codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
+    if config.model_path is not None:
+        check_patterns(Path(config.model_path) / "tokenizer.json")
+    formats = answer_formats_of(codec, api)
+    placement = placement or placement_of("linear", model, config.num_workers)
+    if local:
+        check_trace(config)
+    elif ":" in config.device:
+        raise ValueError(f"--device {config.device}: a Ray cluster gives out its GPUs; use --device cuda")
+    plan = None
+    # A GPU's memory is known where torch is loaded: the worker plans, and says what does not fit.
+    if local and config.device == "cpu":
+        itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
+        planner = partial(
+            plan_memory, model=model, itemsize=itemsize, resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
+            footprints=footprint, num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
+        )  # fmt: skip
+        plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
+    if download is not None:
+        download.check_room()
+    return Checked(formats=formats, plan=plan, download=download)
+
+
+def missing_weights(config: EngineConfig, hub_model: str | None) -> "Download | None":
+    """Return the weights that the hub's cache lacks; None for a directory, or where it lacks none."""
+    if hub_model is None or config.model_path is None:
+        return None
+    found: Download | None = load("moeyard.local.hub").missing_weights(hub_model, Path(config.model_path))
+    return found
+
+
+def check_names(download: "Download", model: ModelConfig) -> ModelSpec:
+    """The weights of `model`; raises ValueError where the index of a download names not all of them."""
+    spec = model_spec(model, download.keys)
+    absent = [key for key in spec.expected() if key not in download.keys] if download.keys else []
+    if absent:
+        more = f" (and {len(absent) - 1} more like this)" if len(absent) > 1 else ""
+        raise ValueError(
+            f"{download.model}: its index names no tensor {absent[0]}, which config.json calls for{more}; nothing was "
+            "downloaded"
+        )
+    return spec
+
+
+def fetch_missing(checked: Checked, config: EngineConfig, model: ModelConfig) -> None:
+    """Download what `checked` found missing, and say first how much that is and what memory serving it takes."""
+    if checked.download is None:
+        return
+    print(f"{checked.download.model}: {checked.download}; {needs(checked, config, model)}", file=sys.stderr, flush=True)
+    load("moeyard.local.hub").download(checked.download)
+    check_weights(config, model)
+
+
+def needs(checked: Checked, config: EngineConfig, model: ModelConfig) -> str:
+    """Describe the memory that the weights take, over all workers, and the plan of each where it is known."""
+    itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
+    experts = len(model.moe_layers) * model.num_experts * model.expert_bytes(itemsize)
+    dense = model_spec(model, ()).resident_bytes(itemsize, footprint)
+    whole = f"in memory the experts take {format_size(experts)} in all, other weights {format_size(dense)} per worker"
+    return whole if checked.plan is None else f"{whole}; a worker has {checked.plan}"
+
+
+def check_trace(config: EngineConfig) -> None:
+    """Raise ValueError when a rank could not write what --record-routing asks for."""
+    if config.record_routing is None:
+        return
+    for rank in range(config.num_workers):
+        path = rank_path(Path(config.record_routing), rank=rank, world_size=config.num_workers)
+        if path.is_dir():
+            raise ValueError(f"--record-routing {path} is a directory; name a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            what = "it" if path.exists() else "its directory"
+            raise ValueError(f"--record-routing {path}: {what} cannot be written; name another one")

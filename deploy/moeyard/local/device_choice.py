@@ -1,0 +1,67 @@
+"""The device that `--device` means on this machine, found before Ray starts or anything is downloaded."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+# Linux has the first wherever NVIDIA's driver is loaded, WSL the second.
+_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+# torch takes 2 s to load on a quick machine. A driver that hangs never answers.
+_PROBE_SECONDS = 180.0
+
+
+def choose_device(args: argparse.Namespace) -> None:
+    """Replace `args.device` "auto" by "cuda" or "cpu", and note in `args.device_why` what decided.
+
+    Without "auto" both stay as they are: `check_device` looks for the GPUs. Calling this twice changes nothing.
+    """
+    if args.device != "auto":
+        return
+    if args.ray_address is not None:
+        args.device, args.device_why = "cpu", "auto: it takes no GPUs of a Ray cluster; --device cuda does"
+    elif not any(file.exists() for file in _DRIVER_FILES):
+        args.device, args.device_why = "cpu", "auto: no NVIDIA driver here"
+    else:
+        try:
+            args.device, args.device_why = "cuda", f"auto: {find_gpus('cuda', args.workers)}"
+        except ValueError as error:
+            why = str(error).removeprefix("--device cuda: ").partition("; ")[0]
+            args.device, args.device_why = "cpu", f"auto: {why}"
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """Raise ValueError with one line where this machine lacks a GPU that `--device` names.
+
+    The choice of "auto" has been checked already, and the GPUs of a Ray cluster are on other machines.
+    """
+    if args.device != "cpu" and args.ray_address is None and device_reason(args) is None:
+        find_gpus(args.device, args.workers)
+
+
+def device_reason(args: argparse.Namespace) -> str | None:
+    """Why "auto" chose `args.device`; None where the device was named."""
+    return getattr(args, "device_why", None)
+
+
+def find_gpus(device: str, num_workers: int) -> str:
+    """Names of the workers' GPUs. Raises ValueError with one line where one is missing or not of the kernels' kind."""
+    command = [sys.executable, "-P", "-m", "moeyard.local.gpu_probe", device, str(num_workers)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"--device {device}: torch does not find out within {_PROBE_SECONDS:.0f} s which GPUs are here; see what "
+            "`nvidia-smi` says, or use --device cpu"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"--device {device}: torch cannot look for GPUs: {last}; use --device cpu")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if problem := found.get("problem"):
+        raise ValueError(problem)
+    names = found["gpus"]
+    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"

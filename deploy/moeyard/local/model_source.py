@@ -1,0 +1,141 @@
+"""Which checkpoint a command is given: a directory here, an id of the Hugging Face hub, or the bundled demo."""
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import MappingProxyType
+
+from moeyard.cli.parser import Arguments
+from moeyard.lazy import load
+
+# In a checkout, and in an installed package (pyproject.toml puts it there).
+_DEMO_PLACES = (
+    Path(__file__).resolve().parents[2] / "demo",
+    Path(__file__).resolve().parents[1] / "bundled" / "demo",
+)
+_HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+_PART = r"[A-Za-z0-9][\w.-]*"
+_OWN_FORMS = "a MODEL is a directory or an id of the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+_ORIGINAL = "only safetensors are read; name the directory or the id of the model that it was made from"
+# Weights in other formats, by the endings of their files.
+_OTHER_FORMATS = MappingProxyType(
+    {".gguf": "GGUF", ".ggml": "GGML", ".bin": "PyTorch", ".pt": "PyTorch", ".pth": "PyTorch", ".onnx": "ONNX"}
+)
+
+
+def add_model_argument(
+    parser: argparse.ArgumentParser,
+    flags: Arguments | None = None,
+    *,
+    otherwise: str = "",
+    nargs: str | None = "?",
+) -> None:
+    """A checkpoint, here or on the hub. `flags`: a group for what goes with it (default: the parser)."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs=nargs, help=f"local Hugging Face directory, or an id of the hub{otherwise}"
+    )
+    (flags or parser).add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: its main branch)"
+    )
+
+
+def checkpoint(args: argparse.Namespace) -> str:
+    """Directory of the whole checkpoint that was named, which is downloaded where it is on the hub.
+
+    Raises ValueError before any weights are downloaded if the model is none that is served.
+    """
+    return (
+        str(load("moeyard.local.hub").fetch(args.model, args.revision)) if hub_id(args.model) else local_directory(args)
+    )
+
+
+def described(args: argparse.Namespace) -> str:
+    """Directory of what says which model it is: config, tokenizer and index. Weights of the hub may be missing."""
+    return (
+        str(load("moeyard.local.hub").describe(args.model, args.revision))
+        if hub_id(args.model)
+        else local_directory(args)
+    )
+
+
+def local_directory(args: argparse.Namespace) -> str:
+    """Absolute path of the directory that was named, or of the demo's; raises ValueError for what is none."""
+    revision = getattr(args, "revision", None)
+    directory = Path(args.model or bundled_model())
+    if directory.is_dir():
+        why = other_format(str(directory), (file.name for file in directory.iterdir()))
+    else:
+        why = foreign_form(args.model, revision)
+    if why:
+        raise ValueError(why)
+    if revision is not None:
+        raise ValueError(f"--revision {revision}: only a model of the Hugging Face hub has revisions")
+    return str(directory.resolve())
+
+
+def hub_id(model: str | None) -> str | None:
+    """`model` where it has the form of an id of the hub (organisation/name) and no file here is called so."""
+    if model is None or not re.fullmatch(f"{_PART}/{_PART}", model) or Path(model).exists():
+        return None
+    return None if model.partition("/")[0] in _HUB_HOSTS or _file_format(model) else model
+
+
+def other_format(where: str, files: Iterable[str]) -> str:
+    """Name the format of a directory or a repository that has weights, but no safetensors; "" for all others."""
+    names = sorted(files)
+    found = [name for name in names if _file_format(name)]
+    if not found or any(name.endswith(".safetensors") for name in names):
+        return ""
+    return f"{where} has its weights as {_file_format(found[0])} files ({found[0]}); {_ORIGINAL}"
+
+
+def foreign_form(model: str, revision: str | None = None) -> str:
+    """Why `model`, which is no directory, names no checkpoint, and what would; "" for a path without a directory."""
+    if (kind := _file_format(model)) and "://" not in model:
+        return f"{model} is a {kind} file; {_ORIGINAL}"
+    if Path(model).exists():
+        return f"{model} is a file; name the directory that it is in"
+    scheme, _, rest = model.rpartition("://")
+    host, _, path = rest.partition("/")
+    if host.lower() in _HUB_HOSTS and scheme.lower() in ("", "http", "https", "hf"):
+        return _of_hub(model, path, revision)
+    if scheme == "hf":
+        return _of_hub(model, rest, revision)
+    if scheme:
+        return f"{model} is a URL, which is not read; download it, and name the directory; {_OWN_FORMS}"
+    tagged = re.fullmatch(rf"({_PART}(?:/{_PART})*)([:@])([\w.-]+)", model)
+    if tagged is None:
+        return "" if "/" in model or model in (".", "..") else f"no directory '{model}' here; {_OWN_FORMS}"
+    name, sign, tag = tagged.groups()
+    if "/" not in name or "library/" in name:
+        return f"{model} is a name of Ollama's library, whose files are GGUF; {_OWN_FORMS}"
+    if sign == ":" and (re.match(r"(?i)(UD-)?(I?Q\d|F16|F32|BF16)", tag) or "gguf" in name.lower()):
+        return f"{model} names a GGUF file by its tag; {_ORIGINAL}"
+    return f"{model}: an id has no tag; a branch, tag or commit is --revision: `{name} --revision {tag}`"
+
+
+def _of_hub(model: str, path: str, revision: str | None) -> str:
+    """Name the id to give for a page's address on the hub, or for Ollama's and llama.cpp's name of it."""
+    parts = [part for part in re.split(r"[?#]", path)[0].split("/") if part]
+    name = "/".join(parts[:2])
+    if "gguf" in path.lower() or ":" in name:
+        return f"{model} names GGUF files; {_ORIGINAL}"
+    if len(parts) < 2 or parts[0] in ("datasets", "spaces"):
+        return f"{model} names no model; {_OWN_FORMS}"
+    where = parts[3] if len(parts) > 3 and parts[2] in ("tree", "blob", "resolve") else "main"
+    given = f" --revision {where}" if where != "main" and revision is None else ""
+    return f"{model} is an address, and an id has no host: give `{name}{given}`"
+
+
+def _file_format(name: str) -> str:
+    """The format of a file of weights that are no safetensors; "" for all other files."""
+    return _OTHER_FORMATS.get(Path(name).suffix.lower(), "")
+
+
+def bundled_model() -> str:
+    """Directory of the demo checkpoint; raises ValueError where an installation left it out."""
+    for place in _DEMO_PLACES:
+        if (place / "config.json").is_file():
+            return str(place)
+    raise ValueError("the demo checkpoint is not part of this installation; name a MODEL, or use a checkout or a wheel")

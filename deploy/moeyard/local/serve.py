@@ -1,0 +1,280 @@
+"""`moeyard serve`: check everything that can be checked cheaply, start the fleet, put the router in front of it.
+
+The launcher's own process starts Ray and the routers, watches both, and never imports torch. Whatever fails before the
+fleet is ready is one line on stderr and leaves no process behind.
+"""
+
+import argparse
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeyard import __version__, logs, ray_config
+from moeyard.cli.api_flags import ApiSettings, api_settings, start_notes
+from moeyard.cli.door_flags import door_fields
+from moeyard.control import ControlDoor
+from moeyard.control_commands import commands, open_door
+from moeyard.lazy import load
+from moeyard.listen import bind, outside_url, reachable_url
+from moeyard.local.before_start import check_before_start, fetch_missing
+from moeyard.local.device_choice import check_device, device_reason
+from moeyard.local.model_source import hub_id
+from moeyard.local.open_files import most_connections, raise_file_limit
+from moeyard.local.ordering import ordered
+from moeyard.local.startup import startup
+from moeyard.logs import LogConfig
+from moeyard.placing import placement_of
+from moeyard.rank import Rank
+from moeyard.routers import RouterProcesses
+from moeyard.signals import noted
+from moeyard.supervisor import Supervisor
+from moeyard.upkeep import Upkeep
+from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
+from moeyard_router.http.context import log_context
+from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.origins import is_loopback
+from moeyard_router.http.tls import open_certificate
+from moeyard_worker.config.engine_config import EngineConfig, loading_rates
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.sockets import make_keys
+
+DUMMY_NOTE = (
+    'random weights and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
+    "token ids and mean nothing"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What is known of a fleet once it is ready."""
+
+    url: str
+    model_name: str
+    metrics_urls: tuple[str, ...]
+
+
+def serve(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    *,
+    door: DoorConfig,
+    log: LogConfig,
+    on_ready: Callable[[Running], None] | None = None,
+) -> int:
+    """Run until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is called in the router's loop, once.
+
+    Raises ValueError with one line that says what to change when the fleet cannot start.
+    """
+    begun = time.monotonic()
+    logs.start(log, context=log_context)
+    # First of all: Ray, the ranks and the routers inherit it.
+    connections = most_connections(files := raise_file_limit(), config.num_workers)
+    KeyRing(door)
+    open_certificate(door)
+    model = served_model(config)
+    api = api_settings(args, config)
+    placement = placement_of(args.expert_placement, model, config.num_workers)
+    local, hub_model = args.ray_address is None, hub_id(args.model)
+    checked = check_before_start(config, model, api=api, local=local, placement=placement, hub_model=hub_model)
+    formats = checked.formats
+    sock = bind(args.host, args.port, shared=True)
+    check_device(args)
+    warn_if_open(door, args.host)
+    fetch_missing(checked, config, model)
+    if args.ray_address is None:
+        ray_config.prepare_local(config.threads)
+    else:
+        ray_config.prepare_remote()
+    keys = make_keys()
+    supervisor: Supervisor | None = None
+    control: ControlDoor | None = None
+    failure: str | None = None
+    with noted() as interrupts:
+        # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
+        fleet = load("moeyard.ray_fleet").RayFleet(
+            config,
+            log,
+            address=args.ray_address,
+            worker_host=args.worker_host,
+            metrics_port_base=args.metrics_port_base,
+            cluster_wait=args.wait_for_cluster,
+            keys=keys,
+            placement=placement,
+            takeover=args.expert_takeover,
+            standby=args.standby,
+            device=device_named(args),
+            model_name=api.names[0],
+        )
+        try:
+            interrupts.check()
+            with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
+                ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
+            interrupts.check()
+            report_loaded(ranks)
+            report_skipped(ranks[0].report["skipped"])
+            if config.load_format == "dummy":
+                print(DUMMY_NOTE, file=sys.stderr)
+            for note in start_notes(api, config, model):
+                print(note, file=sys.stderr, flush=True)
+            print(formats.describe(), file=sys.stderr, flush=True)
+            each = "each router serves" if args.routers > 1 else "served"
+            print(f"{each} at once: {connections} connections, by the limit of {files} open files", file=sys.stderr)
+            router = dataclasses.replace(
+                router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
+                door=door,
+                keys=keys.of_router(),
+                max_connections=connections,
+            )
+
+            was_ready = False
+
+            def ready() -> None:
+                nonlocal was_ready
+                if interrupts.count:
+                    # It came before the routers had a handler.
+                    server.stop()
+                    return
+                was_ready = True
+                running = report_ready(router, ranks, device=device_named(args), seconds=time.monotonic() - begun)
+                if on_ready is not None:
+                    on_ready(running)
+
+            upkeep = Upkeep(fleet, len(ranks), order=lambda order: ordered(server, order))
+            supervisor = Supervisor(
+                fleet,
+                replace=lambda ranks, incident: server.replace_workers(
+                    addresses(ranks, upkeep.drained), lambda: None, incident
+                ),
+                give_up=lambda reason: server.give_up(reason),
+                limit=args.restart_limit,
+                window=args.restart_window,
+                upkeep=upkeep,
+            )
+            # Also a single one has a process of its own: what kills it leaves the fleet as it is.
+            server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
+            fleet.guard.on_stuck = server.give_up
+            supervisor.start()
+            control = open_door(router.port, commands(upkeep, config))
+            interrupts.check()
+            server.run()
+            failure = server.failure
+            if not was_ready and failure is None and supervisor.failure is None:
+                # Ended by a signal while its routers were being started: as one that came before them.
+                interrupts.note(signal.SIGTERM, None)
+                interrupts.check()
+        except Exception:
+            # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
+            interrupts.check()
+            raise
+        finally:
+            if control is not None:
+                control.close()
+            if supervisor is not None:
+                supervisor.stop()
+            fleet.stop()
+            sock.close()
+    return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
+
+
+def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
+    """Where a router finds these ranks, of which some take no new requests."""
+    return tuple(
+        WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
+        for r in ranks
+    )
+
+
+def router_config(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    api: ApiSettings,
+    ranks: list[Rank],
+    port: int,
+) -> RouterConfig:
+    """The router before these ranks. What they decided while loading bounds the length of a sequence."""
+    return RouterConfig(
+        model_name=api.names[0],
+        model_aliases=api.names[1:],
+        model_path=None if config.model_path is None else Path(config.model_path),
+        chat_template=api.chat_template,
+        sampling_defaults=api.defaults,
+        kv_compression=api.kv_compression,
+        tool_call_parser=api.tool_call_parser,
+        reasoning_parser=api.reasoning_parser,
+        enable_auto_tool_choice=api.enable_auto_tool_choice,
+        unknown_fields=api.unknown_fields,
+        workers=addresses(ranks),
+        max_model_len=min(rank.report["max_model_len"] for rank in ranks),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        host=args.host,
+        port=port,
+        step_deadline=config.step_deadline,
+        prefix_caching=all(rank.report["prefix_caching"] for rank in ranks),
+        metric_aliases=tuple(args.metric_aliases),
+        **door_fields(args, config),
+        version=__version__,
+        shutdown_grace=args.shutdown_timeout,
+    )
+
+
+def device_named(args: argparse.Namespace) -> str:
+    """The device, and what chose it where --device left that open."""
+    why = device_reason(args)
+    return args.device if why is None else f"{args.device} ({why})"
+
+
+def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> Running:
+    """Print the ready line."""
+    scheme = router.door.scheme
+    url = reachable_url(router.host, router.port, scheme)
+    outside = outside_url(router.host, router.port, scheme)
+    report = ranks[0].report
+    between = f", exchange {report['exchange']} ({report['exchange_why']})" if len(ranks) > 1 else ""
+    also = f", also called {', '.join(router.model_aliases)}" if router.model_aliases else ""
+    elsewhere = f"; on all addresses, from other machines as {outside}/v1" if outside else ""
+    print(
+        f"ready: {url}/v1 serves {router.model_name}{also} ({report['dtype']}) on {len(ranks)} "
+        f"worker{'s'[: len(ranks) > 1]}, device {device}, expert slots {report['expert_slots']}/"
+        f"{report['num_experts']} per worker{between}, up to {router.max_model_len} tokens, after {seconds:.1f} s"
+        f"{elsewhere}",
+        flush=True,
+    )
+    return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
+
+
+def warn_if_open(door: DoorConfig, host: str) -> None:
+    """One line if others than this machine's users can use what is served."""
+    if not door.asks_for_key and not is_loopback(host):
+        print(
+            f"moeyard: warning: the API listens on {host} and asks for no key, so whoever reaches it can use it; "
+            "see --api-key-file",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def report_loaded(ranks: list[Rank]) -> None:
+    """Say how fast the weights came: all ranks' bytes over the slowest one's time, and the mean rate of their files."""
+    reports = [rank.report for rank in ranks]
+    rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]
+    text = loading_rates(
+        sum(report["loaded_bytes"] for report in reports),
+        max(report["seconds"]["weights"] for report in reports),
+        sum(rates) / len(rates) if rates else None,
+    )
+    print(text, file=sys.stderr, flush=True)
+
+
+def report_skipped(skipped: dict[str, str]) -> None:
+    """Say which known extras of the checkpoint are not served, one line per reason."""
+    for reason in sorted(set(skipped.values())):
+        keys = [key for key, value in skipped.items() if value == reason]
+        print(f"skipped {len(keys)} tensors ({reason}), {keys[0]} first", file=sys.stderr)
