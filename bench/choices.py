@@ -16,8 +16,8 @@ import stored_configs
 import torch
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
-from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, nothing_collected
+from moeyard_worker.engine.steps.runner import Runner
 
 STEPS, TURNS, LOOKS = 20, 15, 50
 

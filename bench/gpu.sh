@@ -291,7 +291,7 @@ drafts() {
 # Through P2P, and as between hosts: P2P and shared memory off. A first communicator is what is asked here.
 nccl() {
   local network=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo)
-  # Beside zmq with its staging, by which `auto` is to choose one of the two (engine/topology.py).
+  # Beside zmq with its staging, by which `auto` is to choose one of the two (engine/assembly/topology.py).
   local rows=(python3 bench/exchange.py --kinds nccl zmq --device cuda --ranks 2 --dtypes bfloat16 --top-k 8 --layers 150)
   tests nccl 60 tests/exchange/test_conformance.py -k "nccl and 2gpus"
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.models.families import parse_model_config
 from moeyard_worker.models.shapes import SHAPES, shape_config
 from moeyard_worker.models.spec import model_spec

@@ -12,7 +12,8 @@ behind the other while the others decode 8 streams each, whose ITL is told, for 
 beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
 must be the same. `--arrivals RxN`, or RxM-N: R prompts of N tokens, or of M to N, a second arrive by chance, dealt to
 all ranks, while each decodes 8 streams: TTFT of these and ITL of those, with each step planned when it is due, and as
-soon as there is room (`engine/pacing.py`). `--drafts`: how many are made and verified behind every token, where the
+soon as there is room (`engine/loop/pacing.py`).
+`--drafts`: how many are made and verified behind every token, where the
 shape has a layer for that; with weights of chance hardly any is right, so that ITL is what such a step takes. From the
 ranks' own metrics: the device's time per step, the wait for plans, what crossed between ranks and how long a layer's
 dispatch and combine took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's

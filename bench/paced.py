@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import zmq
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.engine.frontend import Frontend, in_frames
+from moeyard_worker.engine.loop.frontend import Frontend, in_frames
 from moeyard_worker.protocol import Abort, Hello, Snapshot, Submit
 from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.scheduler import Scheduler

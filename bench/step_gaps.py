@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_worker.engine.device_sampler import DeviceSampler, nothing_collected
-from moeyard_worker.engine.graph_runner import to_host
-from moeyard_worker.engine.sampling import chosen_logits
+from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, nothing_collected
+from moeyard_worker.engine.sampling.sampling import chosen_logits
+from moeyard_worker.engine.steps.graph_runner import to_host
 
 STEPS, TURNS = 100, 7
 

@@ -25,10 +25,10 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.captured_sizes import decode_buckets
-from moeyard_worker.engine.device_sampler import DeviceSampler, captured
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.steps.captured_sizes import decode_buckets
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.step import Chunk, Step
 

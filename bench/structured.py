@@ -34,8 +34,8 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 
 set_cpu_environment()
 
-from moeyard_worker.engine.grammars import Grammars  # noqa: E402 - after its settings
-from moeyard_worker.engine.worker import Worker  # noqa: E402
+from moeyard_worker.engine.assembly.worker import Worker  # noqa: E402
+from moeyard_worker.engine.sampling.grammars import Grammars  # noqa: E402 - after its settings
 from moeyard_worker.protocol import Done, Grammar, SamplingParams, Submit, Tokens  # noqa: E402
 from moeyard_worker.scheduling.scheduler import Scheduler  # noqa: E402
 

@@ -24,10 +24,10 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.device_sampler import DeviceSampler, captured
-from moeyard_worker.engine.draft_graphs import DraftGraphs
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, captured
+from moeyard_worker.engine.steps.draft_graphs import DraftGraphs
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
 

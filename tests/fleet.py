@@ -51,7 +51,7 @@ def serve(connection: Connection) -> None:
     """A rank's process: builds a Worker for each case and calls its methods as told."""
     from moeyard.clients.bench.profile import Recording
     from moeyard_worker.config.worker_spec import WorkerSpec
-    from moeyard_worker.engine.worker import Worker
+    from moeyard_worker.engine.assembly.worker import Worker
 
     faulthandler.register(signal.SIGUSR1)
     worker: Any = None
@@ -132,7 +132,7 @@ def fall_silent(exchange: Any) -> None:
 def rank_context() -> ForkServerContext:
     """Starts processes in milliseconds: they are forks of one that has imported what a rank needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moeyard.clients.bench.profile", "moeyard_worker.engine.worker"])
+    context.set_forkserver_preload(["moeyard.clients.bench.profile", "moeyard_worker.engine.assembly.worker"])
     return context
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.protocol import Done, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
 from moeyard_worker.scheduling.request import SchedulerStats
 from moeyard_worker.scheduling.scheduler import Scheduler

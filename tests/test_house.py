@@ -37,6 +37,14 @@ ROOMS = {
     "checkpoint": ("config", "layers", "models"),
     "engine": ("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"),
 }
+# The rooms of the engine likewise.
+ENGINE_ROOMS = {
+    "memory": (),
+    "sampling": ("memory",),
+    "steps": ("sampling", "memory"),
+    "loop": ("steps", "sampling"),
+    "assembly": ("loop", "steps", "sampling", "memory"),
+}
 # The rooms of the router; every room may also import the files beside the rooms.
 ROUTER_ROOMS = {
     "text": (),
@@ -47,21 +55,31 @@ ROUTER_ROOMS = {
 ROUTER_FILES = ("config", "errors", "metrics")
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
-    "moeyard_worker.engine.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda", "moeyard_kernels.door.compiling"),
+    "moeyard_worker.engine.assembly.device": (
+        "moeyard_kernels.cpu",
+        "moeyard_kernels.cuda",
+        "moeyard_kernels.door.compiling",
+    ),
     "moeyard.clients.bench.engine": ("moeyard_kernels.bench.timing",),
-    "moeyard_worker.engine.compile_ahead": ("moeyard_kernels.door.compiling",),
-    "moeyard_worker.engine.local": ("moeyard_kernels.cpu.backend",),
-    "moeyard_worker.engine.sampling": ("moeyard_kernels.ops",),
-    "moeyard_worker.engine.scoring": ("moeyard_kernels.ops",),
-    "moeyard_worker.engine.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.draft_prompts": ("moeyard_kernels.cuda",),
-    "moeyard_worker.engine.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
-    "moeyard_worker.engine.step_graphs": ("moeyard_kernels.cuda.graph_inputs",),
-    "moeyard_worker.engine.captured_sizes": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
-    "moeyard_worker.engine.peer_buckets": ("moeyard_kernels.cuda.graph_inputs", "moeyard_kernels.cuda.verify_inputs"),
+    "moeyard_worker.engine.steps.compile_ahead": ("moeyard_kernels.door.compiling",),
+    "moeyard_worker.engine.assembly.local": ("moeyard_kernels.cpu.backend",),
+    "moeyard_worker.engine.sampling.sampling": ("moeyard_kernels.ops",),
+    "moeyard_worker.engine.sampling.scoring": ("moeyard_kernels.ops",),
+    "moeyard_worker.engine.steps.graph_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.sampling.device_sampler": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.steps.draft_graphs": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.steps.draft_prompts": ("moeyard_kernels.cuda",),
+    "moeyard_worker.engine.sampling.row_edits": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.steps.speculative_runner": ("moeyard_kernels.ops", "moeyard_kernels.cuda"),
+    "moeyard_worker.engine.steps.step_graphs": ("moeyard_kernels.cuda.graph_inputs",),
+    "moeyard_worker.engine.steps.captured_sizes": (
+        "moeyard_kernels.cuda.graph_inputs",
+        "moeyard_kernels.cuda.verify_inputs",
+    ),
+    "moeyard_worker.engine.steps.peer_buckets": (
+        "moeyard_kernels.cuda.graph_inputs",
+        "moeyard_kernels.cuda.verify_inputs",
+    ),
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
     "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),
     "moeyard_worker.exchange.peer_fetch": ("moeyard_kernels.cuda.host_memory",),
@@ -207,6 +225,24 @@ def test_rooms_import_along_allowed_edges() -> None:
             if name.startswith("moeyard_worker.") and room_of(name) not in allowed
         ]
     assert wrong == []
+
+
+def test_rooms_of_the_engine_import_along_allowed_edges() -> None:
+    engine = "moeyard_worker.engine."
+    wrong, rooms = [], set()
+    for module, source in MODULES.items():
+        if not module.startswith(engine):
+            continue
+        own = module.removeprefix(engine).split(".")[0]
+        rooms.add(own)
+        allowed = {own, *ENGINE_ROOMS.get(own, ())}
+        wrong += [
+            f"{source.where(node)}: {own} imports {name}"
+            for name, node in source.imports()
+            if name.startswith(engine) and name.removeprefix(engine).split(".")[0] not in allowed
+        ]
+    assert wrong == []
+    assert rooms == set(ENGINE_ROOMS), "a new file of the engine finds its room"
 
 
 def test_rooms_of_the_router_import_along_allowed_edges() -> None:

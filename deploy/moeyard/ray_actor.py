@@ -1,4 +1,4 @@
-"""The Ray side of one rank: a shell around `moeyard_worker.engine.worker.Worker` that lives in the worker process.
+"""The Ray side of one rank: a shell around the engine's `Worker` that lives in the worker process.
 
 Only plain values cross Ray, so that the launcher never imports torch.
 """
@@ -29,7 +29,7 @@ class RankActor:
 
     def warm(self) -> None:
         """Import what `setup` will need; at once the second time."""
-        load("moeyard_worker.engine.worker")
+        load("moeyard_worker.engine.assembly.worker")
 
     def seat(self) -> tuple[str, int]:
         """Its node, and which of the GPUs that its process sees Ray has given it."""
@@ -54,7 +54,7 @@ class RankActor:
         # The address under which the cluster knows the node: `ray start --node-ip-address` may have chosen it.
         host = spec.pop("host") or next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         begun = time.monotonic()
-        make = load("moeyard_worker.engine.worker").Worker
+        make = load("moeyard_worker.engine.assembly.worker").Worker
         imported = time.monotonic()
         self._worker = make(WorkerSpec(host=host, **spec))
         return {

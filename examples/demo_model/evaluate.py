@@ -19,9 +19,9 @@ import transformers
 from examples.demo_model.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from examples.demo_model.model_card import figures, samples
 
-from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampling import SampledRow, choose
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.step import Chunk, Step
 

@@ -15,7 +15,7 @@ from examples.demo_model.evaluate import MAX_BITS_PER_BYTE, MIN_ACCEPTANCE, make
 from examples.demo_model.measure import DemoModel, Document, measure_heldout, read_documents, spread
 from safetensors import safe_open
 
-from moeyard_worker.engine.local import greedy_tokens
+from moeyard_worker.engine.assembly.local import greedy_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

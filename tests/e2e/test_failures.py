@@ -21,9 +21,9 @@ from tests.fleet import Client, Fleet, ProcessPool, RankProcess, call_all, start
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.device import CpuDevice
-from moeyard_worker.engine.faults import RankFault
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.device import CpuDevice
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.loop.faults import RankFault
 from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.protocol import Done, Hello
 

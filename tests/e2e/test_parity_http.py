@@ -14,7 +14,7 @@ from tests.e2e.http_fleet import engine_config, serve_http
 from tests.fleet import ProcessPool
 from tests.models.test_families import YARN
 
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.verify import reference_model
 
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 15, 16, 33, 64, 97, 150)

@@ -17,7 +17,7 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http, wait_unti
 from tests.fleet import ProcessPool
 from tokenizers import Tokenizer
 
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.verify import reference_model
 
 PROMPT = [7, 91, 3, 200, 64, 12, 5]
 SEEDED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0.9, "top_p": 0.95, "seed": 17, "ignore_eos": True}

@@ -19,16 +19,10 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine import (
-    device_sampler,
-    draft_graphs,
-    draft_prompts,
-    graph_runner,
-    speculative_runner,
-    step_graphs,
-    worker,
-)
-from moeyard_worker.engine.device import CpuDevice, CudaDevice
+from moeyard_worker.engine.assembly import worker
+from moeyard_worker.engine.assembly.device import CpuDevice, CudaDevice
+from moeyard_worker.engine.sampling import device_sampler
+from moeyard_worker.engine.steps import draft_graphs, draft_prompts, graph_runner, speculative_runner, step_graphs
 
 GPU = torch.cuda.is_available()
 # The options of a rank that runs a GPU's steps, within `gpu_steps`.

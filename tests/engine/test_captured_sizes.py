@@ -9,8 +9,8 @@ from tests.rank import Rank
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
 from moeyard_kernels.cuda.verify_inputs import VerifySize
-from moeyard_worker.engine.captured_sizes import decode_buckets, listed, prompt_buckets
-from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.captured_sizes import decode_buckets, listed, prompt_buckets
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
 
 
 def test_sizes_of_a_rank_by_itself() -> None:

@@ -21,8 +21,8 @@ from tests.rank import Rank, Requests
 from moeyard_kernels.cuda.choices import CudaChoices
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.graph_runner import GraphRunner
-from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import ExpertLoads, SamplingParams
 

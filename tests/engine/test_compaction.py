@@ -14,7 +14,7 @@ from tests.engine.test_speculation import DEMO
 from tests.rank import Rank, Told
 from tokenizers import Tokenizer
 
-from moeyard_worker.engine.local import local_runner
+from moeyard_worker.engine.assembly.local import local_runner
 from moeyard_worker.protocol import KvCompression, SamplingParams
 from moeyard_worker.scheduling.step import Chunk, Compaction, Step
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_worker.engine import compile_ahead as module
-from moeyard_worker.engine.compile_ahead import compile_ahead, rehearsal
+from moeyard_worker.engine.steps import compile_ahead as module
+from moeyard_worker.engine.steps.compile_ahead import compile_ahead, rehearsal
 from moeyard_worker.exchange.base import PeerRows
 
 DEVICE = torch.device("cuda", 0)

@@ -5,9 +5,9 @@ import torch
 from tests.gpus import pretend
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine import device
-from moeyard_worker.engine.device import CudaDevice, check_gpu, make_device, unfit
-from moeyard_worker.engine.faults import out_of_memory
+from moeyard_worker.engine.assembly import device
+from moeyard_worker.engine.assembly.device import CudaDevice, check_gpu, make_device, unfit
+from moeyard_worker.engine.loop.faults import out_of_memory
 
 
 @pytest.mark.parametrize(

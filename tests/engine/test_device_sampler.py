@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_worker.engine.device_sampler import MAX_BIASES, DeviceSampler
-from moeyard_worker.engine.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling.device_sampler import MAX_BIASES, DeviceSampler
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step

@@ -15,7 +15,7 @@ import zmq
 from tests.limits import HANG_SECONDS
 from tests.strangers import one_byte_and_gone, rubbish, say, try_key
 
-from moeyard_worker.engine.frontend import Frontend
+from moeyard_worker.engine.loop.frontend import Frontend
 from moeyard_worker.keys import RouterKeys
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Abort, Grammar, Hello, Message, SamplingParams, Submit, TokenIds
 from moeyard_worker.refusals import LINES, MAX_QUOTE, SECONDS, Refusals

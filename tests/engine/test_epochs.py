@@ -9,9 +9,9 @@ import pytest
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.loop import Engine
-from moeyard_worker.engine.loss import Loss
-from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.loop.loop import Engine
+from moeyard_worker.engine.loop.loss import Loss
+from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.protocol import Message

@@ -7,9 +7,9 @@ import torch
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.faults import RankFault, name_of, not_finite
-from moeyard_worker.engine.sampling import SampledRow, ask, chosen_logits, unsound
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
+from moeyard_worker.engine.sampling.sampling import SampledRow, ask, chosen_logits, unsound
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, Step

@@ -1,6 +1,6 @@
 """What a step says to its routers, in few frames."""
 
-from moeyard_worker.engine.frontend import in_frames
+from moeyard_worker.engine.loop.frontend import in_frames
 from moeyard_worker.protocol import Done, PromptLogprobs, TokenBatch, TokenLogprob, Tokens
 from moeyard_worker.scheduling.request import Reply
 

@@ -19,14 +19,14 @@ from bench.structured import Answer, Bench, asked_for, fault, random_schema
 from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.engine import grammar_forks
-from moeyard_worker.engine import grammars as grammars_module
-from moeyard_worker.engine.constrained import choose_again, without_grammars
-from moeyard_worker.engine.device_sampler import DeviceSampler
-from moeyard_worker.engine.grammar_forks import GrammarError
-from moeyard_worker.engine.grammar_queue import COMPILE_SECONDS, GrammarQueue
-from moeyard_worker.engine.grammars import WAITING_SHARE, Constraint, Grammars, Waiting
-from moeyard_worker.engine.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling import grammar_forks
+from moeyard_worker.engine.sampling import grammars as grammars_module
+from moeyard_worker.engine.sampling.constrained import choose_again, without_grammars
+from moeyard_worker.engine.sampling.device_sampler import DeviceSampler
+from moeyard_worker.engine.sampling.grammar_forks import GrammarError
+from moeyard_worker.engine.sampling.grammar_queue import COMPILE_SECONDS, GrammarQueue
+from moeyard_worker.engine.sampling.grammars import WAITING_SHARE, Constraint, Grammars, Waiting
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.request import Mask, Request
 from moeyard_worker.scheduling.step import Chunk, Step

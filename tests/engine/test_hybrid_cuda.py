@@ -15,7 +15,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.rank import Rank, Requests, Told
 
-from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
 from moeyard_worker.protocol import SamplingParams
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}

@@ -19,8 +19,8 @@ from tests.rank import Rank, Told
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.verify import reference_model
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.step import Chunk, Step

@@ -17,8 +17,8 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.loop import Engine
-from moeyard_worker.engine.metrics import WorkerMetrics
+from moeyard_worker.engine.loop.loop import Engine
+from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.lockstep import Agreed, Lockstep
 from moeyard_worker.exchange.mesh import Mesh

@@ -22,10 +22,10 @@ from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size, parse_size
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.engine.fetching import plan_with_fetch
-from moeyard_worker.engine.fitting import Planner, plan_or_tell, ran_out
-from moeyard_worker.engine.host_memory import available_memory, cgroup_available
-from moeyard_worker.engine.memory import (
+from moeyard_worker.engine.assembly.fetching import plan_with_fetch
+from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
+from moeyard_worker.engine.memory.host_memory import available_memory, cgroup_available
+from moeyard_worker.engine.memory.plan import (
     AUTO_KV_SHARE,
     LEAST_KV_SHARE,
     NCCL_BYTES,
@@ -37,7 +37,7 @@ from moeyard_worker.engine.memory import (
     prefix_bytes,
     step_bytes,
 )
-from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.layers.gdn import Gdn
@@ -589,7 +589,7 @@ from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
-from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.steps.runner import Runner
 torch.set_num_threads(1)
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 model = load_model_config(directory)

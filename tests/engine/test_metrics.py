@@ -8,8 +8,8 @@ from prometheus_client import generate_latest
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.metrics import REFUSALS, WorkerMetrics
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.loop.metrics import REFUSALS, WorkerMetrics
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.engine import metrics_server
-from moeyard_worker.engine.metrics_server import MAX_CONNECTIONS, MetricsServer
+from moeyard_worker.engine.loop import metrics_server
+from moeyard_worker.engine.loop.metrics_server import MAX_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moeyard_worker.engine.pacing import Pacing
+from moeyard_worker.engine.loop.pacing import Pacing
 from moeyard_worker.exchange.base import PeerRows
 
 PLANS = 0.001

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_worker.engine.peer_buckets import smallest, with_peers, with_rooms
+from moeyard_worker.engine.steps.peer_buckets import smallest, with_peers, with_rooms
 
 ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048, 8192)
 OWN = [Bucket(decode=rows, width=width) for rows, width in product(ROWS, WIDTHS)]

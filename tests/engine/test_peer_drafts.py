@@ -18,9 +18,9 @@ from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.ref import grouped_gemm as grouped_oracle
 from moeyard_kernels.ref import linear as linear_oracle
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine import draft_graphs, speculative_runner
-from moeyard_worker.engine.peer_buckets import rooms, smallest, verifying_with_peers
-from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.steps import draft_graphs, speculative_runner
+from moeyard_worker.engine.steps.peer_buckets import rooms, smallest, verifying_with_peers
+from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 from moeyard_worker.protocol import Done, Grammar
 from moeyard_worker.scheduling.scheduler import Scheduler
 

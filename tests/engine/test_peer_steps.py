@@ -28,11 +28,13 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine import device_sampler, graph_runner, step_graphs, topology
-from moeyard_worker.engine import worker as worker_module
-from moeyard_worker.engine.device import CudaDevice
-from moeyard_worker.engine.graph_runner import GraphRunner
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly import topology
+from moeyard_worker.engine.assembly import worker as worker_module
+from moeyard_worker.engine.assembly.device import CudaDevice
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.sampling import device_sampler
+from moeyard_worker.engine.steps import graph_runner, step_graphs
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
 from moeyard_worker.exchange import factory, nvlink, peer_counts
 from moeyard_worker.exchange.row_group import TorchGroup
 from moeyard_worker.experts import cache

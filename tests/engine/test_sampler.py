@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moeyard_worker.engine.runner import Launched
-from moeyard_worker.engine.sampling import SampledRow, accepted, choose, feed, sampled_rows
+from moeyard_worker.engine.sampling.sampling import SampledRow, accepted, choose, feed, sampled_rows
+from moeyard_worker.engine.steps.runner import Launched
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Mask, Request
 from moeyard_worker.scheduling.sampling_check import MAX_CHANGED, sampling_error

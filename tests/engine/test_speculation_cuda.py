@@ -15,8 +15,8 @@ from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_speculation import DEMO, requests
 from tests.rank import Rank, Told
 
-from moeyard_worker.engine.row_edits import RowEdits
-from moeyard_worker.engine.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.sampling.row_edits import RowEdits
+from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 from moeyard_worker.protocol import Done, Submit, TokenLogprob
 
 

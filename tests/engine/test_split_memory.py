@@ -16,10 +16,10 @@ from moeyard_kernels.cuda import footprint
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED, SplitSums, mla_split
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, EngineConfig, format_size
-from moeyard_worker.engine.captured_sizes import decode_buckets, prompt_buckets
-from moeyard_worker.engine.draft_graphs import DraftGraphs
-from moeyard_worker.engine.fitting import plan_or_tell
-from moeyard_worker.engine.memory import MemoryPlan, plan_memory, sums_bytes
+from moeyard_worker.engine.assembly.fitting import plan_or_tell
+from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory, sums_bytes
+from moeyard_worker.engine.steps.captured_sizes import decode_buckets, prompt_buckets
+from moeyard_worker.engine.steps.draft_graphs import DraftGraphs
 from moeyard_worker.models.shapes import SHAPES, served_model
 from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import SamplingParams
@@ -101,7 +101,7 @@ def test_pages_and_slots_are_what_is_left_beside_it(monkeypatch: pytest.MonkeyPa
     assert done.reserve.sums == int((64 * 320 * 16 * 513 * 4 + LAUNCHED // 512 * 513) * footprint.ALLOCATED)
     assert f", sums of split keys {format_size(done.reserve.sums)}, grammars" in str(done)
     page = 64 * served_model(config).state_spec(2).bytes_per_token
-    monkeypatch.setattr("moeyard_worker.engine.memory.sums_bytes", lambda *_: 0)
+    monkeypatch.setattr("moeyard_worker.engine.memory.plan.sums_bytes", lambda *_: 0)
     before = planned(config, 78 * GIB)
     assert before.expert_slots == done.expert_slots
     # A quarter of what is free is KV's; less where that leaves no room for all experts.

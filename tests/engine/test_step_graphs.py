@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_worker.engine import step_graphs
-from moeyard_worker.engine.step_graphs import StepGraphs
+from moeyard_worker.engine.steps import step_graphs
+from moeyard_worker.engine.steps.step_graphs import StepGraphs
 
 
 class Graph:

@@ -17,8 +17,8 @@ from tests.limits import HANG_SECONDS
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.local import PAGE_SIZE, local_runner
-from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.assembly.local import PAGE_SIZE, local_runner
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.shape import ExchangeShape

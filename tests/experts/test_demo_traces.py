@@ -19,7 +19,7 @@ from tests.scripts import loaded
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
 from moeyard_worker.experts.sim import belady, simulate

@@ -10,7 +10,7 @@ import torch
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.engine.local import local_runner
+from moeyard_worker.engine.assembly.local import local_runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 

@@ -33,7 +33,8 @@ from collections import Counter
 from pathlib import Path
 from tests.rank import Rank
 from triton import knobs
-from moeyard_worker.engine import graph_runner, speculative_runner
+from moeyard_worker.engine.steps import graph_runner
+from moeyard_worker.engine.steps import speculative_runner
 from moeyard_worker.protocol import SamplingParams
 
 def within(cls, name):

@@ -48,7 +48,7 @@ def config(model: Path, **options: Any) -> EngineConfig:
 def serve_and_break(connection: Connection) -> None:
     """A rank's process that is told, once it serves, to launch what reads past the end of a tensor."""
     from moeyard_worker.config.worker_spec import WorkerSpec
-    from moeyard_worker.engine.worker import Worker
+    from moeyard_worker.engine.assembly.worker import Worker
 
     worker: Any = None
     while True:
@@ -139,7 +139,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_is_allocated(model: Pa
 import torch
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
 config = EngineConfig(model_path={str(model)!r}, device="cuda:9", page_size=64)
 try:
     Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))

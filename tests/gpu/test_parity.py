@@ -16,8 +16,8 @@ from tests.checkpoints import make_checkpoint
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
+from moeyard_worker.engine.assembly.verify import reference_model
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 

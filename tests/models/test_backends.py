@@ -19,9 +19,9 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.scoring import score, told
+from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
+from moeyard_worker.engine.sampling.scoring import score, told
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 

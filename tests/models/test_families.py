@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import VOCAB_SIZE, edit_config, edit_tensors, make_checkpoint
 
-from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.assembly.verify import reference_model
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 

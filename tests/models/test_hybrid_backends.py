@@ -16,8 +16,8 @@ from tests.models.test_families import relative
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
-from moeyard_worker.engine.local import PAGE_SIZE, greedy_tokens, local_runner
-from moeyard_worker.engine.runner import Runner
+from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,9 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.verify import reference_model
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.assembly.verify import reference_model
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.step import Chunk, Step

@@ -8,10 +8,10 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.ops import token_logprobs
-from moeyard_worker.engine.local import greedy_tokens, local_runner, prompt_logits
-from moeyard_worker.engine.runner import Runner
-from moeyard_worker.engine.sampling import tell
-from moeyard_worker.engine.scoring import Scores, score, told
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.sampling.sampling import tell
+from moeyard_worker.engine.sampling.scoring import Scores, score, told
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.protocol import TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from moeyard_worker.engine.local import greedy_tokens, local_runner
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.state.layout import LayerState, PagedArray, SlotArray, paged, state_spec
 from moeyard_worker.state.pools import allocate

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from moeyard_router.text.chat import TextCodec
 from moeyard_router.text.detokenizer import Detokenizer
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.engine.grammars import Grammars
+from moeyard_worker.engine.sampling.grammars import Grammars
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import Grammar, SamplingParams
 from moeyard_worker.tokenizer import read_tokenizer

@@ -7,9 +7,9 @@ import torch
 from tests.checkpoints import edit_config, make_checkpoint
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.engine import verify as module
-from moeyard_worker.engine.local import local_runner
-from moeyard_worker.engine.verify import sample_prompts, verify
+from moeyard_worker.engine.assembly import verify as module
+from moeyard_worker.engine.assembly.local import local_runner
+from moeyard_worker.engine.assembly.verify import sample_prompts, verify
 
 
 @pytest.mark.sampled(0)

@@ -166,7 +166,7 @@ def run_verify(args: argparse.Namespace) -> int:
     if find_spec("transformers") is None:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
-    return int(load("moeyard_worker.engine.verify").verify(checkpoint(args), dtype=args.dtype))
+    return int(load("moeyard_worker.engine.assembly.verify").verify(checkpoint(args), dtype=args.dtype))
 
 
 def run_bench_server(args: argparse.Namespace) -> int:

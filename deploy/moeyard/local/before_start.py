@@ -17,9 +17,9 @@ from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.fitting import plan_or_tell
-from moeyard_worker.engine.host_memory import available_memory
-from moeyard_worker.engine.memory import MemoryPlan, plan_memory
+from moeyard_worker.engine.assembly.fitting import plan_or_tell
+from moeyard_worker.engine.memory.host_memory import available_memory
+from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory
 from moeyard_worker.experts.trace import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec

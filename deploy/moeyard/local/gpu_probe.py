@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moeyard_worker.engine.device import check_gpu
+from moeyard_worker.engine.assembly.device import check_gpu
 
 
 def probe(device: str, num_workers: int) -> dict[str, Any]:

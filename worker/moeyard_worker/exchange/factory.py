@@ -28,7 +28,7 @@ _BESIDE_MESH = ("local", "nvlink", "nccl")
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
     """What "auto" stands for: "local" for one rank, otherwise "zmq" (shared memory within a host, TCP between hosts).
 
-    GPUs do better (`engine/topology.py`).
+    GPUs do better (`engine/assembly/topology.py`).
 
     Raises ValueError for an unknown kind, or for "local" with more than one rank.
     """

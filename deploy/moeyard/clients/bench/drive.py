@@ -18,10 +18,10 @@ from moeyard import __version__
 from moeyard.clients.bench.figures import Course, StepRecord, milliseconds
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.device import LaunchedStep
-from moeyard_worker.engine.graph_runner import GraphRunner
-from moeyard_worker.engine.speculative_runner import SpeculativeRunner
-from moeyard_worker.engine.worker import Worker
+from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.launching import LaunchedStep
+from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Tokens
 from moeyard_worker.scheduling.scheduler import Scheduler

@@ -27,8 +27,8 @@ from moeyard.local.model_source import checkpoint
 from moeyard_kernels.bench.timing import COPY_BYTES, copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig, format_size
-from moeyard_worker.engine.device import check_gpu
-from moeyard_worker.engine.faults import first_sentence, out_of_memory
+from moeyard_worker.engine.assembly.device import check_gpu
+from moeyard_worker.engine.loop.faults import first_sentence, out_of_memory
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, SamplingParams

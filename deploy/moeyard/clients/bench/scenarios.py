@@ -16,7 +16,7 @@ from moeyard.clients.bench.figures import (
     percentiles,
     shares,
 )
-from moeyard_worker.engine.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.policy import RowKind
 

@@ -7,8 +7,8 @@ import torch
 
 from moeyard.clients.doctor.finding import Finding, ok, problem, warning
 from moeyard_worker.config.engine_config import format_size
-from moeyard_worker.engine.device import check_gpu, unfit
-from moeyard_worker.engine.faults import out_of_memory
+from moeyard_worker.engine.assembly.device import check_gpu, unfit
+from moeyard_worker.engine.loop.faults import out_of_memory
 
 DRIVER, CONTROL = Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")
 

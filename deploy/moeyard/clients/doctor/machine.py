@@ -12,7 +12,7 @@ from moeyard.clients.doctor.finding import Finding, ok, problem, warning
 from moeyard.listen import base_url, bind
 from moeyard.local.open_files import file_limits, most_connections
 from moeyard_worker.config.engine_config import format_size
-from moeyard_worker.engine.host_memory import available_memory
+from moeyard_worker.engine.memory.host_memory import available_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")

@@ -1,0 +1,227 @@
+"""What a rank runs on, chosen once: its backend, the memory that it may take, how its steps are launched."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import permutations
+from typing import Protocol
+
+import torch
+
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu import footprint as cpu_footprint
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda import footprint as cuda_footprint
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.door.compiling import before_compiling
+from moeyard_kernels.types.footprint import Footprints
+from moeyard_worker.checkpoint.staging import Staging
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.memory.host_memory import available_memory
+from moeyard_worker.engine.memory.plan import MemoryPlan
+from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.launching import StepRunner
+from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
+
+# What the kernels are written for; several ask for its copies and products, for which others have no instructions.
+CAPABILITY = (9, 0)
+
+
+class Device(Protocol):
+    """One of the two below."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def footprints(self) -> Footprints: ...
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks of a host take of the same memory."""
+        ...
+
+    def available(self) -> int:
+        """Bytes that this rank may still take of the memory it computes in."""
+        ...
+
+    def available_anew(self) -> int | None:
+        """The same if it began now, and had nothing; None where others take of it too."""
+        ...
+
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        """What keeps these, one for each rank, from reading and writing each other's memory; None: nothing."""
+        ...
+
+    def activate(self) -> None:
+        """Make this the device of the calling thread."""
+        ...
+
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `tell`, in the calling thread and while this lasts, before it does what may take many seconds."""
+        ...
+
+    def staging(self) -> Staging | None:
+        """What weights go through on their way from files into this memory; None where they are read into place."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything that was launched has run."""
+        ...
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """How the model's steps are launched; everything that is made ahead of the first step is made here."""
+        ...
+
+
+class CpuDevice:
+    """The CPUs of the host, which all its ranks share."""
+
+    footprints: Footprints = cpu_footprint
+    shared = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.backend = CpuBackend(page_size=config.page_size)
+
+    def available(self) -> int:
+        """See `Device.available`."""
+        return available_memory()
+
+    def available_anew(self) -> None:
+        """See `Device.available_anew`."""
+        return
+
+    def unreachable(self, gpus: Sequence[int]) -> str:
+        """See `Device.unreachable`."""
+        return "ranks compute on CPUs"
+
+    def activate(self) -> None:
+        """Every thread computes here."""
+
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Device.telling`: nothing is compiled, and who reads cold experts is waited for anyway."""
+        return nullcontext()
+
+    def staging(self) -> None:
+        """See `Device.staging`."""
+        return
+
+    def finish(self) -> None:
+        """Nothing runs behind a call's back."""
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """The runner itself."""
+        return runner
+
+
+class CudaDevice:
+    """One GPU, for one rank. Raises ValueError as `check_gpu` does."""
+
+    footprints: Footprints = cuda_footprint
+    shared = False
+
+    def __init__(self, config: EngineConfig, gpu: int) -> None:
+        self._device = check_gpu(config.device, gpu=gpu, num_workers=config.num_workers)
+        self.activate()
+        self.backend = CudaBackend(page_size=config.page_size, device=self._device)
+
+    def available(self) -> int:
+        """See `Device.available`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def available_anew(self) -> int:
+        """See `Device.available_anew`."""
+        return self.available() + torch.cuda.memory_reserved(self._device)
+
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        """See `Device.unreachable`; the same for every rank."""
+        count = torch.cuda.device_count()
+        if len(set(gpus)) < len(gpus) or max(gpus) >= count:
+            return f"workers on GPUs {', '.join(map(str, gpus))}, this process sees {count}"
+        for one, other in permutations(gpus, 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} has no peer access to GPU {other} (nvidia-smi topo -p2p rw shows who has)"
+        return None
+
+    def activate(self) -> None:
+        """See `Device.activate`."""
+        torch.cuda.set_device(self._device)
+
+    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Device.telling`: a kernel that is launched for the first time is compiled."""
+        return before_compiling(tell)
+
+    def staging(self) -> Staging:
+        """See `Device.staging`."""
+        return Staging(event=torch.cuda.Event, pin_memory=True)
+
+    def finish(self) -> None:
+        """See `Device.finish`."""
+        torch.cuda.synchronize(self._device)
+
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
+        """Steps of every size that is captured are captured here."""
+        if not config.enforce_eager and not runner.config.state_spec(runner.dtype.itemsize).bytes_per_sequence:
+            self.backend.warm_compaction()
+        max_pages = -(-plan.max_model_len // config.page_size)
+        if config.num_drafts:
+            drafting = SpeculativeRunner(
+                runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
+                max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
+                captures_prompts=not plan.stream_slots,
+            )  # fmt: skip
+            if not config.enforce_eager and runner.exchange.captures:
+                runner.warm_recompute()
+                drafting.capture()
+            return drafting
+        graphs = GraphRunner(
+            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
+            max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
+        )  # fmt: skip
+        if not config.enforce_eager and runner.exchange.captures:
+            runner.warm_recompute()
+            graphs.capture()
+        elif not config.enforce_eager and runner.exchange.warms:
+            runner.warm_recompute()
+            graphs.warm()
+        return graphs
+
+
+def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.device:
+    """The GPU that `--device device` names, number `gpu` where it says "cuda", found fit before anything is allocated.
+
+    Raises ValueError, in one line, for a GPU that is not there, or not of the kind that the kernels are written for.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA GPU here; use --device cpu")
+    number = device.removeprefix("cuda").removeprefix(":")
+    if number and not number.isdecimal():
+        raise ValueError(f"--device {device!r} is not cpu, cuda or cuda:N")
+    index, count = int(number) if number else gpu, torch.cuda.device_count()
+    if index >= count:
+        asked, advice = f"--device {device}", "choose one of these"
+        if num_workers > 1:
+            asked, advice = f"{asked} --workers {num_workers} takes a GPU each", "lower --workers"
+        raise ValueError(f"{asked}: there are {count} GPUs, the last is cuda:{count - 1}; {advice}")
+    if problem := unfit(index):
+        raise ValueError(f"--device {device}: {problem}; use another GPU or --device cpu")
+    return torch.device("cuda", index)
+
+
+def unfit(index: int) -> str | None:
+    """Why the kernels do not run on this GPU, with its name, or None."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability == CAPABILITY:
+        return None
+    have, need = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+    missing = "wgmma" if capability > CAPABILITY else "TMA and wgmma"
+    return (
+        f"{torch.cuda.get_device_name(index)} has compute capability {have}, the kernels need {need} (Hopper's "
+        f"{missing}, which it lacks)"
+    )
+
+
+def make_device(config: EngineConfig, gpu: int = 0) -> Device:
+    """The device that `config.device` names, of "cuda" GPU number `gpu`.
+
+    Raises ValueError with one line when it cannot be had.
+    """
+    return CpuDevice(config) if config.device == "cpu" else CudaDevice(config, gpu)

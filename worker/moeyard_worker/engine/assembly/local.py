@@ -1,0 +1,99 @@
+"""A rank that is a fleet of its own, driven step by step: for comparisons with other implementations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.scheduling.step import Chunk, Step
+
+PAGE_SIZE = 16
+
+
+def local_runner(
+    directory: Path | str,
+    *,
+    dtype: torch.dtype,
+    num_pages: int,
+    page_size: int = PAGE_SIZE,
+    backend: Backend | None = None,
+    num_slots: int | None = None,
+    policy: str = "slru",
+    num_state_slots: int = 8,
+) -> Runner:
+    """Return a runner that is a fleet of its own. All experts are resident unless `num_slots` says how many.
+
+    The longest sequence fills `num_pages`. `num_state_slots` counts slots of state per sequence, if the model has
+    such. Raises CheckpointError.
+    """
+    config = load_model_config(directory, num_pages * page_size)
+    checkpoint = open_checkpoint(directory, config)
+    backend = CpuBackend(page_size=page_size) if backend is None else backend
+    experts = ExpertCache(
+        backend=backend,
+        source=MappedExperts(checkpoint),
+        layers=config.moe_layers,
+        experts=range(config.num_experts),
+        hidden=config.hidden_size,
+        intermediate=config.moe_intermediate_size,
+        dtype=dtype,
+        num_slots=config.num_experts * len(config.moe_layers) if num_slots is None else num_slots,
+        policy=policy,
+    )
+    experts.preload()
+    return Runner(
+        checkpoint.spec,
+        load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load,
+        backend=backend,
+        exchange=LocalExchange(),
+        experts=experts,
+        dtype=dtype,
+        num_pages=num_pages,
+        num_state_slots=num_state_slots if config.has_slots else 0,
+    )
+
+
+def prompt_logits(
+    runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None, slot: int = 0
+) -> torch.Tensor:
+    """Logits [chunks, V] at the end of each prompt chunk. `slot`: of the sequence, if the model keeps state in such."""
+    slot = slot if runner.config.has_slots else -1
+    rows = []
+    size = chunk_size or len(token_ids)
+    for begin in range(0, len(token_ids), size):
+        ids = tuple(token_ids[begin : begin + size])
+        chunk = Chunk(
+            key=(b"", ""), start=begin, token_ids=ids, pages=tuple(pages), state_slot=slot, prompt=True, num_sampled=1
+        )  # fmt: skip
+        rows.append(runner.forward(Step(prefill=(chunk,)))[0])
+    return torch.stack(rows)
+
+
+def greedy_tokens(
+    runner: Runner, token_ids: Sequence[int], num_tokens: int, *, first_page: int = 0, chunk_size: int | None = None,
+    slot: int = 0,
+) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+    """(`num_tokens` greedy tokens, the logits [num_tokens, V] they were chosen from) after a prompt.
+
+    Uses the pages from `first_page` on, and `slot` if the model keeps state per sequence. The lowest id wins a tie.
+    """
+    count = -(-(len(token_ids) + num_tokens) // runner.page_size)
+    pages = tuple(range(first_page, first_page + count))
+    rows = [prompt_logits(runner, token_ids, pages, chunk_size=chunk_size, slot=slot)[-1]]
+    tokens = [int(rows[0].argmax())]
+    while len(tokens) < num_tokens:
+        position = len(token_ids) + len(tokens) - 1
+        chunk = Chunk(
+            key=(b"", ""), start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, num_sampled=1,
+            state_slot=slot if runner.config.has_slots else -1,
+        )  # fmt: skip
+        rows.append(runner.forward(Step(decode=(chunk,)))[0])
+        tokens.append(int(rows[-1].argmax()))
+    return tokens, torch.stack(rows)

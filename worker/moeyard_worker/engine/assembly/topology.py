@@ -1,0 +1,97 @@
+"""Which exchange `auto` stands for where a rank is, and why; what keeps GPUs from one that was asked for by name."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moeyard_worker.config.engine_config import STALL, EngineConfig, ExchangeKind
+from moeyard_worker.config.nccl_config import keep_to_loopback
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.assembly.device import Device
+from moeyard_worker.engine.assembly.fetching import settle_fetch
+from moeyard_worker.exchange.factory import resolve_kind
+from moeyard_worker.exchange.row_group import missing_nccl
+from moeyard_worker.exchange.shape import ExchangeShape
+
+# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Graphs hold
+# "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
+_AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
+# And where they are on several hosts. "nccl" is asked for by name there: it never ran between them, where its
+# variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
+_AUTO_APART: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
+
+
+def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
+    """The spec with the exchange that its rank has, and why, in words; and with what follows for fetching experts. All
+    ranks of a fleet find the same.
+
+    Raises ValueError, in one line, where one that was asked for cannot be.
+    """
+    config = spec.config
+    asked, count = config.exchange, config.num_workers
+    kind: ExchangeKind
+    if asked == "auto" and count > 1 and config.device != "cpu":
+        kind, why = _choose(spec, device, shape, _AUTO if spec.peer_gpus else _AUTO_APART)
+        if kind == "nccl":
+            keep_to_loopback()
+    else:
+        kind, why = resolve_kind(asked, count), "asked for"
+        if (problem := _problem(kind, spec, device, shape)) is not None:
+            raise ValueError(f"--exchange {kind} cannot be: {problem}; use --exchange zmq")
+        if kind == "zmq" and config.device == "cpu":
+            why = "ranks compute on CPUs"
+        elif asked == "auto":
+            why = "one rank"
+    config = replace(config, exchange=kind)
+    return replace(spec, config=replace(config, expert_fetch=settle_fetch(config))), why
+
+
+def patience(config: EngineConfig) -> float:
+    """Seconds that a rank's device waits for a peer's in an exchange, or its host for its own device to come to one.
+
+    One deadline, but where the device waits by itself, and nobody could tell it that a peer is compiling what was not
+    captured.
+    """
+    launched = config.exchange == "nvlink" and (config.enforce_eager or config.num_drafts > 0)
+    return config.step_deadline * (STALL if launched else 1)
+
+
+def host_patience(config: EngineConfig) -> float:
+    """Seconds that a rank's host waits for a frame of a peer that lives and has not said that it is compiling.
+
+    One deadline where hosts of GPUs meet in the exchanges of every step (for `Mesh` only where no rows go over TCP). On
+    a CPU a layer may take long, as it reads cold experts; over nvlink a peer's plan may come only when its device has
+    waited for others, which ends by itself.
+    """
+    meet = config.device != "cpu" and config.exchange != "nvlink"
+    return config.step_deadline * (1 if meet else STALL)
+
+
+def _choose(
+    spec: WorkerSpec, device: Device, shape: ExchangeShape, kinds: Sequence[ExchangeKind]
+) -> tuple[ExchangeKind, str]:
+    """The first of `kinds` that can be: why it can, or why those before cannot."""
+    problems = list[str]()
+    for kind in kinds:
+        problem = _problem(kind, spec, device, shape)
+        if problem is None:
+            break
+        problems.append(f"{kind}: {problem}" if problems else problem)
+    return kind, "; ".join(problems) or f"{spec.config.num_workers} GPUs of one host that reach each other"
+
+
+def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: ExchangeShape) -> str | None:
+    """What keeps rows from going from GPU to GPU by such an exchange, or None."""
+    if kind not in ("nvlink", "nccl"):
+        return None
+    if kind == "nccl":
+        return "steps that verify drafts have no such exchange so far" if spec.config.num_drafts else missing_nccl()
+    if spec.config.num_workers > 1:
+        if not spec.peer_gpus:
+            return "the workers are on several hosts"
+        if (problem := device.unreachable(spec.peer_gpus)) is not None:
+            return problem
+    try:
+        shape.window(spec.config.num_workers)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,315 @@
+"""One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
+
+Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
+-> `start` -> `wait` until the engine ends, or has lost a peer: then `rebind` (a mesh of the next epoch) -> `connect` ->
+`prepare` if it has other experts then -> `rejoin` -> `wait` again. `progress` and `stop` may be called at any time, in
+any thread. A rank that joins others later loads before it meets them. All that crosses a method is plain values.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.assembly.device import make_device
+from moeyard_worker.engine.assembly.doors import bind_frontend, bind_mesh, serve_metrics
+from moeyard_worker.engine.assembly.fetching import lending, plan_with_fetch
+from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
+from moeyard_worker.engine.assembly.recording import open_recorder
+from moeyard_worker.engine.assembly.sources import open_weights
+from moeyard_worker.engine.assembly.topology import patience, settle_exchange
+from moeyard_worker.engine.loop.faults import out_of_memory
+from moeyard_worker.engine.loop.loop import Engine
+from moeyard_worker.engine.loop.loss import Loss
+from moeyard_worker.engine.memory.host_memory import available_memory
+from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape
+from moeyard_worker.engine.sampling.grammars import Grammars
+from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.exchange.factory import build_exchange
+from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.placement import partition
+from moeyard_worker.experts.trace import RoutingRecorder
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+# Peers construct their sockets before anyone is told to connect, so this is long (seconds).
+MEET_SECONDS = 20.0
+
+
+class Worker:
+    """A rank. Methods other than `progress` and `stop` are called in the order of the module's docstring."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        torch.set_num_threads(spec.config.threads)
+        self._device = make_device(spec.config, spec.gpu)
+        self._model = served_model(spec.config)
+        self._shape = exchange_shape(spec.config, self._model)
+        # From here on the config names the exchange that there is.
+        spec, self._exchange_why = settle_exchange(spec, self._device, self._shape)
+        self._spec, config = spec, spec.config
+        log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
+        self.checkpoint = check_weights(config, self._model)
+        self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
+        shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
+        self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
+        self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
+        try:
+            self._metrics, self._metrics_port = serve_metrics(spec)
+            # What is planned for a sequence later is at most this.
+            self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
+            self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
+        except BaseException:
+            # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
+            self._mesh.close()
+            raise
+        self._available: int | None = None
+        self._loaded = self._total = 0
+        self._engine: Engine | None = None
+        self.grammars: Grammars | None = None
+        self._recording: RoutingRecorder | None = None
+        # What `load` is at, for what it says when memory runs out.
+        self._doing = "loading weights"
+        # What `wait` returns, or raises; the last one stays.
+        self._told: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def endpoints(self) -> dict[str, Any]:
+        """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
+        return {
+            "frontend": self._frontend.endpoint,
+            "metrics_url": f"http://{self._spec.host}:{self._metrics_port}/metrics",
+            "mesh": asdict(self._mesh.endpoint()),
+        }
+
+    def rebind(self, epoch: int, placement: Placement | None = None) -> dict[str, Any]:
+        """Bind a mesh of another epoch, by another placement if one is given: after `wait` or if peers did not meet."""
+        self._placement = placement or self._placement
+        self._mesh.close()
+        self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement)
+        self._metrics.refused["peer"] = self._mesh.refused
+        return self.endpoints()
+
+    def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
+        """Meet the peers within `timeout` seconds: their endpoints in rank order."""
+        self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
+        if self._available is None:
+            # At the start none loads before all have met: in `load` peers of this host would already take of it.
+            self._available = self._device.available()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes loaded so far and in all (0, 0 before `load`)."""
+        return self._loaded, self._total
+
+    def _advance(self, num_bytes: int) -> None:
+        self._loaded += num_bytes
+
+    def load(self, ranks_on_host: int) -> dict[str, Any]:
+        """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
+
+        `ranks_on_host` workers share evenly what was free on the host when they had met, or is now; a GPU is its
+        worker's own. Raises ValueError when something does not fit and CheckpointError for a bad file.
+        """
+        config = self._spec.config
+        # A launcher may call from any thread, and each has a device of its own.
+        self._device.activate()
+        if self._available is None:
+            self._available = self._device.available()
+        planner = self._planner(ranks_on_host)
+        plan = plan_or_tell(planner, config, self._available // (ranks_on_host if self._device.shared else 1))
+        for reason in plan.reasons:
+            log.info("rank %d: %s", self._spec.rank, reason)
+        try:
+            return self._build(plan)
+        except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken of it since
+            if not out_of_memory(error):
+                raise
+            now = self._device.available_anew() or plan.available
+            raise ValueError(ran_out(error, planner, config, planned=plan, doing=self._doing, now=now)) from error
+
+    def _build(self, plan: MemoryPlan) -> dict[str, Any]:
+        """Everything that `plan` has room for."""
+        config, model = self._spec.config, self._model
+        owned = self._placement.experts(self._spec.rank)
+        self._recording = open_recorder(
+            config, model, rank=self._spec.rank, experts=owned[0], num_slots=plan.expert_slots
+        )
+        state = model.state_spec(self._dtype.itemsize)
+        num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
+        backend = self._device.backend
+        begun, staging = time.perf_counter(), self._device.staging()
+        load, source = open_weights(self.checkpoint, self._device.backend, self._dtype, staging, self._advance)
+        slot = model.expert_bytes(self._dtype.itemsize)
+        experts = self.experts = ExpertCache(
+            backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
+            intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
+            policy=config.expert_policy, recorder=self._recording, shared=config.expert_fetch != "alone",
+        )  # fmt: skip
+        self._total = self.checkpoint.dense_bytes() + experts.num_preloaded * slot
+        exchange = build_exchange(
+            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
+            seconds=patience(config), drafts=config.num_drafts > 0, lending=lending(config, model, experts),
+        )  # fmt: skip
+        if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
+            log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
+        runner = Runner(
+            self.checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
+            num_pages=plan.num_pages, num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
+        )  # fmt: skip
+        experts.preload(self._advance)
+        self._device.finish()
+        self._doing = "capturing steps"
+        seconds = time.perf_counter() - begun
+        scheduler = self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_pages=plan.num_pages,
+                page_size=config.page_size,
+                max_model_len=plan.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                max_batch_tokens=config.max_batch_tokens,
+                max_num_seqs=config.max_num_seqs,
+                prefill_chunk=config.prefill_chunk,
+                mixed_prefill_tokens=config.mixed_prefill_tokens,
+                max_waiting=config.max_waiting,
+                max_queue_seconds=config.max_queue_seconds,
+                prefix_caching=config.prefix_caching and (state.prefix_reusable or plan.num_snapshots > 0),
+                max_in_flight=2 if config.async_scheduling else 1,
+                num_drafts=config.num_drafts, adaptive_drafts=config.draft_tokens is None,
+                num_state_slots=num_state_slots, num_snapshots=plan.num_snapshots,
+                chunk_alignment=state.chunk_alignment,
+            )
+        )  # fmt: skip
+        step_runner = self.runner = self._device.step_runner(runner, config, plan)
+        prepared = time.perf_counter()
+        self.grammars = Grammars.of_directory(
+            config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
+        self._engine = Engine(
+            rank=self._spec.rank, epoch=self._mesh.epoch, scheduler=scheduler, runner=step_runner, experts=experts,
+            exchange=exchange, mesh=self._mesh, frontend=self._frontend, metrics=self._metrics,
+            on_loss=self._told.put, grammars=self.grammars,
+        )  # fmt: skip
+        log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
+        read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
+        log.info("%s", loading_rates(self._loaded, seconds, read))
+        return {
+            "exchange": config.exchange,
+            "exchange_why": self._exchange_why,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "num_pages": plan.num_pages,
+            "prefix_caching": scheduler.config.prefix_caching,
+            "max_model_len": plan.max_model_len,
+            "expert_slots": experts.num_slots,
+            "num_experts": experts.num_experts,
+            "skipped": dict(self.checkpoint.skipped),
+            "loaded_bytes": self._loaded,
+            "held_bytes": plan.held_bytes(page_bytes=config.page_size * state.bytes_per_token, expert_bytes=slot),
+            "seconds": {"weights": seconds, "steps": prepared - begun - seconds},
+            "read_rate": read,
+        }
+
+    def _planner(self, ranks_on_host: int) -> Planner:
+        """Divides `available` bytes by a `config`; slabs of one host's peers are reserved when they are constructed."""
+        footprints = self._device.footprints
+        return partial(
+            plan_with_fetch, model=self._model, itemsize=self._dtype.itemsize, footprints=footprints,
+            resident_bytes=self.checkpoint.resident_bytes(self._dtype.itemsize, footprints),
+            num_local_experts=self._placement.num_owned(self._spec.rank),
+            slab_allocated=self._mesh.own_slab is not None,
+            host_available=available_memory() // ranks_on_host if footprints.HOST_EXPERTS else None,
+        )  # fmt: skip
+
+    def start(self, step: int = 0) -> None:
+        """Run the engine in a thread of its own; its peers have begun `step` steps."""
+        assert self._engine is not None, "start comes after load"
+        self._engine.rejoin(self._mesh, step, self._placement)
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
+        self._thread.start()
+
+    def rejoin(self, step: int) -> None:
+        """Go on with the peers of the mesh that was bound and connected last, after step `step`."""
+        assert self._engine is not None, "only a rank that has started may rejoin"
+        self._engine.rejoin(self._mesh, step, self._placement)
+
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch on all ranks though nobody is lost: `wait` tells all of a loss of nobody, then `rebind`."""
+        assert self._engine is not None, "an epoch begins before it ends"
+        self._engine.end_epoch(reason)
+
+    def room(self) -> dict[str, Any]:
+        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, any
+        can come or go (a recording is of one shard), and fewer ranks can meet."""
+        return {
+            "available": self._device.available(),
+            "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
+            "all_resident": self.experts.all_resident,
+            "movable": self.experts.movable and self._recording is None,
+            "regroups": self._spec.config.exchange != "nvlink",
+        }
+
+    def prepare(self, placement: Placement, room: int = 0) -> int:
+        """Read the experts that this rank has in an epoch of this placement and not now, beside steps; returns bytes.
+
+        They may take up to `room` slots more than there are. From the next `rejoin` on it has them, and no others.
+        """
+        return self.experts.prepare(placement.experts(self._spec.rank), room=room)
+
+    def _run(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        self._device.activate()
+        end: BaseException | None = None
+        try:
+            # The loop's thread owns the mesh, and this is its.
+            with self._device.telling(lambda: engine.mesh.say(Phase.BUSY)):
+                engine.run()
+        except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
+            end = error
+        finally:
+            if self._recording is not None:
+                self._recording.close()
+            # Before others miss this rank: its own word says why. Routers must not go on talking to one that has ended.
+            self._told.put(end)
+            self._mesh.close()
+            self._frontend.close()
+
+    def wait(self) -> dict[str, Any] | None:
+        """Block until the engine has lost a peer, and return the fields of that `Loss`, or has ended.
+
+        Then None after `stop`; otherwise raises what ended it.
+        """
+        told = self._told.get()
+        if isinstance(told, Loss):
+            return asdict(told)
+        self._told.put(told)
+        if told is not None:
+            raise told
+        return None
+
+    def stop(self) -> None:
+        """End the engine after its current step and free sockets and shared memory. Safe to call twice."""
+        if self._engine is not None and self._thread is not None:
+            self._engine.stop()
+            self._mesh.leaving = True
+            self._thread.join()
+            self._engine.close()
+            self._engine = None
+        if self.grammars is not None:
+            self.grammars.close()
+        self._mesh.close()
+        self._frontend.close()
+        self._metrics.close()
+        self._told.put(None)

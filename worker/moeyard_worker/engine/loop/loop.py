@@ -1,0 +1,320 @@
+"""The loop of one rank: messages in, lockstep steps, messages out.
+
+With `max_in_flight` 2 a step is planned, agreed on and launched while the one before runs; then that one's results are
+taken, one step late. With 1 they are taken at once, through the same code.
+
+A rank with work sends its plan and waits for the others'; an idle rank blocks on its sockets until a request arrives or
+a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late ends the epoch: the steps in
+flight are rolled back, and the rank keeps its requests and takes more until it is given the mesh of the next epoch.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from moeyard_worker.config.placement import Placement
+from moeyard_worker.engine.loop.ears import Ears
+from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
+from moeyard_worker.engine.loop.frontend import Frontend, in_frames
+from moeyard_worker.engine.loop.loss import Loss, tell_loss
+from moeyard_worker.engine.loop.metrics import WorkerMetrics
+from moeyard_worker.engine.loop.pacing import Pacing
+from moeyard_worker.engine.loop.reporting import Reporter
+from moeyard_worker.engine.sampling.grammar_queue import GrammarQueue
+from moeyard_worker.engine.sampling.grammars import Grammars
+from moeyard_worker.engine.steps.launching import LaunchedStep, StepRunner
+from moeyard_worker.exchange.base import Exchange, ExchangeError
+from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Submit
+from moeyard_worker.scheduling.admission import refusal
+from moeyard_worker.scheduling.request import Constraint
+from moeyard_worker.scheduling.scheduler import Scheduler
+from moeyard_worker.scheduling.step import Step
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own invariants
+
+
+class Engine:
+    """Owns the loop; everything it drives is handed in. `run` is called in one thread, `rejoin` and `stop` from any.
+    `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`. `mesh` is the epoch's.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        epoch: int,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        experts: ExpertCache,
+        exchange: Exchange,
+        mesh: Mesh,
+        frontend: Frontend,
+        metrics: WorkerMetrics,
+        on_loss: Callable[[Loss], None] = lambda loss: None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.rank, self.epoch, self.step = rank, epoch, 0
+        self.failure: str | None = None
+        self._scheduler = scheduler
+        self._runner = runner
+        self._experts = experts
+        self._exchange = exchange
+        self.mesh = mesh
+        self._lockstep = Lockstep(mesh)
+        self._frontend = frontend
+        self._metrics = metrics
+        # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
+        self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
+        self._completed_at, self._pacing = 0.0, Pacing()
+        self._clients: set[bytes] = set()
+        self._ears = Ears(frontend.socket, frontend.monitor)
+        self._grammars = GrammarQueue(grammars, self._ears.wake)
+        self._reporter = Reporter(
+            rank=rank, epoch=epoch, scheduler=scheduler, grammars=self._grammars, experts=experts, metrics=metrics
+        )
+        self._on_loss = on_loss
+        self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
+        self._ending: tuple[int, str] | None = None  # which epoch is to end, and why
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
+        self._stopping = True
+        self._ears.wake()
+
+    def rejoin(self, mesh: Mesh, step: int, placement: Placement) -> None:
+        """Go on with the peers of a connected mesh of another epoch after step `step`; also to begin, before `run`."""
+        self._next = (mesh, step, placement)
+        self._ears.wake()
+
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch, also one just given to `rejoin`, on all ranks between steps: a loss of nobody. Any thread."""
+        coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
+        self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
+        self._ears.wake()
+
+    def close(self) -> None:
+        """Give back what the loop used; after `run` has returned. Later calls of `stop` do nothing."""
+        self._exchange.close()
+        self._ears.close()
+
+    def run(self) -> None:
+        """Serve until `stop`. A fault or a broken invariant is raised, named.
+
+        Whatever ends this rank, routers hear nothing of the requests that it leaves: they go on elsewhere. Only those
+        that are known to have caused the fault end here, by its name.
+        """
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:  # boundary: raised again, under its name
+            named = name_of(error, rank=self.rank, step=self.step)
+            self.failure = self.failure or self.mesh.fail(named)
+            log.error("%s", named)
+            if isinstance(error, RankFault):
+                for reply in self._scheduler.fail(error.requests, named):
+                    self._send(reply.client, reply.message)
+            raise RankFault(named) from error
+
+    def _turn(self) -> None:
+        if self._next is not None:
+            self._begin_epoch(*self._next)
+        if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
+            self._lose(ExchangeError(self.mesh.fail(self._ending[1], planned=True)))
+        self._take_messages()
+        for reply in self._scheduler.expire(time.monotonic()):
+            self._send(reply.client, reply.message)
+        try:
+            if self.failure is None and (self._scheduler.has_work() or self._launched or self._peer_started()):
+                self._advance()
+                return
+        except ExchangeError as error:
+            self._lose(error)
+            return
+        self._report(force=False)
+        self._block()
+
+    def _peer_started(self) -> bool:
+        return self._lockstep.peer_started(self.step + 1)
+
+    def _block(self) -> None:
+        """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
+        # With nothing in flight a device tells in some microseconds what it was asked.
+        heard = self._ears.hear(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000))
+        if not heard.anything and not self._reporter.asked:
+            self._scheduler.validate()
+            self._report(force=self.step != self._reporter.step)
+            # A grammar may take too long, which nobody else tells.
+            heard = self._ears.hear(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None)
+        if self.failure is None and heard.peers:
+            try:
+                self.mesh.check_peers()
+            except ExchangeError as error:
+                self._lose(error)
+
+    def _take_messages(self) -> None:
+        for client, message in self._frontend.receive():
+            if isinstance(message, Submit):
+                self._submit(client, message)
+            elif isinstance(message, Abort):
+                done = self._scheduler.abort(client, message.request_id)
+                done = done or self._grammars.abort(client, message.request_id)
+                if done is not None:
+                    self._send(client, done)
+            elif isinstance(message, Hello):
+                self._clients.add(client)
+                self._send(client, self._reporter.snapshot(self.step, self.failure))
+            elif isinstance(message, Inspect):
+                self._reporter.asked.append(client)
+            else:
+                self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
+        for each, made in self._grammars.ready(time.monotonic()):
+            if isinstance(made, Rejected):
+                self._send(each.client, made)
+            else:
+                self._add(each.client, each.submit, each.arrived, made)
+
+    def _submit(self, client: bytes, message: Submit) -> None:
+        now = time.monotonic()
+        if message.sampling.grammar is None:
+            self._add(client, message, now)
+            return
+        # What can never run needs no grammar.
+        rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
+        if rejected is not None:
+            self._send(client, rejected)
+
+    def _add(self, client: bytes, message: Submit, arrived: float, constraint: Constraint | None = None) -> None:
+        reply = self._scheduler.add(message, client, arrived, constraint)
+        if reply is not None:
+            self._send(client, reply)
+
+    def _advance(self) -> None:
+        """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
+        if self._launched and self._scheduler.has_work():
+            has_run = self._launched[-1][0].has_run
+            if self._pacing.too_early(lambda: has_run() or self._peer_started(), self._pause):
+                return
+        started = time.monotonic()
+        others = self._lockstep.others_decode
+        step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
+        # Without a row of its own a rank takes part in its peers' steps only.
+        if step.chunks or self._peer_started():
+            self._launch(step, started)
+            if len(self._launched) < self._scheduler.config.max_in_flight:
+                return
+        elif self._listens and self._pause(self._launched[0][0].has_run):
+            return  # A peer that plans the next step would wait as long as this one takes.
+        self._complete(*self._launched.popleft())
+
+    @property
+    def _listens(self) -> bool:
+        # Whether the exchange waits for the device, and listens to peers meanwhile.
+        return bool(self.mesh.peers) and self._exchange.captures
+
+    def _pause(self, over: Callable[[], bool]) -> bool:
+        """Wait until it is `over`: False. True where anything is heard before, and soon where no device waits."""
+        if self._listens:
+            # Who looks at the mesh meanwhile takes a plan from its socket.
+            self._exchange.drain(lambda: over() or self._ears.hear(0).anything or self._peer_started())
+            return not over()
+        return self._ears.hear(1).anything
+
+    def _launch(self, step: Step, started: float) -> None:
+        """One lockstep step; idle ranks take part with no rows."""
+        agreed = self._lockstep.agree(
+            self.step + 1, step.num_tokens, step.num_drafts, num_prompt=step.num_prefill_tokens,
+            num_rows=self._runner.rows_of(step),
+        )  # fmt: skip
+        self.step += 1
+        self._exchange.begin_step(self.step)
+        self._experts.begin_step(self.step)
+        before = self._launched[-1][0] if self._launched else None
+        requests, depth = self._scheduler.requests(step), agreed.num_drafts
+        launched = self._runner.launch(step, requests, before=before, num_drafts=depth, peers=agreed.peers)
+        self._launched.append((launched, self.step, started))
+        waited = self._lockstep.wait_seconds[-1] + (0.0 if before is None else before.waited)
+        now = time.monotonic()
+        own = 0.0 if launched.has_run() else now - started - waited
+        self._pacing.launched(agreed.peers, seconds=own, now=now)
+
+    def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
+        """Take the results of the oldest step in flight."""
+        step = launched.step
+        self._exchange.finish_step(number, launched.has_run)
+        if unsound := launched.unsound:
+            # What made them is in the pages by now, and others may share these.
+            raise not_finite(unsound, step=number)
+        results = launched.results
+        now = time.monotonic()
+        self._pacing.completed(launched.device_seconds, now=now)
+        for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
+            self._send(client, message)
+        # Where steps overlap, one begins to count when the one before it is done.
+        seconds, self._completed_at = now - max(started, self._completed_at), now
+        self._metrics.observe_step(
+            num_tokens=step.num_tokens,
+            seconds=seconds,
+            device_seconds=launched.device_seconds,
+            scheduler=self._scheduler,
+            exchange=self._exchange,
+            experts=self._experts,
+            lockstep=self._lockstep,
+        )
+        self._report(force=False)
+
+    def _send(self, client: bytes, message: Message) -> None:
+        if not self._frontend.send(client, message):
+            self._clients.discard(client)
+            self._scheduler.abort_client(client)
+            self._grammars.abort_client(client)
+
+    def _lose(self, error: ExchangeError) -> None:
+        """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
+        self._ears.forget()
+        self._exchange.abort()
+        # What others found may be the cause of what was met here; all ranks name one.
+        self.failure = self.mesh.fail(str(error))
+        finding = self.mesh.finding
+        assert finding is not None, "a mesh that failed knows why"
+        self._exchange.abort(finding.ranks)
+        self._launched.clear()
+        self._pacing.clear()
+        loss = tell_loss(
+            error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,
+            running=self._scheduler.running(), waiting=self._scheduler.num_waiting,
+        )  # fmt: skip
+        log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
+        self._scheduler.roll_back(time.monotonic())
+        self._report(force=True)
+        self._on_loss(loss)
+
+    def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
+        """Go on where the end of the epoch before left this rank."""
+        self.mesh, self._lockstep = mesh, Lockstep(mesh)
+        self._experts.adopt(placement.experts(self.rank))
+        self.epoch = self._reporter.epoch = mesh.epoch
+        self._reporter.num_ranks = len(mesh.members)
+        self.step, self.failure, self._next = step, None, None
+        self._ears.watch(self.mesh.poll_sockets())
+        try:
+            self._exchange.attach(mesh, placement)
+        except ExchangeError as error:
+            self._lose(error)
+            return
+        log.info("epoch %d begins after step %d", self.epoch, step)
+        self._report(force=True)
+
+    def _report(self, *, force: bool) -> None:
+        """Tell every router how this rank is, if it is time to, and those who asked what its experts compute."""
+        if (snapshot := self._reporter.due(self.step, self.failure, force=force)) is not None:
+            for client in list(self._clients):
+                self._send(client, snapshot)
+        for client, loads in self._reporter.answers():
+            self._send(client, loads)

@@ -1,0 +1,102 @@
+"""What a rank tells its routers of itself, and when."""
+
+import time
+
+from moeyard_worker.engine.loop.metrics import WorkerMetrics
+from moeyard_worker.engine.sampling.grammar_queue import GrammarQueue
+from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.protocol import ExpertLoads, Snapshot
+from moeyard_worker.scheduling.scheduler import Scheduler
+
+SNAPSHOT_SECONDS = 0.02  # how often a busy rank reports its load
+# How often a rank without rows of its own reports what its peers' steps have made it count.
+PEERS_SECONDS = 1.0
+
+
+class Reporter:
+    """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due.
+
+    `asked`: the clients who wait for the loads of the experts.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        epoch: int,
+        scheduler: Scheduler,
+        grammars: GrammarQueue,
+        experts: ExpertCache,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.step = 0
+        self.epoch = epoch
+        self.num_ranks = 1
+        self.asked: list[bytes] = []
+        self._rank = rank
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._experts = experts
+        self._metrics = metrics
+        self._load: tuple[object, ...] = ()
+        self._reported_at = 0.0
+
+    def due(self, step: int, failure: str | None, *, force: bool) -> Snapshot | None:
+        """A snapshot when the load changed; of a busy rank also after a step, at most every 20 ms.
+
+        A rank that only takes part in its peers' steps reports what it counts once a second, and when they end.
+        """
+        scheduler = self._scheduler
+        own_step = step if scheduler.has_work() else None
+        num_waiting = scheduler.num_waiting + len(self._grammars)
+        load = (failure, own_step, scheduler.num_running, num_waiting, scheduler.pool.num_free)
+        now = time.monotonic()
+        busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
+        due = step != self.step and now - self._reported_at >= PEERS_SECONDS
+        if not force and (busy or (load == self._load and not due)):
+            return None
+        self._load, self._reported_at, self.step = load, now, step
+        self._metrics.observe_load(scheduler)
+        return self.snapshot(step, failure)
+
+    def answers(self) -> list[tuple[bytes, ExpertLoads]]:
+        """What those who asked are told, as soon as it is known: a device tells it behind the steps in flight."""
+        loads = self._experts.loads(self._rank) if self.asked else None
+        if loads is None:
+            return []
+        clients, self.asked = self.asked, []
+        return [(client, loads) for client in clients]
+
+    def snapshot(self, step: int, failure: str | None) -> Snapshot:
+        """How the rank is now, in step `step`; `failure` is why it does not step."""
+        scheduler = self._scheduler
+        stats, experts = scheduler.stats, self._experts.stats.counters
+        # A device that finds every expert in its slot counts nothing for the host.
+        counted = experts.num_hits + experts.num_misses > 0
+        return Snapshot(
+            rank=self._rank,
+            world_size=self.num_ranks,
+            epoch=self.epoch,
+            step=step,
+            state="ready" if failure is None else "recovering",
+            failure=failure,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._grammars),
+            num_waiting_tokens=scheduler.num_waiting_tokens + self._grammars.num_tokens,
+            kv_pages_total=scheduler.config.num_pages,
+            kv_pages_free=scheduler.pool.num_free,
+            page_size=scheduler.config.page_size,
+            max_model_len=scheduler.config.max_model_len,
+            vocab_size=scheduler.config.vocab_size,
+            generation_tokens=stats.generation_tokens,
+            prefill_tokens=stats.prefill_tokens,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            preemptions=stats.num_preemptions,
+            expert_hits=experts.num_hits if counted else None,
+            expert_misses=experts.num_misses if counted else None,
+            expert_evictions=experts.num_evictions if counted else None,
+            expert_slots=self._experts.num_slots,
+            draft_tokens=sum(stats.drafts) if stats.drafts else None,
+            accepted_tokens=sum(stats.accepted) if stats.drafts else None,
+        )

@@ -1,0 +1,320 @@
+"""How a rank's memory is divided between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moeyard_kernels.types.footprint import Footprints
+from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.engine.memory.kv_memory import num_pages_of, num_snapshots_of
+from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.experts.slots import resolve_slots, slot_bytes
+from moeyard_worker.models.model_config import ModelConfig
+
+# Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
+# what weights and reserve leave free.
+AUTO_KV_SHARE = 0.25
+# They give way to experts down to this share if all of these then have slots: a miss costs more than a page.
+LEAST_KV_SHARE = 1 / 16
+# Share of the available memory that nothing is planned into: the allocator's rounding, Python's objects, sockets.
+MARGIN_SHARE = 0.05
+# Rows whose logits exist at once where prompts are scored (engine/sampling/scoring.py). With this many a CPU is busy
+# with their products and not with reading the head's weight.
+SCORED_ROWS = 64
+# What grammars know of the vocabulary takes this of the host's memory per token: 836 and 858 bytes of 4,096 and 151,643
+# tokens (llguidance 1.9.1, 2026-11-23). A grammar itself took 20 kB.
+GRAMMAR_BYTES = 1024
+# The kernels compute in this many bytes per value, whatever dtype is served.
+_FP32 = 4
+# What NCCL takes of a GPU for its channels to so many peers: a guess from above, not measured.
+NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Bytes set aside before memory is divided: for the exchange, one step's tensors, what decode attention leaves of
+    each split of the keys, grammars, a margin."""
+
+    exchange: int
+    workspace: int
+    sums: int
+    grammars: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.exchange + self.workspace + self.sums + self.grammars + self.margin
+
+    def __str__(self) -> str:
+        sums = f", sums of split keys {format_size(self.sums)}" if self.sums else ""
+        return (
+            f"a reserve of {format_size(self.total)} (exchange {format_size(self.exchange)}, one step "
+            f"{format_size(self.workspace)}{sums}, grammars {format_size(self.grammars)}, margin "
+            f"{format_size(self.margin)})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What fits: pages of KV, snapshots of state, expert slots, and the longest sequence that the pages can hold.
+
+    Bytes: `available` is what was divided, `resident_bytes` the dense weights and all slots of state. `stream_slots`
+    come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
+    host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
+    `reasons` says in words how KV and experts came to their shares.
+    """
+
+    num_pages: int
+    num_snapshots: int
+    expert_slots: int
+    stream_slots: int
+    host_bytes: int
+    max_model_len: int
+    reserve: Reserve
+    prefix_bytes: int
+    available: int
+    resident_bytes: int
+    reasons: tuple[str, ...]
+
+    def held_bytes(self, *, page_bytes: int, expert_bytes: int) -> int:
+        """All that the rank takes, with pages and slots of these sizes."""
+        slots = (self.expert_slots + self.stream_slots) * expert_bytes
+        return self.resident_bytes + self.reserve.total + self.num_pages * page_bytes + slots
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.available)} free: dense weights {format_size(self.resident_bytes)}; "
+            f"{'; '.join(self.reasons)}; {self.reserve}"
+        )
+
+
+def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
+    """The sizes of the exchange that this fleet needs: of its largest step, which a GPU captures with padding."""
+    padding = 0 if config.device == "cpu" else config.max_num_seqs
+    return ExchangeShape(
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        hidden=model.hidden_size,
+        dtype=model.served_dtype(config.dtype),
+        max_tokens=config.max_batch_tokens + padding,
+    )
+
+
+def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the exchange takes of a rank's memory: its slab, the window that peers write to, or what NCCL takes."""
+    if config.exchange == "nccl":
+        return NCCL_BYTES + (config.num_workers - 1) * NCCL_PEER_BYTES if config.num_workers > 1 else 0
+    shape = exchange_shape(config, model)
+    return shape.window(config.num_workers).num_bytes if config.exchange == "nvlink" else shape.slab_bytes
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints) -> int:
+    """What the tensors of the largest step take at their peak, as an estimate; the prefix is `prefix_bytes`.
+
+    Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
+    (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
+    (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
+    (4 W H), or with room for all (row, k) of all ranks, W K I in the served dtype, and with nccl results twice, all
+    rows twice and what comes home twice, as these travel as tensors of the step; with drafts a step's states stay
+    beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS, twice,
+    and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
+    penalties know of every token for each of these rows (engine/sampling/row_edits.py). In bf16 a step takes half of
+    it at most (docs/gpu.md), so that captured ones, whose memory stays theirs, have as much room as one that is
+    launched.
+    tests/engine/test_memory.py measures the peak against it.
+    """
+    hidden, peers = model.hidden_size, config.num_workers
+    attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
+    wide = max(model.intermediate_size, model.shared_intermediate_size, model.moe_intermediate_size)
+    moved = 2 * model.top_k * hidden + (4 * peers * hidden if peers > 1 else 0)
+    if config.exchange in ("nvlink", "nccl"):
+        room = peers * model.top_k * model.moe_intermediate_size
+        if config.exchange == "nccl":
+            room += hidden * (peers * 2 * (model.top_k + 1) + 2 * model.top_k)
+        moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
+    row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
+    sampled = config.max_num_seqs * (1 + config.num_drafts)
+    logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
+    if config.num_drafts and config.device != "cpu":
+        logits += model.vocab_size * 2 * _FP32 * sampled
+    return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
+
+
+def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
+    """What decode attention leaves of each split of the keys, in one layer at a time (`SplitSums`).
+
+    Of captured steps, all of one pool, the widest: every sequence with all its drafts over tables of the longest.
+    Beside them of a step that is launched, whose rows may all be output that is computed anew.
+    """
+    longest, rows = config.max_model_len or model.max_position, 1 + config.num_drafts
+    if config.kv_memory is not None:
+        longest = min(longest, config.kv_memory // max(1, model.state_spec(itemsize).bytes_per_token))
+    longest += -longest % config.page_size
+    found = [taken for kind in model.attention_kinds() if (taken := kind.footprint(footprints).sums) is not None]
+    captured = max((each.num_bytes(config.max_num_seqs, rows, longest, CAPTURED) for each in found), default=0)
+    launched = max((each.num_bytes(config.max_batch_tokens, 1, longest, LAUNCHED) for each in found), default=0)
+    return int(((0 if config.enforce_eager else captured) + launched) * footprints.ALLOCATED)
+
+
+def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
+    """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
+
+    See `Footprint`: what is gathered, what is copied to fp32 if that is not served, what is fp32 anyway.
+    """
+    most = 0
+    for kind in model.attention_kinds():
+        taken = kind.footprint(footprints)
+        copied = taken.copied_per_position * _FP32 if itemsize < _FP32 else 0
+        most = max(most, taken.per_position * itemsize + copied + taken.fp32_per_position * _FP32)
+    return int(most * footprints.ALLOCATED)
+
+
+def plan_memory(
+    *,
+    config: EngineConfig,
+    model: ModelConfig,
+    itemsize: int,
+    resident_bytes: int,
+    num_local_experts: int,
+    available: int,
+    footprints: Footprints,
+    slab_allocated: bool = False,
+    host_available: int | None = None,
+    staging: int = 0,
+) -> MemoryPlan:
+    """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
+
+    `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
+    `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
+    `available`. `host_available`: bytes of the host's memory, if that is another. `staging`: what the exchange takes
+    besides, for experts that peers read (`fetching.py`).
+
+    Without --kv-memory, pages get AUTO_KV_SHARE of what is free, or less, down to LEAST_KV_SHARE, where all experts
+    then have slots; experts get the rest, or what their flags say.
+
+    Raises ValueError with both numbers and the flag to change when something does not fit.
+    """
+    # No row leaves a fleet of one rank, unless its exchange is asked for by name.
+    shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
+    grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
+    reserve = Reserve(
+        exchange=staging + exchange_bytes(config, model) if shares and not slab_allocated else 0,
+        workspace=step_bytes(config, model, footprints),
+        sums=sums_bytes(config, model, itemsize, footprints),
+        grammars=0 if footprints.HOST_EXPERTS else grammars,
+        margin=int(available * MARGIN_SHARE),
+    )
+    state = model.state_spec(itemsize)
+    slots_bytes = config.max_num_seqs * (1 + config.num_drafts) * state.bytes_per_sequence
+    held = resident_bytes + slots_bytes
+    free = available - held - reserve.total
+    if free <= 0:
+        kept = f", the state of {config.max_num_seqs} sequences {format_size(slots_bytes)}" if slots_bytes else ""
+        lower = ("--max-num-seqs" + ", --draft-tokens" * bool(config.num_drafts) + " or ") * bool(slots_bytes)
+        raise ValueError(
+            f"the dense weights need {format_size(resident_bytes)}{kept} beside {reserve}, this worker has "
+            f"{format_size(available)} of free memory; lower {lower}--max-batch-tokens, use fewer workers on this host "
+            "or a machine with more memory"
+        )
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
+    per_position = prefix_bytes(model, itemsize, footprints)
+    expert_bytes = model.expert_bytes(itemsize)
+    budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
+    # --kv-memory is of pages; what it takes to attend to them comes on top.
+    both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
+    num_snapshots = num_snapshots_of(
+        config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
+    )  # fmt: skip
+    snapshot_bytes = num_snapshots * state.bytes_per_sequence
+    held, free = held + snapshot_bytes, free - snapshot_bytes
+    num_pages = num_pages_of(
+        config, state, budget=budget - snapshot_bytes, snapshot_bytes=snapshot_bytes, max_model_len=max_model_len,
+        per_position=per_position,
+    )  # fmt: skip
+    max_model_len = min(max_model_len, num_pages * config.page_size)
+    kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position
+    if kv + prefix > free:
+        assert config.kv_memory is not None, "an automatic size fits"
+        raise ValueError(
+            f"--kv-memory {format_size(config.kv_memory)} does not fit: this worker has "
+            f"{format_size(free + snapshot_bytes)} of free memory beside its dense weights and {reserve}, of which "
+            f"attention over {max_model_len} tokens takes {format_size(prefix)}; lower --kv-memory"
+        )
+    left = free - kv - prefix
+    try:
+        slots = resolve_slots(
+            slots=config.expert_slots,
+            memory_bytes=config.expert_memory,
+            expert_bytes=expert_bytes,
+            num_experts=num_local_experts,
+            available_bytes=left,
+            stream_slots=footprints.STREAM_SLOTS,
+        )
+    except ValueError as error:
+        if config.expert_memory is not None and config.expert_memory <= left:
+            raise
+        raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
+    partial = slots < num_local_experts
+    host_bytes = num_local_experts * expert_bytes if partial and footprints.HOST_EXPERTS else 0
+    if host_available is not None and host_bytes + grammars > host_available * (1 - MARGIN_SHARE):
+        raise ValueError(
+            f"{slots} of {num_local_experts} experts have slots, so that all need {format_size(host_bytes)} of host "
+            f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "
+            "raise --expert-slots or lower --kv-memory until all have slots"
+        )
+    held_bytes = slot_bytes(
+        slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
+    )
+    return MemoryPlan(
+        num_pages=num_pages,
+        num_snapshots=num_snapshots,
+        expert_slots=slots,
+        stream_slots=footprints.STREAM_SLOTS if partial else 0,
+        host_bytes=host_bytes,
+        max_model_len=max_model_len,
+        reserve=reserve,
+        prefix_bytes=prefix,
+        available=available,
+        resident_bytes=held,
+        reasons=(
+            *reasons,
+            *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes),
+            f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
+            f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
+            + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
+        ),
+    )
+
+
+def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snapshot_bytes: int) -> Iterator[str]:
+    """What is said of state per sequence, if there is any."""
+    if not num_bytes:
+        return
+    behind = f", behind each of {1 + config.num_drafts} rows" if config.num_drafts else ""
+    yield f"state of {config.max_num_seqs} sequences{behind}, {format_size(num_bytes)}"
+    if num_snapshots:
+        yield f"{num_snapshots} snapshots of it behind prompts, {format_size(snapshot_bytes)} of KV memory"
+    elif config.prefix_caching:
+        yield "prefixes are not reused: there is no snapshot of the state behind them"
+
+
+def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:
+    """Bytes for KV pages and what attending to them takes, without --kv-memory; and why."""
+    share = int(free * AUTO_KV_SHARE)
+    words = f"of {format_size(free)} that are free, KV may take"
+    if config.kv_memory is not None:
+        return share, (f"--kv-memory {format_size(config.kv_memory)}",)
+    if config.expert_slots is not None or config.expert_memory is not None:
+        return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; experts as their flag says",)
+    left = free - all_experts
+    if left >= share:
+        return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}: all experts fit beside it",)
+    if left >= int(free * LEAST_KV_SHARE):
+        return left, (f"{words} {format_size(left)}: what is left beside all experts, {format_size(all_experts)}",)
+    return share, (
+        f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; not all experts fit, {format_size(all_experts)}, even "
+        f"beside {LEAST_KV_SHARE:.0%} for KV",
+    )

@@ -1,0 +1,237 @@
+"""Connections to the processes that have compiled grammars (`grammar_process.py`), and what starts these processes."""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from moeyard_worker.engine.sampling.grammar_process import ANSWER, ERROR, FORGET, GRAMMAR, PID, QUESTION
+from moeyard_worker.protocol import Grammar
+
+log = logging.getLogger(__name__)
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from moeyard_worker.engine.sampling.grammar_process import main; main()"
+)
+# Bounds of one grammar: seconds of processor time for its compilation, and bytes of memory that its process may add. A
+# schema of 20,000 values takes 0.1 s and 20 MiB.
+COMPILE_SECONDS, MEMORY_BYTES = 3.0, 256 << 20
+# Seconds on the clock after which a process is taken for hung: for a mask, and for a compilation on a busy machine.
+_MASK_PATIENCE, _COMPILE_PATIENCE = 2.0, 30.0
+# A compilation that takes longer than this gives way to steps, and is not repeated within one.
+SHORT_SECONDS = 0.1
+_NICENESS = 10
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled; says why."""
+
+
+class GrammarsFull(RuntimeError):
+    """There is no room for another grammar now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process has found: a status, the seconds of processor time that it took, and a mask or an error."""
+
+    status: int
+    seconds: float
+    payload: bytes
+
+
+class Asker(Protocol):
+    """A sequence that asks for masks."""
+
+    def answered(self, answer: Answer, waited: float) -> None:
+        """Take the answer to the oldest question, which was waited for so many seconds."""
+        ...
+
+    def lost(self, *, at_fault: bool) -> None:
+        """Learn that the process has ended before it answered; `at_fault` if it was at a question of this one."""
+        ...
+
+
+class Forks:
+    """The process that has read the tokenizer, which forks one for each grammar. It is replaced when it dies."""
+
+    def __init__(self, vocabulary: bytes) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._closed = False
+        self.refusal = self._start()
+        if self.refusal:
+            self.close()
+
+    def _start(self) -> str:
+        """Start the process and return why it cannot read the tokenizer; nothing as a rule."""
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            # The path is handed over, for a program that found its modules in a way of its own. In a session of its
+            # own the process is spared the terminal's Ctrl-C. It ends with its control socket, so always with us.
+            command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        assert self._process.stdin is not None, "a pipe was asked for"
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # boundary: the answer says why
+            given.write(self._vocabulary)
+        said = self._control.recv(1000)
+        return "" if said == b"\0" else said.decode() or "its process has ended"
+
+    def open(self) -> socket.socket:
+        """Return a connection to a new fork. Raises GrammarsFull where there is none."""
+        with self._lock:
+            for _ in range(2):
+                if self._closed:
+                    break
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    try:
+                        socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+                        return ours
+                    except OSError:
+                        ours.close()
+                log.error("the process that forks for grammars has ended with exit code %s", self._end())
+                self._start()
+        raise GrammarsFull("the process that compiles grammars has ended")
+
+    def _end(self) -> int:
+        self._control.close()
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End the process; forks end with their connections."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._end()
+
+
+class Compiled:
+    """A compiled grammar: the connection to the process that has it. Used by one thread at a time.
+
+    `first` has the mask of a first token and the seconds of the compilation, `num_bytes` is the memory that the process
+    has added. The process of a grammar that is not `usable` has ended; a `worn` one is not for further requests.
+    `generation` counts the processes that have ended before. Raises GrammarError when the grammar cannot be compiled
+    within its bounds.
+    """
+
+    def __init__(self, grammar: Grammar, forks: Forks) -> None:
+        self.grammar = grammar
+        self.usable, self.worn, self.num_bytes, self.generation = True, False, 0, 0
+        self.successor: Compiled | None = None
+        # Numbers of sequences that are over. Finalizers append to it, in any thread.
+        self.over: deque[int] = deque()
+        # Whose question is answered next. Weak, because a request may end before its answer.
+        self._asking: deque[weakref.ref[Asker]] = deque()
+        self._socket = forks.open()
+        self._socket.setblocking(False)
+        weakref.finalize(self, self._socket.close)
+        self._patience = _COMPILE_PATIENCE
+        try:
+            (self._pid,) = PID.unpack(self._read(PID.size))
+        except OSError as error:
+            self._socket.close()
+            raise GrammarsFull("no process can be started for another grammar") from error
+        try:
+            kind, text = grammar.kind.encode(), grammar.text.encode()
+            self._send(GRAMMAR.pack(len(kind), len(text), COMPILE_SECONDS, MEMORY_BYTES) + kind + text)
+            if not self._poll(select.POLLIN, SHORT_SECONDS):
+                with contextlib.suppress(ProcessLookupError):  # boundary: it has just ended
+                    os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
+            self.first = self._receive()
+        except OSError as error:
+            self._end(error)
+            raise GrammarError(
+                f"it takes more than {COMPILE_SECONDS:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
+            ) from error
+        self._patience = _MASK_PATIENCE
+        if self.first.status == ERROR:
+            self._end()
+            raise GrammarError(self.first.payload.decode())
+
+    def ask(self, asker: Asker, question: bytes) -> bool:
+        """Ask for a mask, without waiting for it; False when the process has ended."""
+        over = [QUESTION.pack(self.over.popleft(), FORGET, 0, 0.0) for _ in range(len(self.over))]
+        try:
+            self._send(b"".join([*over, question]))
+        except OSError as error:
+            self._end(error)
+            return False
+        self._asking.append(weakref.ref(asker))
+        return True
+
+    def take(self) -> None:
+        """Wait for the next answer and hand it to the one that asked, or tell all that the process has ended."""
+        begun = time.monotonic()
+        try:
+            answer = self._receive()
+        except OSError as error:
+            self._end(error)
+            return
+        if (asker := self._asking.popleft()()) is not None:
+            asker.answered(answer, time.monotonic() - begun)
+
+    def _receive(self) -> Answer:
+        status, seconds, self.num_bytes, size = ANSWER.unpack(self._read(ANSWER.size))
+        return Answer(status, seconds, self._read(size))
+
+    def _read(self, size: int) -> bytes:
+        data, count = bytearray(size), 0
+        while count < size:
+            try:
+                received = self._socket.recv_into(memoryview(data)[count:])
+            except BlockingIOError:
+                self._wait(select.POLLIN)
+                continue
+            if not received:
+                raise ConnectionError("the process has ended")
+            count += received
+        return bytes(data)
+
+    def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                # The process reads nothing while it waits for its own answers to be read.
+                if self._wait(select.POLLIN | select.POLLOUT) & select.POLLIN and self._asking:
+                    self.take()
+
+    def _wait(self, events: int) -> int:
+        found = self._poll(events, self._patience)
+        if not found:
+            raise TimeoutError(f"the process has not answered within {self._patience:g} s")
+        return found
+
+    def _poll(self, events: int, seconds: float) -> int:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return next((found for _, found in poll.poll(seconds * 1000)), 0)
+
+    def _end(self, error: OSError | None = None) -> None:
+        """Give the process up. The question that it was at has ended it, the others are asked again elsewhere."""
+        self.usable = False
+        self._socket.close()
+        if isinstance(error, TimeoutError):
+            with contextlib.suppress(ProcessLookupError):  # boundary: it has just ended
+                os.kill(self._pid, signal.SIGKILL)
+        waiting = [each() for each in self._asking]
+        self._asking.clear()
+        for place, asker in enumerate(waiting):
+            if asker is not None:
+                asker.lost(at_fault=place == 0)

@@ -1,0 +1,203 @@
+"""The processes that run llguidance: a parent that has read the tokenizer, and one fork of it for each grammar.
+
+A grammar comes from a client, and no limit of llguidance bounds the time or the memory of every call: products of
+automata and ambiguous rules defeat them. A call cannot be interrupted, but a process can be killed. So each grammar has
+a process with a limit on its memory and a timer on each of its calls. A fork starts with the tokenizer's tables, within
+milliseconds. `grammars.py` is the other side.
+
+The parent reads the tokenizer on standard input and then takes sockets on a socket of its own, one for each grammar.
+Imports must stay light: this module is loaded by a bare interpreter.
+"""
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from llguidance import LLMatcher, LLTokenizer
+
+from moeyard_worker.engine.sampling.grammar_source import matcher_of, source_of
+
+# Frames. A grammar: bytes of its kind and of its text, in UTF-8; the seconds of processor time that its compilation may
+# take, and the bytes of memory that the process may add. A question: the sequence, how many of its tokens stay, how
+# many follow, and the seconds that the answer may take. An answer: its status, the seconds that it took, the bytes of
+# memory that the process has added, and how many bytes follow.
+GRAMMAR = struct.Struct("<IIdQ")
+QUESTION = struct.Struct("<QIId")
+ANSWER = struct.Struct("<BdQI")
+PID = struct.Struct("<I")
+# Statuses. MASK: the tokens that may follow, one bit each. FREE: the tokens do not follow the grammar, so any may come.
+MASK, FREE, ERROR = range(3)
+FORGET = 0xFFFFFFFF  # the number of tokens that stay when a sequence has ended
+
+_MAX_MESSAGE = 500
+# A compiled grammar is tried on random answers, so that a limit of llguidance is met before a request runs.
+_TRIALS, _TRIAL_TOKENS, _TRIAL_SECONDS = 2, 8, 0.02
+
+
+def main() -> None:
+    """Read the tokenizer, then fork for each socket that comes, until there are no more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    # A timer's default is to end the process, in whatever code it is.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
+    control = socket.socket(fileno=int(sys.argv[2]))
+    given = json.loads(sys.stdin.buffer.read())
+    try:
+        tokenizer = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos_token_ids"])
+    except ValueError as error:
+        control.sendall(cut(str(error), 200).encode())
+        return
+    control.sendall(b"\0")
+    del given
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that has objects
+    while True:
+        _, received, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
+            return
+        if os.fork() == 0:
+            control.close()
+            _run(socket.socket(fileno=received[0]), tokenizer)
+        os.close(received[0])
+
+
+def _run(connection: socket.socket, tokenizer: LLTokenizer) -> None:
+    """Serve one grammar and end this process."""
+    try:
+        # llguidance's panics and a failed allocation print there, and a client could fill the log.
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with connection, connection.makefile("rb") as questions:
+            connection.sendall(PID.pack(os.getpid()))
+            _serve(connection, questions, tokenizer)
+    except (OSError, MemoryError):
+        pass  # the other side sees the end of the connection
+    finally:
+        os._exit(0)
+
+
+def _serve(connection: socket.socket, questions: BinaryIO, tokenizer: LLTokenizer) -> None:
+    begun = _resident()
+
+    def answer(status: int, seconds: float, payload: bytes = b"") -> None:
+        memory = max(0, _resident() - begun)
+        connection.sendall(ANSWER.pack(status, seconds, memory, len(payload)) + payload)
+
+    *sizes, seconds, memory = GRAMMAR.unpack(questions.read(GRAMMAR.size))
+    kind, text = (questions.read(size).decode() for size in sizes)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        with _limited(seconds):
+            compiled = _compile(kind, text, tokenizer)
+            first = bytes(compiled.compute_bitmask())
+    except MemoryError:
+        raise
+    except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
+        answer(ERROR, time.process_time(), cut(str(error)).encode())
+        return
+    answer(MASK, time.process_time(), first)
+    sequences: dict[int, _Sequence] = {}
+    while head := questions.read(QUESTION.size):
+        number, kept, count, allowed = QUESTION.unpack(head)
+        if kept == FORGET:
+            sequences.pop(number, None)
+            continue
+        token_ids = array("I", questions.read(4 * count))
+        sequence = sequences.setdefault(number, _Sequence(compiled))
+        before = time.thread_time()
+        with _limited(allowed):
+            status, payload = sequence.follow(kept, token_ids)
+        answer(status, time.thread_time() - before, payload)
+
+
+class _Sequence:
+    """A copy of a compiled grammar, and the tokens that it has been given."""
+
+    def __init__(self, compiled: LLMatcher) -> None:
+        self._compiled, self._matcher = compiled, compiled.deep_copy()
+        self._token_ids: list[int] = []
+        self._consumed = 0
+
+    def follow(self, kept: int, token_ids: Sequence[int]) -> tuple[int, bytes]:
+        """Keep so many tokens, add others, and say what may come next: a status and its payload."""
+        self._token_ids[kept:] = token_ids
+        if kept < self._consumed:
+            back, self._consumed = self._consumed - kept, kept
+            if not self._matcher.rollback(back):
+                # It cannot where a rule counts its tokens or has a stop (`max_tokens=`, `stop=`): start again.
+                self._matcher, self._consumed = self._compiled.deep_copy(), 0
+        new = self._token_ids[self._consumed :]
+        self._consumed += self._matcher.try_consume_tokens(new) if new else 0
+        if self._consumed < len(self._token_ids) and not self._matcher.is_error():
+            # A draft that will be refused, or the row after the one that ended the request: its token is not used.
+            return FREE, b""
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            error = self._matcher.get_error()
+            return ERROR, b"no token of the vocabulary fits" if "NoExtension" in error else cut(error).encode()
+        return MASK, mask
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Have the process killed if the block takes more processor time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _resident() -> int:
+    """The most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher to copy. Raises ValueError, and whatever a malformed grammar leads to."""
+    matcher = matcher_of(source_of(kind, text, tokenizer), tokenizer)
+    # The first mask fills tables that copies share.
+    if matcher.is_error() or not any(matcher.compute_bitmask()):
+        raise ValueError(matcher.get_error() or "no token of the vocabulary can begin an answer")
+    _try_out(matcher, tokenizer)
+    return matcher
+
+
+def _try_out(compiled: LLMatcher, tokenizer: LLTokenizer) -> None:
+    """Follow random answers for some tokens. Raises ValueError when llguidance meets one of its limits.
+
+    Answers that the grammar leads into a dead end are left: few of a model's are like that.
+    """
+    chance, begun = random.Random(0), time.thread_time()
+    for _ in range(_TRIALS):
+        matcher = compiled.deep_copy()
+        for _ in range(_TRIAL_TOKENS):
+            mask = bytearray(matcher.compute_bitmask())
+            for token_id in tokenizer.eos_tokens:
+                mask[token_id >> 3] &= ~(1 << (token_id & 7))
+            places = [place for place, byte in enumerate(mask) if byte]
+            if matcher.is_error() or not places or time.thread_time() - begun > _TRIAL_SECONDS:
+                break
+            place = chance.choice(places)
+            bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+            if not matcher.consume_token(8 * place + chance.choice(bits)):
+                break
+        if matcher.is_error() and "NoExtension" not in matcher.get_error():
+            raise ValueError(f"its answers cannot be followed: {matcher.get_error()}")
+
+
+def cut(message: str, length: int = _MAX_MESSAGE) -> str:
+    """A message in one line, without what llguidance adds for its own developers."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= length else f"{text[:length]}..."

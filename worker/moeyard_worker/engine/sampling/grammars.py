@@ -1,0 +1,317 @@
+"""Grammars: which tokens may follow an answer's tokens so far, as one bit per token of the vocabulary.
+
+llguidance compiles grammars and computes masks in processes of their own, which have limits and may die
+(`grammar_process.py`). A grammar is compiled once and kept for the requests that name it again. A mask is asked for as
+soon as the token before it is known, so it is computed while the forward pass of the next step runs. The time that all
+masks of a request take is bounded; a request that needs more ends with an error.
+"""
+
+import itertools
+import json
+import logging
+import time
+import weakref
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeyard_worker.engine.sampling.grammar_forks import (
+    SHORT_SECONDS,
+    Answer,
+    Compiled,
+    Forks,
+    GrammarError,
+    GrammarsFull,
+)
+from moeyard_worker.engine.sampling.grammar_process import ERROR, FREE, QUESTION
+from moeyard_worker.protocol import Grammar, SamplingParams
+from moeyard_worker.scheduling.request import Mask
+from moeyard_worker.tokenizer import read_tokenizer
+
+log = logging.getLogger(__name__)
+
+_KEPT = 16
+# The most bytes of memory that all grammars of a rank take before another one is refused.
+MAX_BYTES = 1 << 30
+# The process of a call that exceeds the time left by this much is killed.
+_GRACE_SECONDS = 0.02
+# How long the steps of a rank wait for the masks of costly requests: a share of all time, and at most so many seconds
+# saved up. Without any left a costly request ends, and the others have so many seconds to go on.
+WAITING_SHARE, _MOST_WAITING, _NEXT_WAITING = 0.05, 0.05, 0.005
+# How often a grammar's process is replaced for the other requests that have the grammar.
+_MOST_GENERATIONS = 3
+_TOO_MUCH = "the grammar cannot be followed any further: its masks take more time or memory than a request may use"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskLimits:
+    """What the masks of a request may cost.
+
+    `seconds` of processor time at first, and `seconds_per_token` more for each token, up to `seconds` saved up. A
+    request is costly once steps have waited `costly_wait` seconds for its masks, and `costly_wait_per_token` for each
+    of its tokens.
+    """
+
+    seconds: float
+    seconds_per_token: float
+    costly_wait: float
+    costly_wait_per_token: float
+
+    @classmethod
+    def of(cls, vocab_size: int) -> "MaskLimits":
+        """Return the limits for a vocabulary.
+
+        A mask that looks at each token of the vocabulary takes 24 ns for each, and one in six of an ordinary schema
+        does so. The time of an ambiguous grammar's masks grows with the answer instead.
+        """
+        return cls(
+            seconds=0.05 + 1e-6 * vocab_size,
+            seconds_per_token=0.001 + 30e-9 * vocab_size,
+            costly_wait=0.01 + 200e-9 * vocab_size,
+            costly_wait_per_token=0.0003 + 10e-9 * vocab_size,
+        )
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary. `tokenizer_json` None, or one that llguidance cannot read: for none.
+
+    Raises nothing for that; `refusal` then says why grammars are refused.
+    """
+
+    def __init__(self, tokenizer_json: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(t for t in eos_token_ids if t < vocab_size)
+        self.refusal: str | None = None
+        self.numbers = itertools.count()
+        self.waiting, self.limits = Waiting(), MaskLimits.of(vocab_size)
+        self._compiling = ThreadPoolExecutor(2, "grammar-compile")
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._live: weakref.WeakSet[Compiled] = weakref.WeakSet()
+        self._forks: Forks | None = None
+        if tokenizer_json is None:
+            self.refusal = "this server has no tokenizer, and a grammar is about text"
+        elif not self.eos_token_ids:
+            self.refusal = "this model has no end-of-sequence token, which ends what a grammar has completed"
+        else:
+            vocabulary = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": self.eos_token_ids}
+            self._forks = Forks(json.dumps(vocabulary).encode())
+            if error := self._forks.refusal:
+                log.warning("grammars are refused, llguidance cannot read the tokenizer: %s", error)
+                self.refusal = f"grammars are not served here: llguidance cannot read the tokenizer ({error})"
+
+    @staticmethod
+    def of_directory(directory: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Grammars":
+        """Return those of a checkpoint's tokenizer. Raises `ValueError` naming a file that cannot be read."""
+        files = None if directory is None else read_tokenizer(Path(directory))
+        text = None if files is None else files.json_within(vocab_size)
+        return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull.
+
+        One thread calls this, and it may cancel the future. The last results and errors are remembered.
+        """
+        assert self.refusal is None, self.refusal
+        found = self._compiled.pop(grammar, None)
+        if found is None or found.cancelled() or not _is_lasting(found):
+            found = self._compiling.submit(self._compile, grammar)
+        self._compiled[grammar] = found
+        while len(self._compiled) > (_KEPT if self._num_bytes <= MAX_BYTES else 1):
+            self._compiled.popitem(last=False)
+        return found
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in list(self._live))
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if (held := self._num_bytes) > MAX_BYTES:
+            raise GrammarsFull(f"the grammars of running requests take {held >> 20} MiB, {MAX_BYTES >> 20} are allowed")
+        assert self._forks is not None, "a refusal comes first"
+        compiled = Compiled(grammar, self._forks)
+        self._live.add(compiled)
+        return compiled
+
+    def again(self, compiled: Compiled) -> Compiled:
+        """Return another process for the grammar of one that has ended. Raises GrammarError, GrammarsFull."""
+        if compiled.successor is None or not compiled.successor.usable:
+            if compiled.first.seconds > SHORT_SECONDS or compiled.generation == _MOST_GENERATIONS:
+                raise GrammarError("its process has ended too often, or takes too long to start again")
+            compiled.successor = self._compile(compiled.grammar)
+            compiled.successor.generation = compiled.generation + 1
+        return compiled.successor
+
+    def constraint(self, compiled: Compiled, sampling: SamplingParams) -> "Constraint":
+        """Return what holds one sequence to a compiled grammar."""
+        return Constraint(compiled, sampling, self)
+
+    def close(self) -> None:
+        """End threads and processes without waiting for compilations."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiled.clear()
+        if self._forks is not None:
+            self._forks.close()
+
+
+class Waiting:
+    """The seconds that steps may still wait for the masks of costly requests."""
+
+    def __init__(self) -> None:
+        self._left, self._since = _MOST_WAITING, time.monotonic()
+
+    def charge(self, seconds: float) -> None:
+        """Count a wait that has just ended."""
+        now = time.monotonic()
+        self._left = min(_MOST_WAITING, self._left + WAITING_SHARE * (now - self._since)) - seconds
+        self._since = now
+
+    def is_over(self) -> bool:
+        """Whether one costly request must end now."""
+        self.charge(0.0)
+        if self._left > 0:
+            return False
+        self._left = _NEXT_WAITING
+        return True
+
+
+def _is_lasting(found: Future[Compiled]) -> bool:
+    """Whether a later request may have this result too."""
+    if not found.done():
+        return True
+    error = found.exception()
+    if error is not None:
+        return isinstance(error, GrammarError)
+    return found.result().usable and not found.result().worn
+
+
+class Constraint:
+    """One sequence and its copy of `compiled`. Used by one thread at a time; see `scheduling.request.Constraint`."""
+
+    def __init__(self, compiled: Compiled, sampling: SamplingParams, grammars: Grammars) -> None:
+        self._compiled, self._grammars = compiled, grammars
+        self._number = next(grammars.numbers)
+        self._forget = weakref.finalize(self, compiled.over.append, self._number)
+        eos = grammars.eos_token_ids
+        self._min_tokens = sampling.min_tokens
+        self._stops = tuple(t for t in sampling.stop_token_ids if 0 <= t < grammars.vocab_size)
+        # Tokens that do not end the request while it is too short, and tokens that never do.
+        self._ends = tuple({*eos, *self._stops})
+        self._unwanted = tuple({*eos} - {*self._stops}) if sampling.ignore_eos else ()
+        self._limits = grammars.limits
+        self._seconds_left, self._waited, self._num_tokens = self._limits.seconds, 0.0, 0
+        self._error: str | None = None
+        # The output of the last question; of those that are not answered, with how many tokens were new; and answers.
+        self._asked: list[int] = []
+        self._questions: deque[tuple[list[int], int]] = deque()
+        self._masks: deque[tuple[list[int], Mask]] = deque([([], self._mask(compiled.first, 0))])
+
+    def mask(self, output: Sequence[int]) -> Mask:
+        """See `scheduling.request.Constraint.mask`."""
+        wanted = list(output)
+        while self._error is None:
+            while self._masks and self._masks[0][0] != wanted:
+                self._masks.popleft()
+            if self._masks:
+                return self._masks[0][1]
+            if self._is_costly and self._grammars.waiting.is_over():
+                self._error = _TOO_MUCH
+            elif self._is_asked(wanted):
+                self._compiled.take()
+            else:
+                self._ask(wanted)
+        return Mask(error=self._error)
+
+    def expect(self, output: Sequence[int]) -> None:
+        """See `scheduling.request.Constraint.expect`."""
+        wanted = list(output)
+        known = any(answered == wanted for answered, _ in self._masks)
+        if self._error is None and not known and not self._is_asked(wanted):
+            self._ask(wanted)
+
+    @property
+    def _is_costly(self) -> bool:
+        limits = self._limits
+        return self._waited > max(limits.costly_wait, limits.costly_wait_per_token * self._num_tokens)
+
+    def _is_asked(self, output: list[int]) -> bool:
+        return any(asked == output for asked, _ in self._questions)
+
+    def _ask(self, output: list[int]) -> None:
+        if not self._compiled.usable:
+            self._move()
+            return
+        same = min(len(self._asked), len(output))
+        # Tokens are only ever taken back from the end: drafts that were refused.
+        while same and self._asked[same - 1] != output[same - 1]:
+            same -= 1
+        new = output[same:]
+        allowed = max(0.0, self._seconds_left + self._limits.seconds_per_token * len(new)) + _GRACE_SECONDS
+        question = QUESTION.pack(self._number, same, len(new), allowed) + array("I", new).tobytes()
+        if self._compiled.ask(self, question):
+            self._asked = output
+            self._questions.append((output, len(new)))
+
+    def _move(self) -> None:
+        """Go on with another process that has the grammar."""
+        try:
+            self._compiled = self._grammars.again(self._compiled)
+        except (GrammarError, GrammarsFull) as error:
+            self._error = f"the grammar cannot be followed any further: {error}"
+            return
+        self._forget.detach()
+        self._forget = weakref.finalize(self, self._compiled.over.append, self._number)
+        self._asked = []
+
+    def answered(self, answer: Answer, waited: float) -> None:
+        """Take the answer to the oldest question."""
+        output, num_new = self._questions.popleft()
+        # What it waited beyond the time of the answer, it waited for a core.
+        waited, limits = min(waited, answer.seconds), self._limits
+        self._waited, self._num_tokens = self._waited + waited, self._num_tokens + num_new
+        if self._is_costly:
+            self._grammars.waiting.charge(waited)
+        left = self._seconds_left + limits.seconds_per_token * num_new - answer.seconds
+        self._seconds_left = min(limits.seconds, left)
+        if self._seconds_left < 0:
+            self._error = _TOO_MUCH
+        # Sequences share an automaton, which may have as many states as it can.
+        self._compiled.worn |= answer.status == ERROR
+        self._masks.append((output, self._mask(answer, len(output))))
+
+    def lost(self, *, at_fault: bool) -> None:
+        """Forget the questions, whose process has ended; the request ends by an error where its own has ended it."""
+        self._questions.clear()
+        if at_fault:
+            self._error = _TOO_MUCH
+
+    def _mask(self, answer: Answer, num_output: int) -> Mask:
+        if answer.status == FREE:
+            return Mask()
+        if answer.status == ERROR:
+            return Mask(error=f"the grammar cannot be followed any further: {answer.payload.decode()}")
+        # It may have a word more than the vocabulary has.
+        words = np.frombuffer(answer.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
+        complete = _has(words, self._grammars.eos_token_ids[0])
+        held = num_output < self._min_tokens
+        if complete and not held:
+            for token_id in self._stops:
+                words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        if held or self._unwanted:
+            # Unless they are all that is left.
+            others = words.copy()
+            for token_id in self._ends if held else self._unwanted:
+                others[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+            words = others if others.any() else words
+        if not words.any():
+            return Mask(error="the grammar cannot be followed any further: no token of the vocabulary fits")
+        return Mask(words=words.tobytes())
+
+
+def _has(words: NDArray[np.uint32], token_id: int) -> bool:
+    return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))

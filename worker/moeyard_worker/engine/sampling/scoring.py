@@ -1,0 +1,90 @@
+"""Log-probabilities of prompt tokens: the head over rows from which nothing is sampled, and its answers in words.
+
+The head sees a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest of
+the step. Sampled rows go through the same product, and its rows do not know how many they are: neither blocks, chunks
+nor neighbours show.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moeyard_kernels.ops import SampledTokens, token_logprobs
+from moeyard_kernels.types.sampled_tokens import MAX_TOP
+from moeyard_kernels.types.sending import to_device
+from moeyard_worker.engine.memory.plan import SCORED_ROWS
+from moeyard_worker.engine.sampling.sampling import tell
+from moeyard_worker.protocol import TokenLogprob
+from moeyard_worker.scheduling.step import Chunk, Step
+
+# For each chunk of `step.scored`, what is said of each of its targets.
+Scores = list[tuple[TokenLogprob, ...]]
+
+
+def score(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, step: Step, *, whole: bool = False
+) -> list[SampledTokens]:
+    """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]); without waiting for a device.
+
+    `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size.
+    """
+    rows, targets, num_top = _wanted(step)
+    count = len(targets)
+    if whole:
+        num_top, missing = MAX_TOP, -count % SCORED_ROWS
+        rows, targets = rows + rows[:1] * missing, targets + targets[:1] * missing
+    where, ids = to_device(torch.tensor([rows, targets]), hidden.device)
+    blocks = []
+    for begin in range(0, count, SCORED_ROWS):
+        block = slice(begin, begin + SCORED_ROWS)
+        logits = head(hidden.index_select(0, where[block])).float()
+        found = token_logprobs(logits, ids[block], num_top)
+        blocks.append(found.each(lambda x, left=count - begin: x[:left]))  # type: ignore[misc]
+    return blocks
+
+
+def warm_scoring(head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+    """Have the kernels of a whole block compiled, by a row of any values, hidden [1, H]."""
+    rows = hidden.expand(SCORED_ROWS, -1).contiguous()
+    ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=hidden.device)
+    token_logprobs(head(rows).float(), ids, MAX_TOP)
+
+
+def _wanted(step: Step) -> tuple[list[int], list[int], int]:
+    """Rows of the step, the tokens behind them, and the most alternatives that one of the requests asks for."""
+    rows: list[int] = []
+    targets: list[int] = []
+    num_top = begin = 0
+    for chunk in step.prefill:
+        if chunk.scoring is not None:
+            first = begin + chunk.scoring.first
+            rows += range(first, first + len(chunk.scoring.targets))
+            targets += chunk.scoring.targets
+            num_top = max(num_top, chunk.scoring.num_top)
+        begin += chunk.num_tokens
+    return rows, targets, num_top
+
+
+def told(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
+    """What `score` found, in words; waits for it."""
+    asked = [n for chunk in step.scored for n in _asked(chunk)]
+    words: list[TokenLogprob] = []
+    for block in blocks:
+        some = tell(block, asked[len(words) : len(words) + len(block.ids)])
+        words += (found for _, found in some if found is not None)
+    remaining = iter(words)
+    return [tuple(next(remaining) for _ in _asked(chunk)) for chunk in step.scored]
+
+
+def _asked(chunk: Chunk) -> list[int]:
+    assert chunk.scoring is not None, "a scored chunk has targets"
+    return [chunk.scoring.num_top] * len(chunk.scoring.targets)
+
+
+def unsound_scores(step: Step, scores: Scores) -> tuple[str, ...]:
+    """Requests of which a scored row's logits are not finite: its log-probabilities are not numbers."""
+    return tuple(
+        chunk.key[1]
+        for chunk, found in zip(step.scored, scores, strict=True)
+        if any(entry.logprob != entry.logprob for entry in found)
+    )

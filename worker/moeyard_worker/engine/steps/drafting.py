@@ -1,0 +1,169 @@
+"""Guesses at the tokens behind those a step has sampled, by the model's layer for multi-token prediction.
+
+A first pass goes over all rows of the step, with the tokens behind them: its states are those that later passes attend
+to, and the row of each sequence's last accepted token gives its first draft. Every other pass has one row per sequence,
+the draft before, given the output of the pass before. What such a row keeps is a guess too, and so is what rows of
+refused drafts keep: the next step's first pass writes over both. All ranks make the same number of passes, with or
+without rows of their own.
+
+A draft is chosen as its token will be: with the noise of its position, what its request asks for and its grammar. It is
+kept only if the model then chooses the same, so nothing here can change an answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.sending import to_device
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose
+from moeyard_worker.exchange.base import Exchange, PeerRows
+from moeyard_worker.models.decoder import Decoder
+from moeyard_worker.models.mtp import Drafter
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+class Speculation:
+    """Makes drafts with `drafter` for `model`, in steps that `backend` plans, over the model's `exchange`."""
+
+    def __init__(
+        self, drafter: Drafter, *, model: Decoder, backend: Backend, exchange: Exchange, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
+        self._eos_token_ids = eos_token_ids
+
+    def warm(self, plan: StepPlan) -> None:
+        """Launch what prompts do, and the first pass behind them."""
+        self.drafter.forward(plan.token_ids, self._model.hidden(plan), plan)
+
+    def draft(
+        self,
+        step: Step,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        requests: Sequence[Request],
+        rows: Sequence[SampledRow],
+        results: Sequence[Accepted],
+        *,
+        num_passes: int,
+        most_rows: int,
+    ) -> list[Accepted]:
+        """`results` with up to `num_passes` drafts each.
+
+        `hidden` [num_rows, H] is what the head read of the step, `plan` is the step's; `requests`, `rows` and `results`
+        are those of its sampled chunks. No rank brings more than `most_rows` to the step's exchanges. Raises
+        ExchangeError when a peer is lost.
+        """
+        tails = _tails(step, requests, rows, results)
+        token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
+        x = self.drafter.forward(to_device(token_ids, hidden.device), hidden, plan)
+        going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
+        x = _rows(x, [tail.row for tail in going])
+        self._choose(x, going)
+        # From here on there are no rows of prompts, whoever had some.
+        self._exchange.expect(PeerRows(most_rows))
+        for number in range(2, num_passes + 1):
+            kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
+            x, going = _rows(x, kept), [going[i] for i in kept]
+            plan = self._backend.plan(Step(decode=tuple(tail.chunk(number) for tail in going)))
+            padded = x.new_zeros(plan.num_rows, x.shape[1])
+            padded[: len(going)] = x
+            x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
+            self._choose(x, going)
+        # Also where nobody goes on, or has a row: these passes wait for peers, too.
+        self._exchange.drain()
+        return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
+
+    def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:
+        """One more draft of each, by rows x [len(going), H]."""
+        if not going:
+            return
+        self._exchange.drain()
+        found = choose(self._model.head(x).float(), [tail.row_of_next() for tail in going], self._eos_token_ids)
+        for tail, (token_id, _) in zip(going, found, strict=True):
+            tail.drafts.append(token_id)
+
+
+def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
+
+
+class _Tail:
+    """Where one sequence has come to: its accepted tokens, and drafts behind them.
+
+    `row` of the step read the token before the last accepted one, which sits at `end`.
+    """
+
+    __slots__ = ("_chunk", "_params", "_prompt", "_request", "drafts", "end", "output", "result", "row")
+
+    def __init__(self, chunk: Chunk, request: Request, first: SampledRow, result: Accepted, *, row: int) -> None:
+        self._chunk, self._request, self.result = chunk, request, result
+        self._params = first.params if first.params.logprobs is None else replace(first.params, logprobs=None)
+        self._prompt = first.prompt
+        self.row = row
+        self.output = [*first.output, *result.token_ids]
+        self.end = len(first.prompt) + len(self.output) - 1
+        self.drafts: list[int] = []
+
+    def wants(self, number: int, page_size: int) -> bool:
+        """Whether it may have a draft of this number, from 1: within its request, and with a place for its row."""
+        request = self._request
+        if request.ended or self.result.error is not None or len(self.drafts) < number - 1:
+            return False
+        # The row that gives it sits two positions before it.
+        pages, dropped = self._chunk.behind
+        return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
+
+    def row_of_next(self) -> SampledRow:
+        """What the next draft is chosen by."""
+        output = [*self.output, *self.drafts]
+        constraint = self._request.constraint
+        mask = None if constraint is None else constraint.mask(output)
+        return SampledRow(params=self._params, prompt=self._prompt, output=output, mask=mask)
+
+    def chunk(self, number: int) -> Chunk:
+        """The row of pass `number`: it reads the draft before. The layer keeps no state per sequence."""
+        pages, dropped = self._chunk.behind
+        return Chunk(
+            key=self._chunk.key,
+            start=self.end + number - 2,
+            token_ids=(self.drafts[-1],),
+            pages=pages,
+            prompt=False,
+            num_sampled=1,
+            dropped=dropped,
+        )
+
+
+def _tails(
+    step: Step, requests: Sequence[Request], rows: Sequence[SampledRow], results: Sequence[Accepted]
+) -> list[_Tail]:
+    tails: list[_Tail] = []
+    end = sampled = 0
+    for chunk in step.chunks:
+        end += chunk.num_tokens
+        if chunk.num_sampled:
+            number = len(tails)
+            row = end - chunk.num_sampled + len(results[number].token_ids) - 1
+            tails.append(_Tail(chunk, requests[number], rows[sampled], results[number], row=row))
+            sampled += chunk.num_sampled
+    return tails
+
+
+def _tokens_behind(step: Step, results: Sequence[Accepted], num_rows: int) -> np.ndarray:
+    """[num_rows] int64: of every row the token behind it; zero behind a refused draft and in the padding."""
+    token_ids, begin = np.zeros(num_rows, dtype=np.int64), 0
+    remaining = iter(results)
+    for chunk in step.chunks:
+        first = chunk.num_tokens - chunk.num_sampled
+        behind = chunk.token_ids[1 : first + 1]
+        if chunk.num_sampled:
+            behind += next(remaining).token_ids
+        elif chunk.following is not None:
+            behind += (chunk.following,)
+        token_ids[begin : begin + len(behind)] = behind
+        begin += chunk.num_tokens
+    return token_ids

@@ -1,0 +1,183 @@
+"""Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_worker.engine.sampling.sampling import (
+    SampledRow,
+    Yielded,
+    accepted,
+    choose,
+    chosen_logits,
+    errors_of,
+    feed,
+    sampled_rows,
+    unsound,
+)  # fmt: skip
+from moeyard_worker.engine.sampling.scoring import Scores, score, told, unsound_scores
+from moeyard_worker.engine.steps.drafting import Speculation
+from moeyard_worker.exchange.base import Exchange, PeerRows
+from moeyard_worker.layers.moe import Experts
+from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.mtp import Drafter
+from moeyard_worker.models.spec import ModelSpec
+from moeyard_worker.scheduling.request import Accepted, Request
+from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.state.pools import allocate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that runs, or has run: `results[i]` of `step.sampled[i]`, `scores[i]` of `step.scored[i]`.
+
+    `unsound`: requests with logits not finite.
+    """
+
+    step: Step
+    results: list[Accepted]
+    scores: Scores = field(default_factory=list)
+    unsound: tuple[str, ...] = ()
+    device_seconds: float | None = None
+    waited: float = 0.0
+
+    def has_run(self) -> bool:
+        """See `LaunchedStep.has_run`."""
+        return True
+
+
+class Runner:
+    """A model with its dense weights and state on one rank.
+
+    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both are shared with nobody.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        load: Load,
+        backend: Backend,
+        exchange: Exchange,
+        experts: Experts,
+        dtype: torch.dtype,
+        num_pages: int,
+        num_state_slots: int = 0,
+    ) -> None:
+        self.config = config = spec.config
+        self.page_size = page_size = backend.page_size
+        self.backend = backend
+        self.dtype = dtype
+        self.exchange = exchange
+
+        def arrays(layer: int) -> dict[str, torch.Tensor]:
+            state = config.attention[layer].state()
+            return allocate(
+                state,
+                num_pages=num_pages,
+                page_size=page_size,
+                num_slots=num_state_slots,
+                dtype=dtype,
+                device=backend.device,
+            )
+
+        with torch.inference_mode():
+            model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
+            self.model = model
+            self.speculation: Speculation | None = None
+            if spec.draft is not None:
+                drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=backend, load=load)
+                self.speculation = Speculation(
+                    drafter, model=model, backend=backend, exchange=exchange, eos_token_ids=config.eos_token_ids
+                )
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> torch.Tensor:
+        """fp32 logits [num_sampled padded, V]; row i belongs to step.sample_rows[i], the padding is garbage.
+
+        An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
+        """
+        return self.model.forward(self.backend.plan(step))
+
+    def warm_recompute(self) -> None:
+        """Where state is kept per sequence, have the kernels compiled that compute output again, of several rows of a
+        sequence. Before the first step, when neither slots nor pages hold anything.
+        """
+        if not self.config.has_slots:
+            return
+        # A few rows take a shorter way than many.
+        for rows in (2, 5):
+            ids = (0,) * rows
+            again = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=ids, state_slot=0, prompt=False, num_sampled=1)
+            self.exchange.expect(PeerRows(rows))
+            self.forward(Step(decode=(again,)))
+        if self.backend.choices is not None:
+            self.backend.choices.clear()
+
+    def rows_of(self, step: Step) -> int:
+        """See `StepRunner.rows_of`."""
+        return step.num_tokens
+
+    @torch.inference_mode()
+    def launch(
+        self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0,
+        peers: PeerRows | None = None,
+    ) -> Launched:  # fmt: skip
+        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+
+        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that. `peers`: what ranks
+        bring to the exchanges (None: this is the only one).
+
+        Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
+        results before. Raises ExchangeError when a peer is lost.
+        """
+        peers = peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,))
+        self.exchange.expect(peers)
+        fed = feed(step, before)
+        plan = self.backend.plan(fed)
+        hidden = self.model.hidden(plan)
+        logits = self.model.sampled(hidden, plan)
+        return self.settle(
+            step, fed, requests, plan=plan, hidden=hidden, logits=logits, before=before, num_drafts=num_drafts,
+            most_rows=peers.most,
+        )  # fmt: skip
+
+    def settle(
+        self, step: Step, fed: Step, requests: Sequence[Request], *, plan: StepPlan, hidden: torch.Tensor,
+        logits: torch.Tensor, before: Yielded | None, num_drafts: int, most_rows: int,
+    ) -> Launched:  # fmt: skip
+        """The rest of `launch`: choose tokens by a step's `logits`, and draft behind them by its `hidden` states.
+
+        `fed` is the step with all its tokens, `plan` what it was computed by. Drafts are made with `most_rows` of any
+        rank in an exchange.
+        """
+        rows = sampled_rows(fed, requests, before)
+        self.exchange.drain()
+        chosen = choose(logits, rows, self.config.eos_token_ids)
+        ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
+        found = chosen_logits(logits, ids.to(logits.device))
+        results = accepted(fed, chosen, errors_of(rows))
+        if num_drafts:
+            assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
+            results = self.speculation.draft(
+                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
+            )
+        _look_ahead(fed, requests, rows, results)
+        # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
+        whole = self.backend.device.type != "cpu"
+        scores = told(step, score(self.model.head, hidden, step, whole=whole)) if step.scored else []
+        bad = unsound(fed, requests, found) + unsound_scores(step, scores)
+        return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
+
+
+def _look_ahead(
+    step: Step, requests: Sequence[Request], rows: Sequence[SampledRow], results: Sequence[Accepted]
+) -> None:
+    """Have the next masks computed beside the next step, now that the tokens before them are known."""
+    first = 0
+    for chunk, request, result in zip(step.sampled, requests, results, strict=True):
+        if request.constraint is not None and not request.ended:
+            request.constraint.expect([*rows[first].output, *result.token_ids])
+        first += chunk.num_sampled
