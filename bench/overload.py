@@ -38,7 +38,7 @@ import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeyard.clients.bench.server.workload import arrivals
+from moeyard.clients.bench.workload import arrivals
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
 

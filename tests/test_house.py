@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("worker", "router", "kernels", "deploy")
 PACKAGES = ("moeyard_worker", "moeyard_router", "moeyard_kernels", "moeyard")
 
-# All that a router knows of the worker: messages, frames, keys, sockets, and the tokens of a checkpoint.
-BOUNDARY = ("protocol", "wire", "keys", "refusals", "sockets", "tokenizer")
+# All that a router knows of the worker: messages, frames, keys, sockets, flags of fields, and a checkpoint's tokens.
+BOUNDARY = ("protocol", "wire", "keys", "options", "refusals", "sockets", "tokenizer")
 # Who may import whom.
 MAY_IMPORT = {
     "moeyard": ("moeyard", "moeyard_router", "moeyard_worker", "moeyard_kernels.cpu.footprint"),

@@ -5,9 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from moeyard.cli.control_flags import CHANGEABLE
-from moeyard.cli.flags import with_flags
 from moeyard.control import Command, ControlDoor, refused_as_text
+from moeyard.options import CHANGEABLE, with_flags
 from moeyard.upkeep import Refused, Say, Upkeep
 from moeyard_worker.config.engine_config import EngineConfig
 

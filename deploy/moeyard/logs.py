@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
+from moeyard_worker.options import option
+
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 # An access-log line costs some 50 us of CPU (2026-11-22, on cores that others used): 2.5 % of one at the most.
@@ -33,8 +35,8 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 class LogConfig:
     """`level` of our own lines (others' begin at warning), and how lines are spelled."""
 
-    level: str = "info"
-    format: str = "text"
+    level: str = option("info", "of router and workers", flag="--log-level", choices=LEVELS, group="keys, TLS and logs")
+    format: str = option("text", "of log lines", flag="--log-format", choices=FORMATS)
 
 
 def start(

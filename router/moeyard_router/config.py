@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from moeyard_worker.keys import RouterKeys
+from moeyard_worker.options import option
 from moeyard_worker.protocol import KvCompression
 
 METRIC_ALIASES = ("vllm",)
 UNKNOWN_FIELDS = ("reject", "ignore")
+KEY_VARIABLE = "MOEYARD_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +40,26 @@ class DoorConfig:
     """Who may come in, under which certificate, and whether it is written down (docs/security.md).
 
     `api_key_file` and `api_keys` (plain, from the environment) add up; with neither, no key is asked for.
-    `protect_metrics` asks for one on /metrics too. `ssl_certfile` and `ssl_keyfile` are PEM files; `ssl_ca_certs` asks
-    clients for a certificate that it vouches for. `allowed_origins` are origins of web pages (`https://host[:port]`)
-    that may call from a browser, or `*`. `access_log` writes one line per request on the logger `moeyard.access`.
+    `access_log` writes on the logger `moeyard.access`.
     """
 
-    api_key_file: Path | None = None
+    api_key_file: Path | None = option(
+        None,
+        f"API keys, one per line: KEY, NAME:KEY or NAME:sha256:HEX (one more may be in {KEY_VARIABLE})",
+        group="keys, TLS and logs",
+    )
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    protect_metrics: bool = False
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    ssl_ca_certs: Path | None = None
-    allowed_origins: tuple[str, ...] = ()
-    access_log: bool = False
+    protect_metrics: bool = option(False, "ask for an API key on /metrics too")
+    ssl_certfile: Path | None = option(None, "PEM certificate chain: serve HTTPS")
+    ssl_keyfile: Path | None = option(None, "its PEM private key (default: in the same file)")
+    ssl_ca_certs: Path | None = option(None, "PEM authorities: clients must show a certificate of theirs")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "web pages that may call from a browser, e.g. https://chat.example.com, or '*' (default: only our own)",
+        nargs="+",
+        metavar="ORIGIN",
+    )
+    access_log: bool = option(False, "one line per request on stderr (default: yes)", both=True, text="yes")
 
     @property
     def asks_for_key(self) -> bool:
@@ -143,39 +152,79 @@ class RouterConfig:
     max_model_len: int
     vocab_size: int
     model_aliases: tuple[str, ...] = ()
-    chat_template: Path | None = None
+    chat_template: Path | None = option(
+        None, "a jinja template in place of the checkpoint's own", group="the model in the API"
+    )
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    kv_compression: KvCompression | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    enable_auto_tool_choice: bool | None = None
+    kv_compression: KvCompression | None = option(
+        None,
+        'what is kept of prompts where requests do not say: {"method": "snapkv", "budget": 2048, "window": 32}, which '
+        "changes answers; docs/snapkv.md (default: all)",
+        metavar="JSON",
+    )
+    tool_call_parser: str = option(
+        "auto", "format of the model's tool calls: {choices} (default auto: by the chat template)", metavar="NAME"
+    )
+    reasoning_parser: str = option(
+        "auto", "format of its reasoning: {choices} (default auto: by the chat template)", metavar="NAME"
+    )
+    enable_auto_tool_choice: bool | None = option(
+        None, 'tools with tool_choice "auto" (default: where the format of tool calls is known)', both=True
+    )
+    unknown_fields: str = option(
+        "reject",
+        "what becomes of unknown fields in requests: reject answers 400, ignore drops them and names them in a header "
+        "of the answer",
+        choices=UNKNOWN_FIELDS,
+    )
     eos_token_ids: tuple[int, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_inflight: int = 256
+    host: str = option("127.0.0.1", "address of the API", group="HTTP")
+    port: int = option(8000, "port of the API, 0 picks one", kind="port")
+    metric_aliases: tuple[str, ...] = option(
+        (),
+        "add this program's names of metrics to the router's /metrics",
+        choices=METRIC_ALIASES,
+        action="append",
+    )
+    shutdown_grace: float = option(
+        3.0,
+        "seconds for open answers on SIGTERM or Ctrl-C; a second signal ends them at once",
+        flag="--shutdown-timeout",
+        kind="duration",
+    )
+    max_inflight: int = option(
+        256,
+        "sequences at all ranks before 429 (default: what their places and queues hold)",
+        group="limits for clients",
+        kind="count",
+        unset=True,
+    )
     inflight_per_worker: int | None = None
-    max_waiting_tokens: int | None = None
+    max_waiting_tokens: int | None = option(
+        None,
+        "prompt tokens of sequences without a token yet, at all ranks, before 429 (default no limit)",
+        kind="count",
+    )
     worker_places: int | None = None
     max_queue_seconds: float | None = None
     max_choices: int = 128
     max_logprobs: int = 20
-    max_body_bytes: int = 16 * 1024 * 1024
-    max_buffered_bytes: int = 256 * 1024 * 1024
-    intake_processes: int = 2
-    max_header_bytes: int = 64 * 1024
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    keep_alive_timeout: float = 75.0
-    send_timeout: float = 30.0
+    max_body_bytes: int = option(16 * 1024 * 1024, "longest request body, then 413", kind="size")
+    max_buffered_bytes: int = option(256 * 1024 * 1024, "bodies that are being read, together, then 503", kind="size")
+    max_header_bytes: int = option(64 * 1024, "longest request line and headers, then 431", kind="size")
+    header_timeout: float = option(10.0, "time for a request's headers, then 408", kind="seconds")
+    body_timeout: float = option(60.0, "time for a request's body, then 408", kind="seconds")
+    keep_alive_timeout: float = option(75.0, "time without a request before a connection is closed", kind="seconds")
+    send_timeout: float = option(
+        30.0, "time without a byte of its answer taken before a client is cut off", kind="seconds"
+    )
+    intake_processes: int = option(2, "processes that read request bodies of more than 64 KiB", kind="count")
     max_connections: int | None = None
     step_deadline: float = 5.0
-    recovery_timeout: float = 300.0
+    recovery_timeout: float = option(300.0, "how long requests wait for a fleet that has lost a worker", kind="seconds")
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
-    shutdown_grace: float = 3.0
     prefix_caching: bool = True
-    unknown_fields: str = "reject"
-    metric_aliases: tuple[str, ...] = ()
     door: DoorConfig = DoorConfig()
     restarted: bool = False
     keys: RouterKeys | None = None

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from moeyard.cli.api_flags import answer_formats_of, api_settings, sampling_defaults, start_notes
 from moeyard.cli.commands import build_parser, main
 from moeyard.cli.config_file import with_config_file
-from moeyard.cli.flags import engine_config
 from moeyard.local.before_start import check_before_start
+from moeyard.local.settings import answer_formats_of, api_settings, engine_config, sampling_defaults, start_notes
 from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.models.families import load_model_config

@@ -11,7 +11,7 @@ from moeyard.clients.bench.server.drive import Course
 from moeyard.clients.bench.server.figures import errors, figures, is_good, latencies, parse_slo, per_second, summary
 from moeyard.clients.bench.server.report import compare, describe
 from moeyard.clients.bench.server.run import fit
-from moeyard.clients.bench.server.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
+from moeyard.clients.bench.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
 from moeyard.clients.target import parse_target
 
 

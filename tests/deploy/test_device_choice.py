@@ -11,11 +11,11 @@ import torch
 from tests.gpus import pretend
 
 from moeyard.cli.commands import build_parser
-from moeyard.cli.flags import engine_config
 from moeyard.local import device_choice
 from moeyard.local.device_choice import check_device, choose_device, device_reason, find_gpus
 from moeyard.local.gpu_probe import probe
 from moeyard.local.serve import device_named
+from moeyard.local.settings import engine_config
 
 DEMO = str(Path(__file__).resolve().parents[2] / "deploy" / "demo")
 

@@ -1,13 +1,13 @@
 """The limits on the command line become fields of RouterConfig and EngineConfig; a bad one is a line that says so."""
 
 import os
+from dataclasses import fields
 
 import pytest
 
 from moeyard.cli.commands import build_parser
-from moeyard.cli.door_config import KEY_VARIABLE, door_config
-from moeyard.cli.door_flags import door_fields
-from moeyard.cli.flags import engine_config
+from moeyard.local.settings import door_config, engine_config, router_fields
+from moeyard_router.config import KEY_VARIABLE, RouterConfig
 
 
 def parse(*flags):
@@ -17,12 +17,11 @@ def parse(*flags):
 
 def test_without_flags_the_fleet_says_how_much_it_holds():
     args, config = parse("--max-num-seqs", "16", "--max-waiting", "4")
-    assert door_fields(args, config) == {
-        "max_inflight": 2 * (16 + 4),
-        "inflight_per_worker": 16 + 4,
-        "worker_places": 16,
-        "max_queue_seconds": None,
-    }
+    found = router_fields(args, config)
+    fleet = {"max_inflight": 2 * (16 + 4), "inflight_per_worker": 16 + 4, "worker_places": 16}
+    assert found == {**found, **fleet, "max_queue_seconds": None}
+    defaults = {field.name: field.default for field in fields(RouterConfig)}
+    assert {name for name in found if found[name] != defaults[name]} == fleet.keys()
     assert config.max_queue_seconds is None
 
 
@@ -42,10 +41,12 @@ def test_flags():
         *("--header-timeout", "3", "--body-timeout", "4.5", "--keep-alive-timeout", "6"),
         *("--send-timeout", "7"),
     )
-    assert door_fields(args, config) == {
-        "max_inflight": 7, "max_waiting_tokens": 5000, "max_body_bytes": 2**20, "max_buffered_bytes": 2**22,
+    found = router_fields(args, config)
+    assert found == {
+        **found, "max_inflight": 7, "max_waiting_tokens": 5000, "max_body_bytes": 2**20, "max_buffered_bytes": 2**22,
         "max_header_bytes": 8192, "header_timeout": 3.0, "body_timeout": 4.5, "keep_alive_timeout": 6.0,
         "intake_processes": 1, "send_timeout": 7.0, "max_queue_seconds": 2.5, "worker_places": config.max_num_seqs,
+        "inflight_per_worker": None,
     }  # fmt: skip
     assert config.max_queue_seconds == 2.5
 

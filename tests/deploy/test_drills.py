@@ -1,6 +1,5 @@
 """bench/drills.py: what it counts as lost, repeated or different, what it plans, and a short drill of a real fleet."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -31,7 +30,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.limits import HANG_SECONDS
 
-from moeyard.cli.flags import add_engine_arguments
 from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.api.validation import validate
 
@@ -349,15 +347,7 @@ def test_poisoned_checkpoint_has_one_row_of_nan(tmp_path: Path) -> None:
     assert 0 < length < 10**6
 
 
-def recovers() -> bool:
-    """Whether this `moeyard serve` replaces lost workers: then it has a limit for that."""
-    parser = argparse.ArgumentParser()
-    add_engine_arguments(parser)
-    return "--restart-limit" in parser.format_help()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not recovers(), reason="this moeyard serve does not replace lost workers")
 def test_short_drill(tmp_path: Path) -> None:
     """Two seeded faults under load: nothing failed, nothing lost, repeated or different, and the fleet is whole."""
     figures = tmp_path / "drill.json"

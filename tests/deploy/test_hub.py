@@ -20,12 +20,11 @@ from tests.deploy.test_serve import free_port
 from tests.limits import HANG_SECONDS
 from tokenizers import Tokenizer, models
 
-from moeyard.cli.api_flags import api_settings
 from moeyard.cli.commands import build_parser, main
-from moeyard.cli.flags import engine_config
 from moeyard.local.before_start import Checked, check_before_start, fetch_missing
 from moeyard.local.hub import describe, fetch, missing_file
 from moeyard.local.model_source import hub_id
+from moeyard.local.settings import api_settings, engine_config
 from moeyard_worker.checkpoint.index import read_header
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.model_config import ModelConfig

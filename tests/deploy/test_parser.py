@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeyard.cli.commands import build_parser, main
-from moeyard.cli.flags import EVERYDAY
+from moeyard.cli.commands import EVERYDAY, build_parser, main
 from moeyard.cli.other_servers import INSTEAD
 
 

@@ -237,7 +237,7 @@ def test_an_interrupt_while_we_import_says_nothing() -> None:
         "import signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'moeyard.cli.flags': signal.raise_signal(signal.SIGINT)\n"
+        "        if name == 'moeyard.options': signal.raise_signal(signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from moeyard.entry import main\n"
         "sys.exit(main())"

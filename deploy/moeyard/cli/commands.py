@@ -3,65 +3,61 @@
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from moeyard import __version__
-from moeyard.cli.api_flags import add_api_arguments
-from moeyard.cli.control_flags import (
-    add_drain_arguments,
-    add_restart_arguments,
-    add_scale_arguments,
-    add_undrain_arguments,
-)
-from moeyard.cli.door_config import add_door_arguments, door_config, log_config
-from moeyard.cli.expert_commands import add_experts_command
-from moeyard.cli.flags import EVERYDAY, add_engine_arguments, add_source_arguments, engine_config
 from moeyard.cli.parser import Parser, fail
-from moeyard.clients.bench.engine_flags import add_bench_arguments
-from moeyard.clients.bench.server.flags import add_server_arguments
+from moeyard.clients.bench.bench_config import EngineBenchConfig, ServerBenchConfig
 from moeyard.clients.target import add_target_arguments
 from moeyard.entry import INTERRUPTED, leave
 from moeyard.lazy import load
 from moeyard.local.full_disk import outlive_full_disk
-from moeyard.local.model_source import add_model_argument, checkpoint
+from moeyard.local.model_source import checkpoint
+from moeyard.local.serve_config import ServeConfig
+from moeyard.logs import LogConfig
+from moeyard.options import CHANGEABLE, add_options, count, duration, port, rank, read_with
+from moeyard_router.config import KEY_VARIABLE, DoorConfig, RouterConfig
+from moeyard_router.text.reasoning import REASONING_FORMATS
+from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES, EngineConfig
 from moeyard_worker.experts.sim import belady, format_table, simulate
+from moeyard_worker.models.shapes import SHAPES
 
 BENCH_SUBJECTS = ("server", "engine")
 SHELLS = ("bash", "zsh", "fish")
+MODEL = "local Hugging Face directory, or an id of the hub"
+# The flags that most starts need; `--help` explains these, `--help-all` all.
+EVERYDAY = (
+    *("--workers", "--device", "--host", "--port", "--api-key-file", "--served-model-name"),
+    *("--max-model-len", "--max-num-seqs", "--kv-memory", "--expert-memory"),
+)
+# Groups of flags in the help of a command that serves, in their order.
+ENGINE_GROUPS = (
+    *("workers", "memory", "sequences and steps", "HTTP", "limits for clients", "lost workers", "a Ray cluster"),
+)
 EXAMPLES = """\
 examples:
   moeyard serve Qwen/Qwen3-30B-A3B                              a model of the Hugging Face hub
   moeyard serve /path/to/checkpoint --workers 4 --device cuda   a directory, on four GPUs
   moeyard serve MODEL --host 0.0.0.0 --api-key-file keys        for clients on other machines
 """
+Commands = argparse._SubParsersAction
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = Parser(prog="moeyard", description="Serve Mixture-of-Experts language models.")
     parser.add_argument("--version", action="version", version=f"moeyard {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    serve = add_server_parser(commands, "serve", "serve a checkpoint behind an OpenAI-compatible API")
-    serve.epilog = EXAMPLES
-    add_source_arguments(serve, config_file=True)
-    add_engine_arguments(serve)
-    add_door_arguments(serve.add_argument_group("keys, TLS and logs"))
-    add_api_arguments(serve.add_argument_group("the model in the API"))
-    serve.set_defaults(run=run_serve, parser=serve)
-
-    text = "serve the bundled checkpoint, stream one chat completion and show figures"
-    demo = add_server_parser(commands, "demo", text, without=("--api-key-file",))
-    demo.add_argument("--once", action="store_true", help="exit after the figures")
-    add_engine_arguments(demo)
-    add_api_arguments(demo.add_argument_group("the model in the API"))
-    demo.set_defaults(run=run_demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
+    commands: Commands[Parser] = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_serving_commands(commands)
 
     verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
-    add_model_argument(verify, nargs=None)
+    verify.add_argument("model", metavar="MODEL", help=MODEL)
+    add_options(verify, ServeConfig, only=("revision",))
     verify.add_argument(
         "--dtype", choices=tuple(DTYPE_BYTES), default="float32", help="to compute in (default %(default)s)"
     )
@@ -74,42 +70,17 @@ def build_parser() -> argparse.ArgumentParser:
     server = subjects.add_parser(
         "server", help="any OpenAI-compatible server, over HTTP; `moeyard bench URL` is short for `bench server URL`"
     )
-    add_server_arguments(server)
+    add_target_arguments(server)
+    add_options(server, ServerBenchConfig)
     server.set_defaults(run=run_bench_server)
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
-    add_bench_arguments(engine)
+    engine.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (or --shape)")
+    add_options(engine, ServeConfig, only=("revision",))
+    shared = ("shape", "num_layers", "dtype", "enforce_eager", "expert_policy")
+    add_options(engine, EngineConfig, only=shared, choices={"shape": tuple(SHAPES)})
+    add_options(engine, EngineBenchConfig)
     engine.set_defaults(run=run_bench_engine)
 
-    add_people_commands(commands)
-    add_upkeep_commands(commands)
-
-    sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
-    sim.add_argument("file", help="what --record-routing wrote")
-    sim.add_argument("--policy", choices=EXPERT_POLICIES, help="residency policy (default: as recorded)")
-    sim.add_argument(
-        "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
-    )
-    sim.set_defaults(run=run_cache_sim)
-    add_experts_command(commands.add_parser("experts", help="which rank ought to compute which expert"))
-    return parser
-
-
-def add_server_parser(
-    commands: "argparse._SubParsersAction[Parser]", name: str, text: str, *, without: tuple[str, ...] = ()
-) -> Parser:
-    """A command that takes the flags of a server, in groups; the everyday ones are those that it has."""
-    return commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        usage=f"moeyard {name} [MODEL] [flags]" if name != "demo" else "moeyard demo [flags]",
-        everyday=[flag for flag in EVERYDAY if flag not in without],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """What people use beside a server."""
     chat = commands.add_parser("chat", help="talk with a running server; in a pipe: answer what comes in")
     add_target_arguments(chat)
     chat.add_argument("--system", metavar="TEXT", help="system message")
@@ -117,34 +88,120 @@ def add_people_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the requests, e.g. temperature=0.7"
     )
     chat.set_defaults(run=run_chat)
-
-    text = "what this machine has, and what `serve` with these flags would fail at"
-    doctor = add_server_parser(commands, "doctor", text, without=("--api-key-file",))
-    add_source_arguments(doctor)
-    add_engine_arguments(doctor)
-    add_api_arguments(doctor.add_argument_group("the model in the API"))
-    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    doctor.set_defaults(run=run_doctor)
-
     completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
     completion.add_argument("shell", choices=SHELLS, help='e.g. eval "$(moeyard completion bash)" in ~/.bashrc')
     completion.set_defaults(run=run_completion)
 
+    add_control_commands(commands)
+    add_expert_commands(commands)
+    return parser
 
-def add_upkeep_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """What is done to ranks of a server that runs on this machine."""
-    for name, add, text in (
-        ("drain", add_drain_arguments, "take a rank's requests away; it computes its experts for the others"),
-        ("undrain", add_undrain_arguments, "let a drained rank take requests again"),
-        ("restart", add_restart_arguments, "drain ranks and give them new processes, one after the other"),
-        ("scale", add_scale_arguments, "have more workers, or fewer, while requests run"),
+
+def add_serving_commands(commands: "Commands[Parser]") -> None:
+    """`serve`, `demo` and `doctor`, which take the flags of a server."""
+    model, api = "the model", "the model in the API"
+    text = "serve a checkpoint behind an OpenAI-compatible API"
+    groups = (model, *ENGINE_GROUPS, "keys, TLS and logs", api)
+    serve = add_server_command(commands, "serve", text, groups=groups)
+    serve.epilog = EXAMPLES
+    serve.add_argument("--api-key", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
+    serve.set_defaults(run=run_serve, parser=serve)
+
+    text = "serve the bundled checkpoint, stream one chat completion and show figures"
+    demo = add_server_command(commands, "demo", text, groups=(*ENGINE_GROUPS, api))
+    demo.add_argument("--once", action="store_true", help="exit after the figures")
+    demo.set_defaults(run=run_demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
+
+    text = "what this machine has, and what `serve` with these flags would fail at"
+    doctor = add_server_command(commands, "doctor", text, groups=(model, *ENGINE_GROUPS, api))
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    doctor.set_defaults(run=run_doctor)
+
+
+def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, groups: Sequence[str]) -> Parser:
+    """A command that takes the flags of a server, in groups; the everyday ones are those that it has."""
+    with_keys = "keys, TLS and logs" in groups
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        usage=f"moeyard {name} [MODEL] [flags]" if "the model" in groups else f"moeyard {name} [flags]",
+        everyday=[flag for flag in EVERYDAY if with_keys or flag != "--api-key-file"],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if "the model" in groups:
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (default: the bundled demo)")
+    formats = {"tool_call_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
+    add_options(
+        parser,
+        *(EngineConfig, ServeConfig, RouterConfig, DoorConfig, LogConfig),
+        groups=groups,
+        choices={"shape": tuple(SHAPES), **{name: ("auto", "none", *known) for name, known in formats.items()}},
+        without=() if name == "serve" else ("config",),
+    )
+    return parser
+
+
+class _NoKeyHere(argparse.Action):
+    """vLLM's --api-key, refused with the reason."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        parser.error(
+            f"--api-key would show the key to everybody on this machine; use --api-key-file FILE or {KEY_VARIABLE}"
+        )
+
+
+def add_control_commands(commands: "Commands[Parser]") -> None:
+    """Commands to the ranks of a server that runs on this machine."""
+    timeout = "seconds for what runs there, which then goes on at other ranks (default %(default)g)"
+    for name, text in (
+        ("drain", "take a rank's requests away; it computes its experts for the others"),
+        ("undrain", "let a drained rank take requests again"),
+        ("restart", "drain ranks and give them new processes, one after the other"),
+        ("scale", "have more workers, or fewer, while requests run"),
     ):
         command = commands.add_parser(name, help=text)
-        add(command)
-        command.set_defaults(run=run_upkeep)
+        command.set_defaults(run=run_control)
+        add = command.add_argument
+        if name == "scale":
+            add("size", type=read_with(count), metavar="N", help="how many workers there are to be")
+        elif name == "restart":
+            text = "the rank (default: all, one after the other)"
+            add("--worker", type=read_with(lambda said: None if said == "all" else rank(said)), metavar="N", help=text)
+        else:
+            add("--worker", type=read_with(rank), required=True, metavar="N", help="the rank")
+        if name != "undrain":
+            add("--drain-timeout", type=read_with(duration), default=30.0, metavar="S", help=timeout)
+        text = "port of the server's API (default: of the only one that runs here)"
+        add("--port", type=read_with(port), metavar="P", help=text)
+        if name == "restart":
+            changes = command.add_argument_group("flags of `moeyard serve` that the new processes are to have")
+            add_options(changes, EngineConfig, only=CHANGEABLE, unset=True)
 
 
-def run_upkeep(args: argparse.Namespace) -> int:
+def add_expert_commands(commands: "Commands[Parser]") -> None:
+    """What recorded routing says of caches and placements."""
+    sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
+    sim.add_argument("file", help="what --record-routing wrote")
+    sim.add_argument("--policy", choices=EXPERT_POLICIES, help="residency policy (default: as recorded)")
+    sim.add_argument(
+        "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
+    )
+    sim.set_defaults(run=run_cache_sim)
+    experts = commands.add_parser("experts", help="which rank ought to compute which expert")
+    subjects = experts.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    plan = subjects.add_parser("plan", help="compare placements of experts over ranks by recorded routing")
+    plan.add_argument("file", help="what --record-routing wrote, or a file with a reply of /v1/fleet/experts")
+    plan.add_argument("--workers", type=read_with(count), required=True, metavar="N", help="ranks to place experts on")
+    text = "also with second copies, on other ranks, of the R most needed experts of a layer"
+    plan.add_argument("--copies", type=read_with(count), nargs="+", default=[], metavar="R", help=text)
+    plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
+    text = "write the best placement, with copies where one R is given, for `serve --expert-placement FILE`"
+    plan.add_argument("--write", metavar="FILE", help=text)
+    plan.set_defaults(run=run_experts_plan)
+
+
+def run_control(args: argparse.Namespace) -> int:
     """`moeyard drain`, `undrain`, `restart` and `scale`."""
     return int(getattr(load("moeyard.clients.control_client"), args.command)(args))
 
@@ -152,13 +209,14 @@ def run_upkeep(args: argparse.Namespace) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     """`moeyard serve`."""
     outlive_full_disk()
-    door, log = door_config(args), log_config(args)
-    return int(load("moeyard.local.serve").serve(args, engine_config(args), door=door, log=log))
+    settings = load("moeyard.local.settings")
+    door, log = settings.door_config(args), settings.log_config(args)
+    return int(load("moeyard.local.serve").serve(args, settings.engine_config(args), door=door, log=log))
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """`moeyard demo`."""
-    return int(load("moeyard.clients.demo").demo(args, engine_config(args)))
+    return int(load("moeyard.clients.demo").demo(args, load("moeyard.local.settings").engine_config(args)))
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -188,7 +246,7 @@ def run_chat(args: argparse.Namespace) -> int:
 def run_doctor(args: argparse.Namespace) -> int:
     """`moeyard doctor`."""
     set_cpu_environment()
-    return int(load("moeyard.clients.doctor.run").doctor(args, lambda: engine_config(args)))
+    return int(load("moeyard.clients.doctor.run").doctor(args))
 
 
 def run_completion(args: argparse.Namespace) -> int:
@@ -207,8 +265,13 @@ def run_cache_sim(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_experts_plan(args: argparse.Namespace) -> int:
+    """`moeyard experts plan`."""
+    return int(load("moeyard.clients.expert_plan").plan(args))
+
+
 def with_subject(argv: list[str]) -> list[str]:
-    """`bench URL` as `bench server URL`: whatever follows `bench` and is neither a subject nor a cry for help."""
+    """`bench URL` as `bench server URL`, unless `bench` is followed by a subject or a call for help."""
     if argv[:1] == ["bench"] and len(argv) > 1 and argv[1] not in (*BENCH_SUBJECTS, "-h", "--help"):
         return ["bench", "server", *argv[1:]]
     return argv
@@ -227,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             args = load("moeyard.cli.config_file").with_config_file(args, words[1:])
         return int(args.run(args))
     except BrokenPipeError:
-        # Who reads what is printed has left, as `head` does; Python would complain once more when it flushes.
+        # The reader of stdout has left, as `head` does. Python would complain once more when it flushes.
         sys.stdout = None
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -235,10 +298,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         fail(str(error), getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
-        # Whoever pressed it twice would otherwise end what is ending already, by the system's default.
+        # A second one would otherwise end, by the system's default, a process that is ending already.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

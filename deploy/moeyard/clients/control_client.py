@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moeyard import control
-from moeyard.cli.control_flags import CHANGEABLE
+from moeyard.options import CHANGEABLE
 from moeyard.upkeep import Refused
 
 CONNECT_SECONDS = 5.0

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeyard.cli.api_flags import ApiSettings, answer_formats_of, check_compression
 from moeyard.lazy import load
+from moeyard.local.settings import ApiSettings, answer_formats_of, check_compression
 from moeyard.placing import placement_of
 from moeyard_kernels.cpu import footprint
 from moeyard_router.text.answer_formats import AnswerFormats

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard import __version__, logs, ray_config
-from moeyard.cli.api_flags import ApiSettings, api_settings, start_notes
-from moeyard.cli.door_flags import door_fields
 from moeyard.control import ControlDoor
 from moeyard.control_commands import commands, open_door
 from moeyard.lazy import load
@@ -25,8 +23,11 @@ from moeyard.local.device_choice import check_device, device_reason
 from moeyard.local.model_source import hub_id
 from moeyard.local.open_files import most_connections, raise_file_limit
 from moeyard.local.ordering import ordered
+from moeyard.local.serve_config import ServeConfig
+from moeyard.local.settings import ApiSettings, api_settings, router_fields, start_notes
 from moeyard.local.startup import startup
 from moeyard.logs import LogConfig
+from moeyard.options import values
 from moeyard.placing import placement_of
 from moeyard.rank import Rank
 from moeyard.routers import RouterProcesses
@@ -71,6 +72,7 @@ def serve(
     Raises ValueError with one line that says what to change when the fleet cannot start.
     """
     begun = time.monotonic()
+    options = ServeConfig(**values(ServeConfig, args))
     logs.start(log, context=log_context)
     # First of all: Ray, the ranks and the routers inherit it.
     connections = most_connections(files := raise_file_limit(), config.num_workers)
@@ -78,15 +80,15 @@ def serve(
     open_certificate(door)
     model = served_model(config)
     api = api_settings(args, config)
-    placement = placement_of(args.expert_placement, model, config.num_workers)
-    local, hub_model = args.ray_address is None, hub_id(args.model)
+    placement = placement_of(options.expert_placement, model, config.num_workers)
+    local, hub_model = options.ray_address is None, hub_id(args.model)
     checked = check_before_start(config, model, api=api, local=local, placement=placement, hub_model=hub_model)
     formats = checked.formats
     sock = bind(args.host, args.port, shared=True)
     check_device(args)
     warn_if_open(door, args.host)
     fetch_missing(checked, config, model)
-    if args.ray_address is None:
+    if local:
         ray_config.prepare_local(config.threads)
     else:
         ray_config.prepare_remote()
@@ -99,14 +101,14 @@ def serve(
         fleet = load("moeyard.ray_fleet").RayFleet(
             config,
             log,
-            address=args.ray_address,
-            worker_host=args.worker_host,
-            metrics_port_base=args.metrics_port_base,
-            cluster_wait=args.wait_for_cluster,
+            address=options.ray_address,
+            worker_host=options.worker_host,
+            metrics_port_base=options.metrics_port_base,
+            cluster_wait=options.wait_for_cluster,
             keys=keys,
             placement=placement,
-            takeover=args.expert_takeover,
-            standby=args.standby,
+            takeover=options.expert_takeover,
+            standby=options.standby,
             device=device_named(args),
             model_name=api.names[0],
         )
@@ -122,7 +124,7 @@ def serve(
             for note in start_notes(api, config, model):
                 print(note, file=sys.stderr, flush=True)
             print(formats.describe(), file=sys.stderr, flush=True)
-            each = "each router serves" if args.routers > 1 else "served"
+            each = "each router serves" if options.routers > 1 else "served"
             print(f"{each} at once: {connections} connections, by the limit of {files} open files", file=sys.stderr)
             router = dataclasses.replace(
                 router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
@@ -151,12 +153,14 @@ def serve(
                     addresses(ranks, upkeep.drained), lambda: None, incident
                 ),
                 give_up=lambda reason: server.give_up(reason),
-                limit=args.restart_limit,
-                window=args.restart_window,
+                limit=options.restart_limit,
+                window=options.restart_window,
                 upkeep=upkeep,
             )
             # Also a single one has a process of its own: what kills it leaves the fleet as it is.
-            server = RouterProcesses(router, sock, count=args.routers, on_ready=ready, on_lost=supervisor.lost, log=log)
+            server = RouterProcesses(
+                router, sock, count=options.routers, on_ready=ready, on_lost=supervisor.lost, log=log
+            )
             fleet.guard.on_stuck = server.give_up
             supervisor.start()
             control = open_door(router.port, commands(upkeep, config))
@@ -200,28 +204,18 @@ def router_config(
 ) -> RouterConfig:
     """The router before these ranks. What they decided while loading bounds the length of a sequence."""
     return RouterConfig(
+        **{**router_fields(args, config), "kv_compression": api.kv_compression, "port": port},
         model_name=api.names[0],
         model_aliases=api.names[1:],
         model_path=None if config.model_path is None else Path(config.model_path),
-        chat_template=api.chat_template,
         sampling_defaults=api.defaults,
-        kv_compression=api.kv_compression,
-        tool_call_parser=api.tool_call_parser,
-        reasoning_parser=api.reasoning_parser,
-        enable_auto_tool_choice=api.enable_auto_tool_choice,
-        unknown_fields=api.unknown_fields,
         workers=addresses(ranks),
         max_model_len=min(rank.report["max_model_len"] for rank in ranks),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        host=args.host,
-        port=port,
         step_deadline=config.step_deadline,
         prefix_caching=all(rank.report["prefix_caching"] for rank in ranks),
-        metric_aliases=tuple(args.metric_aliases),
-        **door_fields(args, config),
         version=__version__,
-        shutdown_grace=args.shutdown_timeout,
     )
 
 

@@ -2,27 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+from moeyard_worker.options import option, option_of
+
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl"]
 ExpertFetch = Literal["auto", "alone", "shared"]
-# What a GPU wants where nothing is said: pages of an attention block, steps that fill it, the next planned meanwhile.
-DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "cpu": MappingProxyType({}),
-        "cuda": MappingProxyType(
-            {
-                "page_size": 64,
-                "max_batch_tokens": 8192,
-                "prefill_chunk": 8192,
-                "mixed_prefill_tokens": 2048,
-                "async_scheduling": True,
-            }
-        ),
-    }
-)
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
@@ -37,7 +24,8 @@ LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
 STALL = 12
 # Sequences that run at once on a rank.
 DEFAULT_SEQS = 64
-_LIMITS = ("max_batch_tokens", "max_num_seqs", "prefill_chunk", "max_waiting")
+# Numbers that have no least value of 1, or one of their own.
+_OTHER_NUMBERS = ("num_state_slots", "num_snapshots", "num_drafts", "max_in_flight", "draft_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +65,7 @@ class SchedulerConfig:
     chunk_alignment: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("num_pages", "page_size", "max_model_len", "vocab_size", "chunk_alignment", *_LIMITS))
+        _require_numbers(self)
         _require_rows(self)
         for name, low, high in (("max_in_flight", 1, 2), ("num_drafts", 0, MAX_DRAFTS)):
             if not low <= getattr(self, name) <= high:
@@ -91,7 +79,6 @@ class SchedulerConfig:
                 f"max_num_seqs {self.max_num_seqs} with num_drafts {self.num_drafts} needs {rows} rows of a step, "
                 f"which exceeds max_batch_tokens {self.max_batch_tokens}"
             )
-        _require_positive(self, ("mixed_prefill_tokens",))
         for name in ("prefill_chunk", "max_batch_tokens", "mixed_prefill_tokens"):
             if (getattr(self, name) or self.chunk_alignment) < self.chunk_alignment:
                 raise ValueError(
@@ -107,62 +94,132 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What `moeyard serve` asks of every worker; the CLI's defaults are read from these fields.
+    """All that `moeyard serve` tells every worker. Fields with help texts are flags, with these defaults.
 
-    model_path: a checkpoint's directory; None where load_format is "dummy", which draws weights of chance for `shape`,
-    a published architecture, cut to its first num_layers if that is set. "auto" is "safetensors", all that is read.
-    expert_slots and expert_memory: at most one is set; neither means as many as fit. kv_memory None means auto.
-    expert_fetch: whether ranks of a host read for each other the experts that have no slot (auto: where they can).
-    snapshot_memory: of kv_memory, for snapshots of state per sequence; None: a share of it.
-    async_scheduling: a step is planned while the one before runs. device: "cpu", "cuda:N" (of one worker) or "cuda":
-    each worker takes a GPU of its own, by its rank, or the one that a Ray cluster gave it.
-    enforce_eager: no step is captured in a CUDA graph. mesh_encryption: of activations that go over TCP.
-    speculate: "mtp" drafts `draft_tokens` tokens behind every one with the checkpoint's layer for that; None: nothing.
+    model_path: a checkpoint's directory; None where load_format is "dummy". Load format "auto" means "safetensors".
+    device: "cpu", "cuda:N" (of one worker) or "cuda": each worker takes the GPU of its rank, or the one that a Ray
+    cluster gave it. Neither expert_slots nor expert_memory: as many slots as fit. kv_memory None: what is free.
     draft_tokens None: from step to step as many as are worth it, MAX_DRAFTS at most.
     """
 
     model_path: str | None
-    load_format: str = "auto"
-    shape: str | None = None
-    num_layers: int | None = None
-    device: str = "cpu"
-    num_workers: int = 1
-    exchange: ExchangeKind = "auto"
-    mesh_encryption: bool = True
-    dtype: str = "auto"
-    expert_slots: int | None = None
-    expert_memory: int | None = None
-    expert_policy: str = "slru"
-    expert_fetch: ExpertFetch = "alone"
-    record_routing: str | None = None
-    kv_memory: int | None = None
-    snapshot_memory: int | None = None
-    page_size: int = 16
-    max_model_len: int | None = None
-    max_batch_tokens: int = 512
-    max_num_seqs: int = DEFAULT_SEQS
-    prefill_chunk: int = 512
-    mixed_prefill_tokens: int | None = None
-    max_waiting: int = 1024
-    max_queue_seconds: float | None = None
-    prefix_caching: bool = True
-    async_scheduling: bool = False
-    enforce_eager: bool = False
-    step_deadline: float = 5.0
-    threads: int = 1
-    speculate: str | None = None
-    draft_tokens: int | None = None
+    load_format: str = option(
+        "auto",
+        "dummy: no checkpoint, random weights for --shape (default auto: safetensors)",
+        choices=LOAD_FORMATS,
+        group="the model",
+    )
+    shape: str | None = option(None, "one of {choices}", metavar="NAME")
+    num_layers: int | None = option(None, "the shape's first N layers (default: all)", flag="--layers")
+    num_workers: int = option(1, "expert-parallel ranks, one Ray actor each", flag="--workers", group="workers")
+    device: str = option(
+        "cpu",
+        "cpu, cuda (a GPU each) or cuda:N; auto: cuda where each worker has a GPU, else cpu",
+        kind="device",
+        metavar="NAME",
+        text="auto",
+    )
+    exchange: ExchangeKind = option(
+        "auto",
+        "nvlink: between GPUs of one host that reach each other, inside CUDA graphs; nccl: between any GPUs; zmq: "
+        "shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default auto: nvlink where it can be, nccl "
+        "between other GPUs of one host, else zmq)",
+        choices=EXCHANGES,
+    )
+    mesh_encryption: bool = option(
+        True,
+        "of activations over TCP; off: a password in clear still keeps strangers out, and what moves can be read",
+        choices=("on", "off"),
+        words={"on": True, "off": False},
+    )
+    dtype: str = option("auto", "of weights and activations (default: the checkpoint's)", choices=DTYPES)
+    threads: int = option(1, "OpenMP threads of a worker, 1 or 2", per_rank=True)
+    step_deadline: float = option(5.0, "seconds a step may wait for a peer")
+    expert_slots: int | None = option(
+        None, "expert-cache slots of each rank (default: as many as fit)", group="memory", per_rank=True
+    )
+    expert_memory: int | None = option(
+        None, "expert-cache memory of each rank, e.g. 2GiB, or auto (default)", kind="size", words={"auto": None}
+    )
+    expert_policy: str = option("slru", "residency policy", choices=EXPERT_POLICIES, per_rank=True)
+    expert_fetch: ExpertFetch = option(
+        "alone",
+        "shared: GPUs of one host (--exchange nvlink) read for each other the experts that have no slot, over the "
+        "links of all; auto: so where it can be; alone: each its own",
+        choices=EXPERT_FETCHES,
+    )
+    record_routing: str | None = option(None, "record the experts each step needs, for cache-sim", metavar="FILE")
+    kv_memory: int | None = option(
+        None,
+        "KV pages of each rank, e.g. 1GiB (default: from the limits below and free memory)",
+        kind="size",
+        per_rank=True,
+    )
+    snapshot_memory: int | None = option(
+        None,
+        "of it for snapshots of linear attention's state, behind which prompts are reused (default: half)",
+        kind="size",
+    )
+    page_size: int = option(16, "", on_gpu=64)
+    max_model_len: int | None = option(
+        None,
+        "longest prompt + output (default: the model's, or what the KV pages hold)",
+        group="sequences and steps",
+    )
+    max_num_seqs: int = option(
+        DEFAULT_SEQS,
+        f"sequences running at once on a rank (default {DEFAULT_SEQS}, or --max-batch-tokens if less)",
+        unset=True,
+        per_rank=True,
+    )
+    max_batch_tokens: int = option(512, "rows of one step on a rank", on_gpu=8192)
+    prefill_chunk: int = option(512, "prompt rows of one sequence in a step", on_gpu=8192, per_rank=True)
+    mixed_prefill_tokens: int | None = option(
+        None,
+        "prompt rows of a step in which any rank has output rows (default: as many as fit; on a GPU {on_gpu})",
+        on_gpu=2048,
+        per_rank=True,
+    )
+    prefix_caching: bool = option(True, "compute every prompt from its first token", flag="--no-prefix-caching")
+    async_scheduling: bool = option(
+        False, "plan a step while the one before runs (default: on a GPU)", on_gpu=True, both=True
+    )
+    enforce_eager: bool = option(False, "capture no step in a CUDA graph")
+    speculate: str | None = option(
+        None,
+        "mtp: draft tokens with the checkpoint's layer for multi-token prediction, verify them a step later; no answer "
+        "changes",
+        choices=SPECULATIONS,
+        words={"off": None},
+    )
+    draft_tokens: int | None = option(
+        None,
+        f"with --speculate: tokens drafted behind every one, 1 to {MAX_DRAFTS}, or auto: from step to step as many as "
+        "have turned out to be worth it, or none",
+        kind="drafts",
+        metavar="K",
+        words={"auto": None},
+    )
+    max_waiting: int = option(
+        1024,
+        "requests of a rank that wait and cannot start yet before 429",
+        group="limits for clients",
+        per_rank=True,
+    )
+    max_queue_seconds: float | None = option(
+        None,
+        "longest wait of a request for its start, then 429 (default: no limit for a burst; while more comes than goes, "
+        "half the time of a first token. For batches that may wait, 3600)",
+        kind="seconds",
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("exchange", EXCHANGES),
-            ("dtype", DTYPES),
-            ("expert_policy", EXPERT_POLICIES),
-            ("expert_fetch", EXPERT_FETCHES),
-            ("load_format", LOAD_FORMATS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        _require_numbers(self)
+        for each in fields(self):
+            allowed = getattr(option_of(each), "choices", ())
+            value = getattr(self, each.name)
+            if isinstance(value, str) and allowed and value not in allowed:
+                raise ValueError(f"{each.name} {value!r} is not one of {', '.join(allowed)}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
         if self.exchange in ("nvlink", "nccl") and self.device == "cpu":
@@ -173,9 +230,6 @@ class EngineConfig:
             )
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
             raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
-        _require_positive(self, ("num_workers", "page_size", "threads", *_LIMITS))
-        _require_positive(self, ("expert_slots", "expert_memory", "kv_memory", "max_model_len", "num_layers"))
-        _require_positive(self, ("mixed_prefill_tokens", "snapshot_memory"))
         _require_source(self)
         _require_rows(self)
         _require_speculation(self)
@@ -203,6 +257,17 @@ class EngineConfig:
         return 0 if self.speculate is None else self.draft_tokens or MAX_DRAFTS
 
 
+# Defaults by device. On a GPU pages are the blocks of attention, and larger steps are planned while others run.
+DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cpu": MappingProxyType({}),
+        "cuda": MappingProxyType(
+            {f.name: o.on_gpu for f in fields(EngineConfig) if (o := option_of(f)) and o.on_gpu is not None}
+        ),
+    }
+)
+
+
 def _require_source(config: EngineConfig) -> None:
     """Raise ValueError unless the weights come from one place: a checkpoint, or chance for a shape."""
     if config.load_format == "dummy":
@@ -218,8 +283,6 @@ def _require_source(config: EngineConfig) -> None:
 
 def _require_speculation(config: EngineConfig) -> None:
     """Raise ValueError unless what is asked of speculation can be had."""
-    if config.speculate not in (None, *SPECULATIONS):
-        raise ValueError(f"speculate {config.speculate!r} is not one of {', '.join(SPECULATIONS)}")
     if config.draft_tokens is not None and not 1 <= config.draft_tokens <= MAX_DRAFTS:
         raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
     if config.speculate is None:
@@ -232,12 +295,12 @@ def _require_speculation(config: EngineConfig) -> None:
         )
 
 
-def _require_positive(config: SchedulerConfig | EngineConfig, names: tuple[str, ...]) -> None:
-    """Raise ValueError naming the first of the fields that is below 1; None means unset and passes."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+def _require_numbers(config: SchedulerConfig | EngineConfig) -> None:
+    """Raise ValueError naming the first whole number that is below 1; None means unset and passes."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if type(value) is int and value < 1 and each.name not in _OTHER_NUMBERS:
+            raise ValueError(f"{each.name} must be at least 1, got {value}")
 
 
 def _require_rows(config: SchedulerConfig | EngineConfig) -> None:

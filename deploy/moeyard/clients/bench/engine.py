@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from moeyard.cli.flags import DEFAULTS
 from moeyard.clients.bench.drive import Subject
 from moeyard.clients.bench.figures import of_bound, table
 from moeyard.clients.bench.profile import profiled
 from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.local.model_source import checkpoint
+from moeyard.options import DEFAULTS
 from moeyard_kernels.bench.timing import COPY_BYTES, copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig, format_size

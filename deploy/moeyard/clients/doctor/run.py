@@ -2,9 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from moeyard.cli.api_flags import ApiSettings, api_settings
 from moeyard.clients.doctor.finding import OK, PROBLEM, WARNING, Finding, ok, problem
 from moeyard.clients.doctor.machine import (
     check_clock,
@@ -19,14 +18,14 @@ from moeyard.lazy import load
 from moeyard.local.before_start import check_before_start, needs
 from moeyard.local.device_choice import choose_device, device_reason
 from moeyard.local.model_source import hub_id
-from moeyard_worker.config.engine_config import EngineConfig
+from moeyard.local.settings import api_settings, engine_config
 from moeyard_worker.models.shapes import served_model
 
 
-def doctor(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> int:
-    """Print a line per finding, or one JSON object; 1 if there is a problem. `engine`: what the flags describe."""
+def doctor(args: argparse.Namespace) -> int:
+    """Print a line per finding, or one JSON object; 1 if there is a problem."""
     findings: list[Finding] = []
-    for finding in examine(args, engine):
+    for finding in examine(args):
         findings.append(finding)
         if not args.json:
             print(finding, flush=True)
@@ -38,7 +37,7 @@ def doctor(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> int:
     return 1 if counts[PROBLEM] else 0
 
 
-def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Iterator[Finding]:
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """All findings, the quick ones first."""
     choose_device(args)
     yield from check_software()
@@ -53,8 +52,7 @@ def examine(args: argparse.Namespace, engine: Callable[[], EngineConfig]) -> Ite
     # Of a Ray cluster's machines each has its own.
     yield from check_torch(args.device, args.workers if args.ray_address is None else 1)
     if args.model is not None or args.load_format == "dummy":
-        local, hub_model = args.ray_address is None, hub_id(args.model)
-        yield from check_model(engine, lambda config: api_settings(args, config), local=local, hub_model=hub_model)
+        yield from check_model(args)
 
 
 def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
@@ -68,20 +66,12 @@ def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
     yield from gpus.check_gpus(device, num_workers)
 
 
-def check_model(
-    engine: Callable[[], EngineConfig],
-    settings: Callable[[EngineConfig], ApiSettings],
-    *,
-    local: bool,
-    hub_model: str | None,
-) -> Iterator[Finding]:
-    """Check what `serve` checks before it starts: the family, the files, the tokenizer, and whether it fits.
-
-    `hub_model`: the id of a model of the hub, whose weights are not downloaded.
-    """
+def check_model(args: argparse.Namespace) -> Iterator[Finding]:
+    """Check what `serve` checks before it starts: the family, the files, the tokenizer, and whether it fits."""
+    local, hub_model = args.ray_address is None, hub_id(args.model)
     try:
-        config = engine()
-        model, api = served_model(config), settings(config)
+        config = engine_config(args)
+        model, api = served_model(config), api_settings(args, config)
         yield ok(
             "model",
             f"{api.names[0]}: {model.num_layers} layers, {model.num_experts} experts (top {model.top_k}), "

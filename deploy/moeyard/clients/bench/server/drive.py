@@ -9,7 +9,7 @@ from typing import Any
 
 from moeyard.clients.bench.server.answer import Answer
 from moeyard.clients.bench.server.wire import Client
-from moeyard.clients.bench.server.workload import Turn, Workload, arrivals, body
+from moeyard.clients.bench.workload import Turn, Workload, arrivals, body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from moeyard.clients.bench.server.figures import errors, figures, parse_slo, req
 from moeyard.clients.bench.server.report import compare, describe
 from moeyard.clients.bench.server.wire import Client
 from moeyard.clients.bench.server.words import WORDS
-from moeyard.clients.bench.server.workload import Workload, Yardstick, body
+from moeyard.clients.bench.workload import Workload, Yardstick, body
 from moeyard.clients.server_info import first_model
 from moeyard.clients.target import Target, parse_target
 from moeyard.lazy import load

@@ -5,32 +5,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from moeyard.cli.door_flags import count
 from moeyard.lazy import load
 from moeyard.local.model_source import checkpoint
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.placement import Placement
 
 
-def add_experts_command(parser: argparse.ArgumentParser) -> None:
-    """The subjects of `moeyard experts`."""
-    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
-    plan = subjects.add_parser("plan", help="compare placements of experts over ranks by recorded routing")
-    plan.add_argument("file", help="what --record-routing wrote, or a file with a reply of /v1/fleet/experts")
-    plan.add_argument("--workers", type=count, required=True, metavar="N", help="ranks to place experts on")
-    plan.add_argument(
-        "--copies", type=count, nargs="+", default=[], metavar="R",
-        help="also with second copies, on other ranks, of the R most needed experts of a layer",
-    )  # fmt: skip
-    plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
-    plan.add_argument(
-        "--write", metavar="FILE",
-        help="write the best placement, with copies where one R is given, for `serve --expert-placement FILE`",
-    )  # fmt: skip
-    plan.set_defaults(run=run_experts_plan)
-
-
-def run_experts_plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """`moeyard experts plan`. Raises ValueError and OSError for what cannot be read, placed or written."""
     planning = load("moeyard_worker.experts.planning")
     if args.write is not None and len(args.copies) > 1:

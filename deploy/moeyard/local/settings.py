@@ -1,40 +1,104 @@
-"""Flags of what clients see of a model: its names, its chat template, what holds where their requests do not say."""
+"""What the flags of `moeyard serve` come to: the configurations of engines, routers, keys, logs and the API."""
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from moeyard.cli.parser import Arguments
-from moeyard.local.model_source import hub_id
-from moeyard_router.config import UNKNOWN_FIELDS, SamplingDefaults
-from moeyard_router.text.answer_formats import AUTO, REASONING_PARSERS, TOOL_PARSERS, AnswerFormats, answer_formats
+from moeyard.local.device_choice import choose_device
+from moeyard.local.model_source import described, hub_id, local_directory
+from moeyard.local.serve_config import GENERATION_CONFIG, take_keys
+from moeyard.logs import LogConfig
+from moeyard.options import DEFAULTS, declared, values, with_flags
+from moeyard_router.config import DoorConfig, RouterConfig, SamplingDefaults
+from moeyard_router.http.origins import parse_origins
+from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
-from moeyard_worker.config.engine_config import EngineConfig, rows_beside, window_rows
+from moeyard_worker.config.engine_config import (
+    DEFAULT_SEQS,
+    DEVICE_DEFAULTS,
+    MAX_DRAFTS,
+    EngineConfig,
+    rows_beside,
+    window_rows,
+)
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.protocol import KV_METHODS, KvCompression
 
-GENERATION_CONFIG = "generation_config.json"
+API_GROUP = "the model in the API"
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault.
+
+    The description of a model of the hub is fetched after all flags are checked; its weights are not.
+    """
+    choose_device(args)
+    try:
+        config = _engine_config(args)
+        if config.shape is not None:
+            shape_model(config.shape, config.num_layers)
+        # Nothing is fetched for flags that are wrong.
+        return config if hub_id(args.model) is None else replace(config, model_path=described(args))
+    except ValueError as error:
+        raise ValueError(with_flags(str(error))) from error
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    given = {**DEVICE_DEFAULTS["cpu" if args.device == "cpu" else "cuda"], **values(EngineConfig, args)}
+    if given["record_routing"] is not None:
+        given["record_routing"] = str(Path(given["record_routing"]).resolve())
+    if "max_num_seqs" not in given:
+        # Only a default may be lowered without a word: to what a step has room for, each sequence with its drafts.
+        rows = given.get("max_batch_tokens", DEFAULTS["max_batch_tokens"])
+        each = 1 if given["speculate"] is None else 1 + (given["draft_tokens"] or MAX_DRAFTS)
+        given["max_num_seqs"] = max(min(DEFAULT_SEQS, rows // each), 1)
+    if given["load_format"] == "dummy" and args.model is None:
+        return EngineConfig(model_path=None, **given)
+    return EngineConfig(model_path=hub_id(args.model) or local_directory(args), **given)
+
+
+def door_config(args: argparse.Namespace) -> DoorConfig:
+    """The keys and certificates of the flags and the environment; raises ValueError for what is no origin."""
+    given = values(DoorConfig, args)
+    given["allowed_origins"] = tuple(parse_origins(given["allowed_origins"]))
+    return DoorConfig(**given, api_keys=take_keys())
+
+
+def log_config(args: argparse.Namespace) -> LogConfig:
+    """How the flags want log lines."""
+    return LogConfig(**values(LogConfig, args))
+
+
+def router_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    """The fields of RouterConfig that the flags and the engines' limits set."""
+    each = config.max_num_seqs + config.max_waiting
+    return {
+        "max_inflight": config.num_workers * each,
+        "inflight_per_worker": each if args.max_inflight is None else None,
+        "worker_places": config.max_num_seqs,
+        "max_queue_seconds": config.max_queue_seconds,
+        **values(RouterConfig, args),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """`names` of the model, the first of which answers say; `defaults_from` is the file that `defaults` are from.
-
-    Parsers by their names in text/answer_formats.py of the router.
-    """
+    """The model in the API. `defaults_from` is the file of `defaults`; other fields are as in RouterConfig."""
 
     names: tuple[str, ...]
-    chat_template: Path | None
     defaults: SamplingDefaults
     defaults_from: Path | None
+    chat_template: Path | None
+    kv_compression: KvCompression | None
     tool_call_parser: str
     reasoning_parser: str
     enable_auto_tool_choice: bool | None
-    kv_compression: KvCompression | None = None
-    unknown_fields: str = UNKNOWN_FIELDS[0]
+    unknown_fields: str
 
     def describe_defaults(self) -> str | None:
         """One line about the sampling defaults, or None without any."""
@@ -44,75 +108,18 @@ class ApiSettings:
         )
 
 
-def add_api_arguments(parser: Arguments) -> None:
-    """Flags of every command that serves."""
-    add = parser.add_argument
-    add(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in the API, the first is what answers say (default: the directory's, or the hub's id)",
-    )
-    add("--chat-template", type=Path, metavar="FILE", help="a jinja template in place of the checkpoint's own")
-    add(
-        "--generation-config",
-        default="auto",
-        metavar="WHICH",
-        help=f"sampling where requests do not say: auto is by the checkpoint's {GENERATION_CONFIG}, none (or vllm) is "
-        "OpenAI's defaults, a directory has such a file (default %(default)s)",
-    )
-    add(
-        "--kv-compression",
-        metavar="JSON",
-        help='what is kept of prompts where requests do not say: {"method": "snapkv", "budget": 2048, "window": 32}, '
-        "which changes answers; docs/snapkv.md (default: all)",
-    )
-    add(
-        "--tool-call-parser",
-        choices=TOOL_PARSERS,
-        default=AUTO,
-        metavar="NAME",
-        help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default %(default)s: by the chat template)",
-    )
-    add(
-        "--reasoning-parser",
-        choices=REASONING_PARSERS,
-        default=AUTO,
-        metavar="NAME",
-        help=f"format of its reasoning: {', '.join(REASONING_PARSERS)} (default %(default)s: by the chat template)",
-    )
-    add(
-        "--enable-auto-tool-choice",
-        action=argparse.BooleanOptionalAction,
-        help='tools with tool_choice "auto" (default: where the format of tool calls is known)',
-    )
-    add(
-        "--unknown-fields",
-        choices=UNKNOWN_FIELDS,
-        default=UNKNOWN_FIELDS[0],
-        help="what becomes of unknown fields in requests: reject answers 400, ignore drops them and names them in a "
-        "header of the answer (default %(default)s)",
-    )
-
-
 def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
     """What these flags say; raises `ValueError` or `OSError` with one line that names the flag or the file."""
     names = served_names(args, config)
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"--served-model-name: names must differ and not be empty, got {', '.join(map(repr, names))}")
     file = generation_file(args.generation_config, config.model_path)
-    kept = None if args.kv_compression is None else kv_compression(args.kv_compression)
-    return ApiSettings(
-        names=names,
-        chat_template=args.chat_template,
-        defaults=SamplingDefaults() if file is None else sampling_defaults(file),
-        defaults_from=file,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        enable_auto_tool_choice=args.enable_auto_tool_choice,
-        kv_compression=kept,
-        unknown_fields=args.unknown_fields,
-    )
+    given = values(RouterConfig, args)
+    api = {field.name: given[field.name] for field, _, group in declared(RouterConfig) if group == API_GROUP}
+    if args.kv_compression is not None:
+        api["kv_compression"] = kv_compression(args.kv_compression)
+    defaults = SamplingDefaults() if file is None else sampling_defaults(file)
+    return ApiSettings(names=names, defaults=defaults, defaults_from=file, **api)
 
 
 def kv_compression(text: str) -> KvCompression:

@@ -1,0 +1,224 @@
+"""Flags out of the fields of configurations, and the fields out of parsed flags (`moeyard_worker.options`)."""
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Any, get_args
+
+from moeyard_worker.config.engine_config import MAX_DRAFTS, EngineConfig, parse_size
+from moeyard_worker.options import Option, option_of
+
+# A parser, or a group of flags in its help.
+Arguments = argparse._ActionsContainer
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def number(text: str) -> int:
+    """A whole number of at least 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0, "inf" included."""
+    if not (value := _float(text)) > 0:
+        raise ValueError(f"{text!r} is no number above 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A finite time above 0."""
+    if not 0 < (value := _float(text)) < float("inf"):
+        raise ValueError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def duration(text: str) -> float:
+    """A finite time of 0 or more."""
+    if not 0 <= (value := _float(text)) < float("inf"):
+        raise ValueError(f"{text!r} is no time in seconds; expected 0 or more")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def port(text: str) -> int:
+    """A TCP port, 0 included."""
+    if not text.isdigit() or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port; ports go from 0 to 65535")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """The number of a rank."""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{text!r} is no rank; ranks are numbers from 0")
+    return int(text)
+
+
+def device(text: str) -> str:
+    """The value of --device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:N")
+    return text
+
+
+def drafts(text: str) -> int:
+    """A number of drafted tokens."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_DRAFTS):
+        raise ValueError(f"{text!r} is not auto or a number from 1 to {MAX_DRAFTS}")
+    return int(text)
+
+
+# How texts are read, by the `kind` of an option, and what help calls the value. Each raises ValueError with one line.
+KINDS: Mapping[str, tuple[Callable[[str], Any], str | None]] = MappingProxyType(
+    {
+        "count": (count, "N"),
+        "number": (number, "N"),
+        "positive": (positive, None),
+        "seconds": (seconds, "S"),
+        "duration": (duration, "S"),
+        "size": (parse_size, "SIZE"),
+        "port": (port, None),
+        "device": (device, None),
+        "drafts": (drafts, None),
+        "rank": (rank, "N"),
+    }
+)
+
+
+def read_with(parse: Callable[[str], Any], words: Collection[str] = ()) -> Callable[[str], Any]:
+    """An argparse type that keeps the words of the ValueError with which `parse` refuses; `words` stay as they are."""
+
+    def read(text: str) -> Any:
+        try:
+            return text if text in words else parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def declared(config: type[Any]) -> Iterator[tuple[Field[Any], Option, str]]:
+    """The fields of a configuration that have flags, with the titles of their groups."""
+    title = ""
+    for each in fields(config):
+        option = option_of(each)
+        if option is not None and option.help:
+            title = option.group or title
+            yield each, option, title
+
+
+def add_options(
+    parser: Arguments,
+    *configs: type[Any],
+    groups: Sequence[str] = (),
+    only: Collection[str] = (),
+    without: Collection[str] = (),
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    unset: bool = False,
+) -> None:
+    """Add the flags of configurations: those in `groups`, in that order, or all without groups.
+
+    only, without: names of fields. choices: of fields whose values are known elsewhere. unset: absent flags are None.
+    """
+    found = [found for config in configs for found in declared(config)]
+    for title in groups or (None,):
+        place: Arguments = parser if title is None else parser.add_argument_group(title)
+        for field, option, group in found:
+            if title in (None, group) and (not only or field.name in only) and field.name not in without:
+                _add(place, field, option, tuple(choices.get(field.name, option.choices)), unset=unset)
+
+
+def flag_of(field: Field[Any], option: Option) -> str:
+    """The flag of a field."""
+    return option.flag or f"--{field.name.replace('_', '-')}"
+
+
+def _add(place: Arguments, field: Field[Any], option: Option, choices: tuple[str, ...], *, unset: bool) -> None:
+    flag, words = flag_of(field, option), option.words or {}
+    names = tuple(dict.fromkeys((*words, *choices))) if choices else ()
+    kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
+    shown = next((text for text, value in words.items() if value == field.default), option.text or field.default)
+    default = None if unset or option.unset or option.on_gpu is not None else shown
+    text = option.help.replace("{choices}", ", ".join(names)).replace("{on_gpu}", str(option.on_gpu))
+    if "(default" not in text and shown not in (None, False, "", ()) and not flag.startswith("--no-"):
+        gpu = "" if option.on_gpu is None else f"; on a GPU {option.on_gpu}"
+        text += f" (default {_worded(shown, option.kind)}{gpu})"
+    if unset:
+        text = text.partition(" (default")[0]
+    more: dict[str, Any] = {"help": text, "dest": _dest(flag)}
+    if bool in kinds and not words:
+        if option.both:
+            more |= {"action": argparse.BooleanOptionalAction, "default": default == "yes" if option.text else default}
+        else:
+            more["action"] = "store_true"
+        place.add_argument(flag, **more)
+        return
+    if option.kind:
+        parse, metavar = KINDS[option.kind] if isinstance(option.kind, str) else (option.kind, None)
+        more["type"] = read_with(parse, words)
+    elif kinds[0] in (int, float, Path):
+        more["type"], metavar = kinds[0], {int: "N", float: "S", Path: "FILE"}[kinds[0]]
+    else:
+        metavar = None
+    more["metavar"] = option.metavar or metavar
+    more |= {name: value for name in ("nargs", "const", "action") if (value := getattr(option, name))}
+    more["choices"] = names or None
+    place.add_argument(flag, default=list(default) if isinstance(default, tuple) else default, **more)
+
+
+def _worded(default: Any, kind: object) -> str:
+    if kind == "size":
+        return f"{default // 1024} KiB"
+    return f"{default:g}" if isinstance(default, float) and kind else str(default)
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def values(config: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a configuration that its flags set; those that were left to others are not among them."""
+    found = {}
+    for field, option, _ in declared(config):
+        flag = flag_of(field, option)
+        value = getattr(args, _dest(flag), None)
+        if flag.startswith("--no-"):
+            value = not value
+        if option.words and isinstance(value, str):
+            value = option.words.get(value, value)
+        elif value is None and (option.unset or option.on_gpu is not None):
+            continue
+        found[field.name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+# Defaults of an engine's fields, None where there is none.
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {field.name: None if field.default is MISSING else field.default for field in fields(EngineConfig)}
+)
+# The fields of an engine in which ranks may differ (docs/reliability.md has the reasons).
+CHANGEABLE = tuple(field.name for field, option, _ in declared(EngineConfig) if option.per_rank)
+
+
+def with_flags(message: str) -> str:
+    """A message about fields of EngineConfig in words of the command line."""
+    flags = {field.name: flag_of(field, option) for field, option, _ in declared(EngineConfig)}
+    names = "|".join(field.name for field in fields(EngineConfig) if "_" in field.name)
+    return re.sub(rf"\b({names})\b", lambda m: flags.get(m[0], f"--{m[0].replace('_', '-')}"), message)
