@@ -35,8 +35,8 @@ sys.path[:0] = [str(ROOT / "kernels")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moeyard_kernels.cuda.shared_memory import share_memory  # noqa: E402
 from moeyard_kernels.experts import peer_exchange  # noqa: E402
+from moeyard_kernels.peers import Peers  # noqa: E402
 from moeyard_kernels.ref import peer_exchange as oracle  # noqa: E402
 from moeyard_kernels.types import peer_window as fields  # noqa: E402
 from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window  # noqa: E402
@@ -100,10 +100,11 @@ class Rank:
             files[self.number].unlink()
             return out
         if self.way == "store":
-            return share_memory(
-                num_bytes, rank=self.number, world_size=self.world, device=self.device,
-                store=dist.PrefixStore(name, self.store), name=name,
-            )  # fmt: skip
+            peers = Peers(self.device)
+            store = dist.PrefixStore(name, self.store)
+            return peers.map_peers(
+                peers.own_memory(num_bytes), rank=self.number, world_size=self.world, store=store, name=name
+            )
         if self.way == "group":
             import torch.distributed._symmetric_memory as symm_mem
 

@@ -81,13 +81,16 @@ KERNEL_DOORS = {
         "moeyard_kernels.cuda.verify_inputs",
     ),
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
-    "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.cuda.shared_memory",),
-    "moeyard_worker.exchange.peer_fetch": ("moeyard_kernels.cuda.host_memory",),
-    "moeyard_worker.exchange.row_group": ("moeyard_kernels.cuda.host_memory",),
+    "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.peers",),
+    "moeyard_worker.exchange.peer_fetch": ("moeyard_kernels.host_memory",),
+    "moeyard_worker.exchange.row_group": ("moeyard_kernels.host_memory",),
 }
 # Inside the kernels a folder may import itself and those before it; `ref` only types and the checks.
 SUBJECTS = ("attention", "linear", "linear_attention", "experts", "sampling", "elementwise")
-KERNEL_ORDER = ("types", "common", "backend", "ref", SUBJECTS, "door", "ops", ("cpu", "cuda"), "bench")
+KERNEL_ORDER = (
+    *("types", "common", "backend", "ref", SUBJECTS, "door", "ops"),
+    *("host_memory", "peers", ("cpu", "cuda"), "bench"),
+)
 # What is imported late, by name, and why. Nothing else is: no function hides an import.
 IMPORT_LATE = {
     "moeyard.lazy": "a command pays for Ray, torch and transformers only if it uses them",

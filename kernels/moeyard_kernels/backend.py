@@ -19,11 +19,14 @@ from moeyard_kernels.types.step import StepRows
 if TYPE_CHECKING:
     import torch
 
+    from moeyard_kernels.peers import Peers
     from moeyard_kernels.types.choices import Choices
     from moeyard_kernels.types.expert_residency import ResidencyCounts
     from moeyard_kernels.types.fetch_window import FetchWindow
     from moeyard_kernels.types.lent_memory import LentMemory
+    from moeyard_kernels.types.logit_edits import LogitEdits
     from moeyard_kernels.types.peer_window import PeerWindow
+    from moeyard_kernels.types.sampled_tokens import SampledTokens
 
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
@@ -206,6 +209,7 @@ class Backend(Protocol):
 
     device: torch.device
     page_size: int
+    peers: Peers
     # How many slots misses of prompts pass through, beside those that the policy hands out.
     stream_slots: int
 
@@ -248,6 +252,26 @@ class Backend(Protocol):
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may take the place of x."""
+        ...
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor | None = None,
+        top_k: torch.Tensor | None = None,
+        top_p: torch.Tensor | None = None,
+        min_p: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        edits: LogitEdits | None = None,
+        logprobs: int | None = None,
+    ) -> SampledTokens:
+        """See `ops.sample`."""
+        ...
+
+    def token_logprobs(self, logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> SampledTokens:
+        """See `ops.token_logprobs`."""
         ...
 
     def gate(

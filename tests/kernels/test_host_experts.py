@@ -14,9 +14,9 @@ import pytest
 import torch
 from tests.limits import HANG_SECONDS
 
-from moeyard_kernels.cuda import host_memory
+from moeyard_kernels import host_memory
 from moeyard_kernels.cuda.host_experts import HostExperts
-from moeyard_kernels.cuda.host_memory import BorrowedMemory, HostMemory, HostWord
+from moeyard_kernels.host_memory import BorrowedMemory, HostMemory, HostWord
 from moeyard_kernels.types.lent_memory import LentMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def lent_by(memory: HostMemory) -> LentMemory:
 LENDER = """
 import sys, torch
 from dataclasses import astuple
-from moeyard_kernels.cuda.host_memory import HostMemory
+from moeyard_kernels.host_memory import HostMemory
 memory = HostMemory(1 << 16, torch.device("cpu"), shared=True)
 print(*astuple(memory.lent), flush=True)
 for line in sys.stdin:

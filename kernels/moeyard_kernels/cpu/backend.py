@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moeyard_kernels import ops
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.peers import Peers
 from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
 from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
 from moeyard_kernels.ref.rms_norm import add_rms_norm, rms_norm
@@ -61,6 +63,8 @@ class CpuBackend:
     add_rms_norm = staticmethod(add_rms_norm)
     mla_split_qkv_a_norm = staticmethod(mla_split_qkv_a_norm)
     silu_mul = staticmethod(silu_mul)
+    sample = staticmethod(ops.sample)
+    token_logprobs = staticmethod(ops.token_logprobs)
     expert_slots = staticmethod(CpuExpertSlots)
     stream_slots = STREAM_SLOTS
     choices = None
@@ -69,6 +73,7 @@ class CpuBackend:
         if page_size < 1 or BLOCK % page_size:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size = page_size
+        self.peers = Peers(self.device)
         # The sliding windows of the layers built so far, each of which needs a plan of its own.
         self._windows: set[int | None] = set()
 

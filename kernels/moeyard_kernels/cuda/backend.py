@@ -19,6 +19,7 @@ from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
+from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
 from moeyard_kernels.types.step import StepRows
@@ -100,12 +101,15 @@ class CudaBackend:
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm)
     silu_mul = staticmethod(ops.silu_mul)
     sigmoid_mul = staticmethod(ops.sigmoid_mul)
+    sample = staticmethod(ops.sample)
+    token_logprobs = staticmethod(ops.token_logprobs)
     stream_slots = STREAM_SLOTS
 
     def __init__(self, *, page_size: int, device: torch.device) -> None:
         if page_size < 1 or BLOCK % page_size:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size, self.device = page_size, device
+        self.peers = Peers(device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The sliding windows of the layers built so far, whether one of them decompresses its keys, and whether one
         # keeps state in slots.

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.cuda.host_memory import HostMemory
+from moeyard_kernels.host_memory import HostMemory
 
 
 class HostExperts:

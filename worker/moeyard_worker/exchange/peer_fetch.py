@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 import msgpack
 import torch
 
-from moeyard_kernels.cuda.host_memory import BorrowedMemory
+from moeyard_kernels.host_memory import BorrowedMemory
 from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.fetch_window import FetchWindow, open_fetch
 from moeyard_kernels.types.lent_memory import LentMemory

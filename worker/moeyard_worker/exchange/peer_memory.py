@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.cuda.shared_memory import map_peers, own_memory
+from moeyard_kernels.peers import Peers
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.meeting import MeshStore, gather
 from moeyard_worker.exchange.mesh import Mesh
@@ -41,7 +41,8 @@ class GpuMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, name: str = "moeyard") -> None:
-        self.own = own_memory(num_bytes, device)
+        self._peers = Peers(device)
+        self.own = self._peers.own_memory(num_bytes)
         self._device, self._name = device, name
 
     def drain(self) -> None:
@@ -60,7 +61,7 @@ class GpuMemory:
             return [self.own]
         self._check(mesh)
         # A name of its own for every epoch: torch maps nothing anew under one it knows.
-        return map_peers(
+        return self._peers.map_peers(
             self.own, rank=mesh.rank, world_size=mesh.world_size, store=MeshStore(mesh),
             name=f"{self._name}-{mesh.epoch}",
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moeyard_kernels.cuda.host_memory import HostWord
+from moeyard_kernels.host_memory import HostWord
 from moeyard_worker.config.nccl_config import set_nccl_environment
 from moeyard_worker.exchange.meeting import RelayStore, Through, relay
 from moeyard_worker.exchange.mesh import Mesh
