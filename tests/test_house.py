@@ -53,6 +53,14 @@ ROUTER_ROOMS = {
     "http": ("text", "fleet", "api"),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
+# The rooms of the launcher; every room may also import the files beside the rooms. Other modules belong to the fleet.
+LAUNCHER_ROOMS = {
+    "fleet": (),
+    "local": ("fleet",),
+    "clients": ("fleet", "local"),
+    "cli": ("fleet", "local", "clients"),
+}
+LAUNCHER_FILES = ("__main__", "entry", "last_resort", "listen", "logs", "options", "signals")
 # Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
 KERNEL_DOORS = {
     "moeyard_worker.engine.assembly.device": (
@@ -93,7 +101,7 @@ KERNEL_ORDER = (
 )
 # What is imported late, by name, and why. Nothing else is: no function hides an import.
 IMPORT_LATE = {
-    "moeyard.lazy": "a command pays for Ray, torch and transformers only if it uses them",
+    "moeyard.entry": "a command pays for Ray, torch and transformers only if it uses them",
     "moeyard_kernels.door.load": "Triton is loaded where there is a GPU to run it",
     "moeyard_kernels.bench.__main__": "the bench makes the inputs of the ops that were asked for",
 }
@@ -248,20 +256,34 @@ def test_rooms_of_the_engine_import_along_allowed_edges() -> None:
     assert rooms == set(ENGINE_ROOMS), "a new file of the engine finds its room"
 
 
-def test_rooms_of_the_router_import_along_allowed_edges() -> None:
+def check_rooms(package: str, rooms: dict[str, tuple[str, ...]], files: tuple[str, ...], other: str | None) -> None:
+    """Assert that a package's rooms import along allowed edges. `other`: the room of modules that are in none."""
+
+    def place(name: str) -> str | None:
+        part = room_of(name)
+        return part if part in rooms or part in files else other
+
     wrong = []
     for module, source in MODULES.items():
-        own = room_of(module)
-        if not module.startswith("moeyard_router.") or not own:
+        if not module.startswith(f"{package}."):
             continue
-        assert own in ROUTER_ROOMS or own in ROUTER_FILES, f"{module} is in no room"
-        allowed = {own, *ROUTER_FILES, *ROUTER_ROOMS.get(own, ())}
+        own = place(module)
+        assert own is not None, f"{module} is in no room"
+        allowed = {own, *files, *rooms.get(own, ())}
         wrong += [
             f"{source.where(node)}: {own} imports {name}"
             for name, node in source.imports()
-            if name.startswith("moeyard_router.") and room_of(name) not in allowed
+            if name.startswith(f"{package}.") and name != f"{package}.__version__" and place(name) not in allowed
         ]
     assert wrong == []
+
+
+def test_rooms_of_the_router_import_along_allowed_edges() -> None:
+    check_rooms("moeyard_router", ROUTER_ROOMS, ROUTER_FILES, None)
+
+
+def test_rooms_of_the_launcher_import_along_allowed_edges() -> None:
+    check_rooms("moeyard", LAUNCHER_ROOMS, LAUNCHER_FILES, "fleet")
 
 
 def kernel_rank(name: str) -> int | None:

@@ -1,22 +1,31 @@
-"""What the console script and `python -m moeyard` run: quiet from the first line."""
+"""What the console script and `python -m moeyard` run, quiet from the first line; and how commands import late."""
 
+import importlib
 import os
 import signal
 from types import FrameType
-
-from moeyard.lazy import load
+from typing import Any
 
 # What a shell says of a command that Ctrl-C ended.
 INTERRUPTED = 130
 
 
+def load(module: str) -> Any:
+    """The module of that name, imported now: the one place of the launcher that imports late.
+
+    Ray takes a second to import and reads its settings meanwhile, torch takes two seconds and 200 MB, and transformers
+    need not be installed. `--help`, a wrong flag and the router pay for none of them.
+    """
+    return importlib.import_module(module)
+
+
 def leave(signum: int, frame: FrameType | None) -> None:
-    """The handler of SIGINT while we import."""
+    """The handler of SIGINT during imports."""
     os._exit(INTERRUPTED)
 
 
 def main() -> int:
-    """The command line. Until it has begun there is nothing to put in order, so an interrupt ends it without a word."""
+    """The command line. Until it begins there is nothing to put in order, so an interrupt ends it without a word."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
     return int(load("moeyard.cli.commands").main())

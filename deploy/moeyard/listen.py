@@ -1,8 +1,13 @@
-"""The API's own socket: bound before anything is started, and the addresses under which it is found."""
+"""The API's own socket, bound before anything is started, its addresses, and how many connections it can serve.
+
+A process that has no file left for a connection resets it, and libuv reports nothing. So a router serves fewer
+connections than it has files for, and answers those beyond.
+"""
 
 import contextlib
 import errno
 import ipaddress
+import resource
 import socket
 from types import MappingProxyType
 
@@ -10,6 +15,11 @@ from moeyard_router.http.process import SharedAddress
 
 # Documentation's own address (RFC 5737): a UDP socket "connected" there sends nothing, and knows where it would from.
 SOMEWHERE = MappingProxyType({socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"})
+# Files that a router keeps open beside its connections: 51 with two workers at rest, and some to refuse with.
+FILES, FILES_PER_WORKER = 80, 8
+# A container's hard limit may be a thousand times this. No server needs as many, and some libraries make tables of that
+# size.
+MOST_FILES = 1 << 20
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -113,3 +123,28 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return not host
+
+
+def file_limits() -> tuple[int, int]:
+    """How many files this process may have open, and how many if it asks for them."""
+    soft, hard = (MOST_FILES if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, max(soft, min(hard, MOST_FILES))
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, have as many open files as they may; return how many."""
+    soft, most = file_limits()
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return most
+
+
+def most_connections(files: int, num_workers: int) -> int:
+    """Return the connections that one router in front of `num_workers` workers serves at once.
+
+    `files` is its limit of open files. Raises ValueError if that leaves none.
+    """
+    connections = files - FILES - FILES_PER_WORKER * num_workers
+    if connections < 1:
+        raise ValueError(f"a limit of {files} open files leaves none for connections; raise it (ulimit -n)")
+    return connections

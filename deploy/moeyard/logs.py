@@ -6,6 +6,7 @@ hold its type and where it came from, and its words (which may quote a request) 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import queue
@@ -14,10 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from moeyard_worker.options import option
 
@@ -29,6 +30,8 @@ QUEUE_LINES = 4096
 OURS = ("moeyard", "moeyard_router", "moeyard_worker")
 # Control characters, C1 and Unicode's line breaks: nothing that a client sends can end a line or move a cursor.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# A full disk, a quota, `ulimit -f`, a disk that breaks. A pipe whose reader has left is another matter.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +164,43 @@ class _QueuedLines(logging.Handler):
 def _left_out(count: int) -> logging.LogRecord:
     text = "%d lines left out: more than %d a second, or nobody read them"
     return logging.LogRecord("moeyard.logs", logging.WARNING, __file__, 0, text, (count, LINES_PER_SECOND), None)
+
+
+def outlive_full_disk() -> None:
+    """From now on a line on stdout or stderr that finds no room ends nothing: Python's own would raise OSError."""
+    sys.stdout, sys.stderr = (cast(TextIO, _Lossy(stream)) for stream in (sys.stdout, sys.stderr))
+
+
+class _Lossy:
+    """A text stream that loses what finds no room."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream's; the length of a text that is lost."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            _check(error)
+            return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """As the stream's."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """As the stream's."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            _check(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _check(error: OSError) -> None:
+    if error.errno not in _FULL:
+        raise error

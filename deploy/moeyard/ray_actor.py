@@ -10,8 +10,8 @@ from typing import Any
 import ray
 
 from moeyard import logs
+from moeyard.entry import load
 from moeyard.fencing import began_of
-from moeyard.lazy import load
 from moeyard.ray_config import own_gpu
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec

@@ -12,7 +12,7 @@ from moeyard.clients.bench.server.figures import errors, figures, is_good, laten
 from moeyard.clients.bench.server.report import compare, describe
 from moeyard.clients.bench.server.run import fit
 from moeyard.clients.bench.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
-from moeyard.clients.target import parse_target
+from moeyard.clients.target_config import parse_target
 
 
 def answer(*, sent: float = 0.0, times: tuple[float, ...] = (), ended: float = 0.0, tokens: int = 0) -> Answer:

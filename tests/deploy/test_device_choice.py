@@ -12,8 +12,7 @@ from tests.gpus import pretend
 
 from moeyard.cli.commands import build_parser
 from moeyard.local import device_choice
-from moeyard.local.device_choice import check_device, choose_device, device_reason, find_gpus
-from moeyard.local.gpu_probe import probe
+from moeyard.local.device_choice import check_device, choose_device, device_reason, find_gpus, probe
 from moeyard.local.serve import device_named
 from moeyard.local.settings import engine_config
 

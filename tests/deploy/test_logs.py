@@ -16,8 +16,7 @@ import pytest
 from tests.limits import HANG_SECONDS
 
 from moeyard import logs
-from moeyard.local.full_disk import _Lossy
-from moeyard.logs import LogConfig
+from moeyard.logs import LogConfig, _Lossy
 
 SECRET = "words of a prompt"
 
@@ -168,7 +167,7 @@ def test_a_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> No
 _FULL = """
 import logging, sys
 from moeyard import logs
-from moeyard.local.full_disk import outlive_full_disk
+from moeyard.logs import outlive_full_disk
 outlive_full_disk()
 logs.start(logs.LogConfig())
 for _ in range(3):

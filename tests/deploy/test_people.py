@@ -22,10 +22,17 @@ from tests.gpus import pretend
 from tests.limits import HANG_SECONDS
 
 from moeyard.cli.commands import main, with_subject
-from moeyard.clients.chat_terminal import read_message
+from moeyard.clients.chat import read_message
 from moeyard.clients.doctor.gpus import check_gpus
-from moeyard.clients.doctor.machine import check_files, check_instructions, check_port, check_shared, usable_cores
-from moeyard.clients.doctor.software import check_packages, check_python
+from moeyard.clients.doctor.machine import (
+    check_files,
+    check_instructions,
+    check_packages,
+    check_port,
+    check_python,
+    check_shared,
+    usable_cores,
+)
 from moeyard.last_resort import ENDING
 from moeyard.listen import bind, check_ports, outside_url, reachable_url
 from moeyard.local.startup import Startup

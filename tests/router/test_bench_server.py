@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moeyard.cli.commands import main
+from moeyard.clients.api_client import stream_chat
 from moeyard.clients.chat import Talk, command, converse
-from moeyard.clients.chat_stream import stream_chat
-from moeyard.clients.target import parse_target
+from moeyard.clients.target_config import parse_target
 from moeyard_worker.protocol import Rejected
 
 IDS = ("--endpoint", "completions", "--prompts", "ids", "--prompt-tokens", "30", "--warmup", "2")

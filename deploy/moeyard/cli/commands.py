@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -11,10 +12,8 @@ from typing import NoReturn
 from moeyard import __version__
 from moeyard.cli.parser import Parser, fail
 from moeyard.clients.bench.bench_config import EngineBenchConfig, ServerBenchConfig
-from moeyard.clients.target import add_target_arguments
-from moeyard.entry import INTERRUPTED, leave
-from moeyard.lazy import load
-from moeyard.local.full_disk import outlive_full_disk
+from moeyard.clients.target_config import add_target_arguments
+from moeyard.entry import INTERRUPTED, leave, load
 from moeyard.local.model_source import checkpoint
 from moeyard.local.serve_config import ServeConfig
 from moeyard.logs import LogConfig
@@ -48,6 +47,20 @@ examples:
 Commands = argparse._SubParsersAction
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A command whose module is imported when it runs. `on_cpu`: torch finds its settings for a CPU."""
+
+    module: str
+    function: str
+    on_cpu: bool = False
+
+    def __call__(self, args: argparse.Namespace) -> int:
+        if self.on_cpu:
+            set_cpu_environment()
+        return int(getattr(load(self.module), self.function)(args))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = Parser(prog="moeyard", description="Serve Mixture-of-Experts language models.")
@@ -72,14 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_target_arguments(server)
     add_options(server, ServerBenchConfig)
-    server.set_defaults(run=run_bench_server)
+    server.set_defaults(run=Late("moeyard.clients.bench.server.run", "bench_server"))
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
     engine.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (or --shape)")
     add_options(engine, ServeConfig, only=("revision",))
     shared = ("shape", "num_layers", "dtype", "enforce_eager", "expert_policy")
     add_options(engine, EngineConfig, only=shared, choices={"shape": tuple(SHAPES)})
     add_options(engine, EngineBenchConfig)
-    engine.set_defaults(run=run_bench_engine)
+    engine.set_defaults(run=Late("moeyard.clients.bench.engine", "bench_engine", on_cpu=True))
 
     chat = commands.add_parser("chat", help="talk with a running server; in a pipe: answer what comes in")
     add_target_arguments(chat)
@@ -87,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the requests, e.g. temperature=0.7"
     )
-    chat.set_defaults(run=run_chat)
+    chat.set_defaults(run=Late("moeyard.clients.chat", "chat"))
     completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
     completion.add_argument("shell", choices=SHELLS, help='e.g. eval "$(moeyard completion bash)" in ~/.bashrc')
     completion.set_defaults(run=run_completion)
@@ -105,17 +118,18 @@ def add_serving_commands(commands: "Commands[Parser]") -> None:
     serve = add_server_command(commands, "serve", text, groups=groups)
     serve.epilog = EXAMPLES
     serve.add_argument("--api-key", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
-    serve.set_defaults(run=run_serve, parser=serve)
+    serve.set_defaults(run=Late("moeyard.local.serve", "run"), parser=serve)
 
     text = "serve the bundled checkpoint, stream one chat completion and show figures"
     demo = add_server_command(commands, "demo", text, groups=(*ENGINE_GROUPS, api))
     demo.add_argument("--once", action="store_true", help="exit after the figures")
-    demo.set_defaults(run=run_demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
+    run = Late("moeyard.clients.demo", "demo")
+    demo.set_defaults(run=run, model=None, workers=2, load_format="auto", shape=None, layers=None)
 
     text = "what this machine has, and what `serve` with these flags would fail at"
     doctor = add_server_command(commands, "doctor", text, groups=(model, *ENGINE_GROUPS, api))
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    doctor.set_defaults(run=run_doctor)
+    doctor.set_defaults(run=Late("moeyard.clients.doctor.run", "doctor", on_cpu=True))
 
 
 def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, groups: Sequence[str]) -> Parser:
@@ -161,7 +175,7 @@ def add_control_commands(commands: "Commands[Parser]") -> None:
         ("scale", "have more workers, or fewer, while requests run"),
     ):
         command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run_control)
+        command.set_defaults(run=Late("moeyard.clients.control_client", name))
         add = command.add_argument
         if name == "scale":
             add("size", type=read_with(count), metavar="N", help="how many workers there are to be")
@@ -198,25 +212,7 @@ def add_expert_commands(commands: "Commands[Parser]") -> None:
     plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
     text = "write the best placement, with copies where one R is given, for `serve --expert-placement FILE`"
     plan.add_argument("--write", metavar="FILE", help=text)
-    plan.set_defaults(run=run_experts_plan)
-
-
-def run_control(args: argparse.Namespace) -> int:
-    """`moeyard drain`, `undrain`, `restart` and `scale`."""
-    return int(getattr(load("moeyard.clients.control_client"), args.command)(args))
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """`moeyard serve`."""
-    outlive_full_disk()
-    settings = load("moeyard.local.settings")
-    door, log = settings.door_config(args), settings.log_config(args)
-    return int(load("moeyard.local.serve").serve(args, settings.engine_config(args), door=door, log=log))
-
-
-def run_demo(args: argparse.Namespace) -> int:
-    """`moeyard demo`."""
-    return int(load("moeyard.clients.demo").demo(args, load("moeyard.local.settings").engine_config(args)))
+    plan.set_defaults(run=Late("moeyard.clients.expert_plan", "plan"))
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -225,28 +221,6 @@ def run_verify(args: argparse.Namespace) -> int:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
     return int(load("moeyard_worker.engine.assembly.verify").verify(checkpoint(args), dtype=args.dtype))
-
-
-def run_bench_server(args: argparse.Namespace) -> int:
-    """`moeyard bench URL`."""
-    return int(load("moeyard.clients.bench.server.run").bench_server(args))
-
-
-def run_bench_engine(args: argparse.Namespace) -> int:
-    """`moeyard bench engine`."""
-    set_cpu_environment()
-    return int(load("moeyard.clients.bench.engine").bench_engine(args))
-
-
-def run_chat(args: argparse.Namespace) -> int:
-    """`moeyard chat`."""
-    return int(load("moeyard.clients.chat").chat(args))
-
-
-def run_doctor(args: argparse.Namespace) -> int:
-    """`moeyard doctor`."""
-    set_cpu_environment()
-    return int(load("moeyard.clients.doctor.run").doctor(args))
 
 
 def run_completion(args: argparse.Namespace) -> int:
@@ -263,11 +237,6 @@ def run_cache_sim(args: argparse.Namespace) -> int:
         optima = belady(path, slots)
         print(format_table(result, optima))
     return 0
-
-
-def run_experts_plan(args: argparse.Namespace) -> int:
-    """`moeyard experts plan`."""
-    return int(load("moeyard.clients.expert_plan").plan(args))
 
 
 def with_subject(argv: list[str]) -> list[str]:

@@ -2,16 +2,16 @@
 
 import argparse
 import json
+import re
+import readline
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from moeyard.clients.chat_stream import Reply, stream_chat
-from moeyard.clients.chat_terminal import read_message, show
-from moeyard.clients.server_info import first_model
-from moeyard.clients.target import Target, parse_target
+from moeyard.clients.api_client import Reply, first_model, stream_chat
+from moeyard.clients.target_config import Target, parse_target
 
 HELP = """\
 /help               this
@@ -21,6 +21,11 @@ HELP = """\
 /quit               leave, as Ctrl-D does
 Ctrl-C stops an answer.
 A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
+PROMPT, CONTINUED = "> ", ". "
+FENCE = '"""'
+# What a terminal would obey; a model's text is not trusted with that.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 @dataclass(slots=True)
@@ -169,3 +174,45 @@ def help_text(talk: Talk, rest: str) -> str:
 COMMANDS: Mapping[str, Callable[[Talk, str], str]] = MappingProxyType(
     {"help": help_text, "clear": clear, "system": system, "set": put}
 )
+
+
+def read_message() -> str | None:
+    """What the user types next, None at the end of it. Ctrl-C drops what was typed so far."""
+    readline.set_auto_history(True)
+    try:
+        return _message(input(PROMPT))
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print("\nCtrl-D ends", file=sys.stderr)
+        return ""
+
+
+def _message(line: str) -> str:
+    """A line, or the several that it begins."""
+    if line.lstrip().startswith(FENCE):
+        return _fenced(line.lstrip().removeprefix(FENCE))
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(CONTINUED))
+    return "\n".join(lines)
+
+
+def _fenced(line: str) -> str:
+    lines = []
+    while not line.rstrip().endswith(FENCE):
+        lines.append(line)
+        line = input(CONTINUED)
+    return "\n".join([*lines, line.rstrip().removesuffix(FENCE)]).strip("\n")
+
+
+def show(text: str, thought: bool) -> None:
+    """Write a piece of an answer. Thoughts are dim on a terminal, and elsewhere left out: a pipe wants the answer."""
+    if sys.stdout.isatty():
+        plain = _CONTROLS.sub("", text)
+        sys.stdout.write(f"{_DIM}{plain}{_PLAIN}" if thought else plain)
+    elif not thought:
+        sys.stdout.write(text)
+    sys.stdout.flush()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from moeyard.lazy import load
+from moeyard.entry import load
 from moeyard.local.model_source import checkpoint
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.placement import Placement

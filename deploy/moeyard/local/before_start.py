@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeyard.lazy import load
+from moeyard.entry import load
 from moeyard.local.settings import ApiSettings, answer_formats_of, check_compression
 from moeyard.placing import placement_of
 from moeyard_kernels.cpu import footprint

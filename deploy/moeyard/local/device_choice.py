@@ -1,10 +1,17 @@
-"""The device that `--device` means on this machine, found before Ray starts or anything is downloaded."""
+"""The device that `--device` means on this machine, found before Ray starts or anything is downloaded.
+
+`python -m moeyard.local.device_choice DEVICE N` says in JSON which GPUs `--device DEVICE --workers N` would take. It is
+a process of its own because it loads torch, which the launcher never does.
+"""
 
 import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from moeyard.entry import load
 
 # Linux has the first wherever NVIDIA's driver is loaded, WSL the second.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -15,7 +22,7 @@ _PROBE_SECONDS = 180.0
 def choose_device(args: argparse.Namespace) -> None:
     """Replace `args.device` "auto" by "cuda" or "cpu", and note in `args.device_why` what decided.
 
-    Without "auto" both stay as they are: `check_device` looks for the GPUs. Calling this twice changes nothing.
+    Without "auto" both stay as they are, and `check_device` looks for the GPUs. A second call changes nothing.
     """
     if args.device != "auto":
         return
@@ -47,7 +54,7 @@ def device_reason(args: argparse.Namespace) -> str | None:
 
 def find_gpus(device: str, num_workers: int) -> str:
     """Names of the workers' GPUs. Raises ValueError with one line where one is missing or not of the kernels' kind."""
-    command = [sys.executable, "-P", "-m", "moeyard.local.gpu_probe", device, str(num_workers)]
+    command = [sys.executable, "-P", "-m", "moeyard.local.device_choice", device, str(num_workers)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
@@ -65,3 +72,17 @@ def find_gpus(device: str, num_workers: int) -> str:
         raise ValueError(problem)
     names = found["gpus"]
     return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
+
+
+def probe(device: str, num_workers: int) -> dict[str, Any]:
+    """{"gpus": names, one for each worker}, or {"problem": one line} where a worker's GPU is missing or unfit."""
+    check_gpu = load("moeyard_worker.engine.assembly.device").check_gpu
+    try:
+        found = [check_gpu(device, gpu=rank, num_workers=num_workers) for rank in range(num_workers)]
+    except ValueError as error:
+        return {"problem": str(error)}
+    return {"gpus": [load("torch").cuda.get_device_name(each.index) for each in found]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(sys.argv[1], int(sys.argv[2]))))

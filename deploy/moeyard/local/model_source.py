@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
 
-from moeyard.cli.parser import Arguments
-from moeyard.lazy import load
+from moeyard.entry import load
 
 # In a checkout, and in an installed package (pyproject.toml puts it there).
 _DEMO_PLACES = (
@@ -24,39 +23,19 @@ _OTHER_FORMATS = MappingProxyType(
 )
 
 
-def add_model_argument(
-    parser: argparse.ArgumentParser,
-    flags: Arguments | None = None,
-    *,
-    otherwise: str = "",
-    nargs: str | None = "?",
-) -> None:
-    """A checkpoint, here or on the hub. `flags`: a group for what goes with it (default: the parser)."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs=nargs, help=f"local Hugging Face directory, or an id of the hub{otherwise}"
-    )
-    (flags or parser).add_argument(
-        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: its main branch)"
-    )
-
-
 def checkpoint(args: argparse.Namespace) -> str:
     """Directory of the whole checkpoint that was named, which is downloaded where it is on the hub.
 
     Raises ValueError before any weights are downloaded if the model is none that is served.
     """
-    return (
-        str(load("moeyard.local.hub").fetch(args.model, args.revision)) if hub_id(args.model) else local_directory(args)
-    )
+    hub = hub_id(args.model)
+    return local_directory(args) if hub is None else str(load("moeyard.local.hub").fetch(hub, args.revision))
 
 
 def described(args: argparse.Namespace) -> str:
     """Directory of what says which model it is: config, tokenizer and index. Weights of the hub may be missing."""
-    return (
-        str(load("moeyard.local.hub").describe(args.model, args.revision))
-        if hub_id(args.model)
-        else local_directory(args)
-    )
+    hub = hub_id(args.model)
+    return local_directory(args) if hub is None else str(load("moeyard.local.hub").describe(hub, args.revision))
 
 
 def local_directory(args: argparse.Namespace) -> str:

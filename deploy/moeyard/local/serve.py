@@ -6,6 +6,7 @@ fleet is ready is one line on stderr and leaves no process behind.
 
 import argparse
 import dataclasses
+import queue
 import signal
 import sys
 import time
@@ -16,15 +17,21 @@ from pathlib import Path
 from moeyard import __version__, logs, ray_config
 from moeyard.control import ControlDoor
 from moeyard.control_commands import commands, open_door
-from moeyard.lazy import load
-from moeyard.listen import bind, outside_url, reachable_url
+from moeyard.entry import load
+from moeyard.listen import bind, most_connections, outside_url, raise_file_limit, reachable_url
 from moeyard.local.before_start import check_before_start, fetch_missing
 from moeyard.local.device_choice import check_device, device_reason
 from moeyard.local.model_source import hub_id
-from moeyard.local.open_files import most_connections, raise_file_limit
-from moeyard.local.ordering import ordered
 from moeyard.local.serve_config import ServeConfig
-from moeyard.local.settings import ApiSettings, api_settings, router_fields, start_notes
+from moeyard.local.settings import (
+    ApiSettings,
+    api_settings,
+    door_config,
+    engine_config,
+    log_config,
+    router_fields,
+    start_notes,
+)
 from moeyard.local.startup import startup
 from moeyard.logs import LogConfig
 from moeyard.options import values
@@ -35,6 +42,7 @@ from moeyard.signals import noted
 from moeyard.supervisor import Supervisor
 from moeyard.upkeep import Upkeep
 from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
+from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
@@ -44,6 +52,8 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.sockets import make_keys
 
+# Routers have so long to take an order; one that is busy for longer is asked again.
+ORDER_SECONDS = 5.0
 DUMMY_NOTE = (
     'random weights and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
     "token ids and mean nothing"
@@ -57,6 +67,13 @@ class Running:
     url: str
     model_name: str
     metrics_urls: tuple[str, ...]
+
+
+def run(args: argparse.Namespace) -> int:
+    """`moeyard serve`."""
+    logs.outlive_full_disk()
+    door, log = door_config(args), log_config(args)
+    return serve(args, engine_config(args), door=door, log=log)
 
 
 def serve(
@@ -183,6 +200,16 @@ def serve(
             fleet.stop()
             sock.close()
     return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
+
+
+def ordered(server: RouterProcesses, order: Drain) -> int:
+    """Sequences that all routers name in answer to an order, waited for in another thread than theirs."""
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    server.drain(order, answers.put)
+    try:
+        return answers.get(timeout=ORDER_SECONDS)
+    except queue.Empty:
+        return UNKNOWN
 
 
 def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from moeyard.clients.doctor.finding import Finding, ok, problem, warning
+from moeyard.clients.doctor.machine import Finding, ok, problem, warning
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.engine.assembly.device import check_gpu, unfit
 from moeyard_worker.engine.loop.faults import out_of_memory

@@ -1,19 +1,26 @@
-"""The machine without its GPUs: processor, memory, limits, ports, clock, and what earlier runs have left."""
+"""The machine without its GPUs: packages, processor, memory, limits, ports, clock, and what earlier runs left."""
 
 import platform
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from moeyard.clients.doctor.finding import Finding, ok, problem, warning
-from moeyard.listen import base_url, bind
-from moeyard.local.open_files import file_limits, most_connections
+from moeyard import __version__
+from moeyard.listen import base_url, bind, file_limits, most_connections
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.engine.memory.host_memory import available_memory
 
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+# Packages named one by one; of the others only what is wrong is worth a line.
+SHOWN = ("torch", "triton", "ray")
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
 CPUINFO, CPU_QUOTA = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup/cpu.max")
@@ -26,6 +33,90 @@ LEAST_FILES, GOOD_FILES = 1024, 8192
 FULL_DISK = 0.95
 LEAST_MEMORY = 2 * 1024**3
 SLOW_CLOCKS = frozenset(("hpet", "acpi_pm", "jiffies", "pit"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`level`: a problem keeps the server from starting or serving, a warning makes it slow or will bite later.
+
+    `advice` is what to do about it, "" of what is ok.
+    """
+
+    subject: str
+    level: str
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8}{self.subject:<12}{self.text}" + (f"; {self.advice}" if self.advice else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return asdict(self)
+
+
+def ok(subject: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(subject=subject, level=OK, text=text)
+
+
+def warning(subject: str, text: str, advice: str) -> Finding:
+    """Serves, but."""
+    return Finding(subject=subject, level=WARNING, text=text, advice=advice)
+
+
+def problem(subject: str, text: str, advice: str) -> Finding:
+    """Does not serve."""
+    return Finding(subject=subject, level=PROBLEM, text=text, advice=advice)
+
+
+def check_software() -> Iterator[Finding]:
+    """The interpreter and every requirement of the installed package."""
+    try:
+        package = metadata.metadata("moeyard")
+        requires = metadata.requires("moeyard") or []
+    except metadata.PackageNotFoundError:
+        yield warning("moeyard", f"{__version__}, not installed", "pip install it, so that its packages are checked")
+        return
+    yield ok("moeyard", __version__)
+    yield check_python(platform.python_version(), package["Requires-Python"] or "")
+    yield from check_packages(requires, installed)
+
+
+def check_python(version: str, wanted: str) -> Finding:
+    """Whether this Python is one of those `wanted`."""
+    if SpecifierSet(wanted).contains(version, prereleases=True):
+        return ok("python", version)
+    return problem("python", f"{version}, moeyard wants {wanted}", "make the virtual environment with another one")
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, None if it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages(requires: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Requirements that apply here, extras not among them; those that are met and not in SHOWN share a line."""
+    sound = 0
+    for requirement in map(Requirement, requires):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            have = "missing" if version is None else version
+            yield problem(
+                requirement.name,
+                f"{have}, moeyard wants {requirement.specifier or 'any'}",
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+        elif requirement.name in SHOWN:
+            yield ok(requirement.name, version)
+        else:
+            sound += 1
+    yield ok("packages", f"{sound} others as required")
 
 
 def check_processor(workers: int, *, on_cpu: bool) -> Iterator[Finding]:

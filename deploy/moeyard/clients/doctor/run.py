@@ -4,17 +4,22 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from moeyard.clients.doctor.finding import OK, PROBLEM, WARNING, Finding, ok, problem
 from moeyard.clients.doctor.machine import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Finding,
     check_clock,
     check_leftovers,
     check_limits,
     check_memory,
     check_port,
     check_processor,
+    check_software,
+    ok,
+    problem,
 )
-from moeyard.clients.doctor.software import check_software
-from moeyard.lazy import load
+from moeyard.entry import load
 from moeyard.local.before_start import check_before_start, needs
 from moeyard.local.device_choice import choose_device, device_reason
 from moeyard.local.model_source import hub_id

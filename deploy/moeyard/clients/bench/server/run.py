@@ -20,6 +20,7 @@ import uvloop
 from tqdm import tqdm
 
 from moeyard import __version__
+from moeyard.clients.api_client import first_model
 from moeyard.clients.bench.server.answer import Answer
 from moeyard.clients.bench.server.drive import Course, Load, Plan
 from moeyard.clients.bench.server.figures import errors, figures, parse_slo, request_rows
@@ -27,9 +28,8 @@ from moeyard.clients.bench.server.report import compare, describe
 from moeyard.clients.bench.server.wire import Client
 from moeyard.clients.bench.server.words import WORDS
 from moeyard.clients.bench.workload import Workload, Yardstick, body
-from moeyard.clients.server_info import first_model
-from moeyard.clients.target import Target, parse_target
-from moeyard.lazy import load
+from moeyard.clients.target_config import Target, parse_target
+from moeyard.entry import load
 
 KIND = "moeyard bench server"
 DEFAULT_REQUESTS = 100

@@ -13,7 +13,7 @@ import httptools
 import orjson
 
 from moeyard.clients.bench.server.answer import Answer, EventStream, error_message
-from moeyard.clients.target import Target
+from moeyard.clients.target_config import Target
 
 # What is said of a body that is no JSON, such as a proxy's page.
 MAX_ERROR_TEXT = 200
