@@ -33,11 +33,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import partition
+from moeyard_worker.experts.offline.sim import belady, simulate
+from moeyard_worker.experts.offline.trace import read_trace
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
-from moeyard_worker.experts.sim import belady, simulate
-from moeyard_worker.experts.trace import RoutingRecorder, rank_path, read_trace
+from moeyard_worker.experts.recorder import RoutingRecorder, rank_path
 from moeyard_worker.models.families import load_model_config
 
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"

@@ -21,12 +21,11 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
-from moeyard_worker.experts.placement import partition
 from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.sockets import make_keys
 

@@ -20,7 +20,7 @@ import psutil
 from moeyard_worker.checkpoint.check import check_checkpoint
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.config.engine_config import DTYPE_BYTES
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import partition
 from moeyard_worker.models.families import load_model_config
 
 MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo"

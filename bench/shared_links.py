@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
 
-from moeyard_worker.experts.placement import partition  # noqa: E402
+from moeyard_worker.config.placement import partition  # noqa: E402
+from moeyard_worker.experts.offline.trace import read_trace  # noqa: E402
 from moeyard_worker.experts.policies import start_policy  # noqa: E402
-from moeyard_worker.experts.trace import read_trace  # noqa: E402
 
 # Of one rank, in one layer of a step: the experts that decode rows need, ascending.
 Needs = tuple[int, Sequence[int]]

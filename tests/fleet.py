@@ -21,8 +21,7 @@ import zmq
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import (

@@ -45,6 +45,9 @@ ENGINE_ROOMS = {
     "loop": ("steps", "sampling"),
     "assembly": ("loop", "steps", "sampling", "memory"),
 }
+# Tools that read what a fleet recorded. Nothing that serves may import them, only these commands.
+OFFLINE = "moeyard_worker.experts.offline"
+OFFLINE_COMMANDS = ("moeyard.cli.commands", "moeyard.clients.expert_plan")
 # The rooms of the router; every room may also import the files beside the rooms.
 ROUTER_ROOMS = {
     "text": (),
@@ -235,6 +238,17 @@ def test_rooms_import_along_allowed_edges() -> None:
             for name, node in source.imports()
             if name.startswith("moeyard_worker.") and room_of(name) not in allowed
         ]
+    assert wrong == []
+
+
+def test_serving_code_imports_no_offline_tool() -> None:
+    wrong = [
+        f"{source.where(node)} imports {name}"
+        for module, source in MODULES.items()
+        if not inside(module, OFFLINE) and module not in OFFLINE_COMMANDS
+        for name, node in source.imports()
+        if inside(name, OFFLINE)
+    ]
     assert wrong == []
 
 

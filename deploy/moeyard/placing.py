@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.models.model_config import ModelConfig
 
 # Four times what 100 layers of 1000 experts need.

@@ -7,8 +7,8 @@ import pytest
 
 from moeyard.cli.commands import main
 from moeyard.placing import placement_of
-from moeyard_worker.experts.loads import read_loads
-from moeyard_worker.experts.planning import balanced, copied, read_needs, together
+from moeyard_worker.experts.offline.loads import read_loads
+from moeyard_worker.experts.offline.planning import balanced, copied, read_needs, together
 from moeyard_worker.models.families import load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]

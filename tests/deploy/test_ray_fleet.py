@@ -15,8 +15,7 @@ from moeyard.rank import Event, FleetLost, RanksLost, Recovered, Unrecoverable
 from moeyard.ray_fleet import RayFleet
 from moeyard.ray_guard import STUCK_SECONDS, Guard
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.sockets import make_keys
 
 # In a process of its own: whatever descends from one that ends its fleet ends with it.
@@ -28,8 +27,6 @@ from moeyard.logs import LogConfig
 from moeyard.ray_fleet import RayFleet
 from moeyard.ray_guard import STUCK_SECONDS, Guard
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
 from moeyard_worker.sockets import make_keys
 
 ray_fleet.STOP_SECONDS = 1e6

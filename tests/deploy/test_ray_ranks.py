@@ -12,8 +12,7 @@ from moeyard.rank import Event, RanksLost
 from moeyard.ray_places import Seats
 from moeyard.ray_resizes import ResizableRanks
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 
 RANKS = 3
 WHOLE = Placement.of_shards((1, 2), partition(12, RANKS))

@@ -13,8 +13,7 @@ from moeyard.takeover import Room
 from moeyard.upkeep import Refused
 from moeyard_router.fleet.orders import Drain
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 SLOT = 100

@@ -10,8 +10,7 @@ from moeyard.placing import placement_of
 from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
 from moeyard.supervisor import Supervisor
 from moeyard.takeover import Room, Takeover, decide, without
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.models.families import load_model_config
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"

@@ -15,7 +15,7 @@ from tests.fleet import ProcessPool
 from tests.limits import HANG_SECONDS
 
 from moeyard_router.fleet import loads
-from moeyard_worker.experts.sim import simulate
+from moeyard_worker.experts.offline.sim import simulate
 
 NUM_PAGES = 24
 SLOTS = 5

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 
 LAYERS = (1, 2, 5)
 WHOLE = Placement.of_shards(LAYERS, partition(12, 3))

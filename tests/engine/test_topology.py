@@ -8,14 +8,13 @@ from typing import Any, cast
 import pytest
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly import topology
 from moeyard_worker.engine.assembly.device import CpuDevice, Device
 from moeyard_worker.engine.assembly.doors import bind_mesh
 from moeyard_worker.engine.assembly.topology import host_patience, patience, settle_exchange
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.experts.placement import partition
 
 SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_tokens=4)
 

@@ -14,7 +14,7 @@ from exchange_reference import Observed, Scenario, expert_outputs, generator, ma
 from tests.fleet import rank_context
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import Exchange, ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.frames import Phase
@@ -23,7 +23,6 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.experts.placement import partition
 
 
 @dataclass(slots=True)

@@ -9,9 +9,8 @@ import torch
 from exchange_fleet import Fleet, close, run_layers
 from exchange_reference import SCENARIOS, Scenario, bits, make_layer, reference
 
-from moeyard_worker.config.placement import Copies, Placement
+from moeyard_worker.config.placement import Copies, Placement, partition
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.experts.placement import partition
 
 NUM_LAYERS = 3
 

@@ -19,7 +19,7 @@ from tests.exchange.test_nvlink_exchange import DEADLINE, SMALL, attach, togethe
 from tests.exchange.test_staged_exchange import check_alone, fleet_of, rank_runner, run_steps, steps_of
 
 from moeyard_worker.config.nccl_config import NCCL_ENVIRONMENT, set_nccl_environment
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange import nccl
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
@@ -29,7 +29,6 @@ from moeyard_worker.exchange.meeting import RelayStore, Through, relay
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.row_group import Moved, TorchGroup
-from moeyard_worker.experts.placement import partition
 
 CPU = torch.device("cpu")
 

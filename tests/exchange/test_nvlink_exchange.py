@@ -33,7 +33,7 @@ from moeyard_kernels.types.peer_window import (
     SPENT,
     PeerWindow,
 )
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
@@ -44,7 +44,6 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nvlink import NvlinkExchange
 from moeyard_worker.exchange.peer_counts import PeerCounts
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.experts.placement import partition
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks of one process share memory of the host; tests/e2e has GPUs that do"

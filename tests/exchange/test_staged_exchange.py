@@ -16,7 +16,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, local_runner
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import Exchange
@@ -25,7 +25,6 @@ from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.experts.placement import partition
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step
 

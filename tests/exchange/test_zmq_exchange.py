@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.exchange.meshes import connect_all
 
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
 from moeyard_worker.exchange.frames import Phase, pack_tag
@@ -15,7 +15,6 @@ from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
-from moeyard_worker.experts.placement import partition
 
 SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
 

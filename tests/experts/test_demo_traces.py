@@ -20,10 +20,10 @@ from tests.scripts import loaded
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.experts.offline.sim import belady, simulate
+from moeyard_worker.experts.offline.trace import RankTrace, read_trace
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.experts.policy import Counters
-from moeyard_worker.experts.sim import belady, simulate
-from moeyard_worker.experts.trace import RankTrace, read_trace
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moeyard_worker.experts.loads import Loads, is_loads, read_loads, unevenness
-from moeyard_worker.experts.planning import balanced, compare_loads, copied, read_needs
+from moeyard_worker.experts.offline.loads import Loads, is_loads, read_loads, unevenness
+from moeyard_worker.experts.offline.planning import balanced, compare_loads, copied, read_needs
 
 TRACE = Path(__file__).parent / "data" / "demo-routing"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import partition
 
 
 def test_uneven_shards_put_the_larger_first() -> None:

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
-from moeyard_worker.experts.planning import (
+from moeyard_worker.config.placement import Placement, partition
+from moeyard_worker.experts.offline.planning import (
     Needs,
     balanced,
     by_chance,
@@ -20,7 +19,7 @@ from moeyard_worker.experts.planning import (
     read_needs,
     together,
 )
-from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
+from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 
 ONE, FOUR = (Path(__file__).parent / "data" / name for name in ("demo-routing", "demo-routing-4"))
 

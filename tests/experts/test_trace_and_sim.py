@@ -18,9 +18,10 @@ import moeyard_worker
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.offline.sim import belady, format_table, simulate
+from moeyard_worker.experts.offline.trace import Access, read_trace
 from moeyard_worker.experts.policies import POLICIES
-from moeyard_worker.experts.sim import belady, format_table, simulate
-from moeyard_worker.experts.trace import Access, RoutingRecorder, TraceHeader, read_trace
+from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 
 LAYERS, EXPERTS, SIZE, TOP_K = (0, 2, 3), range(4, 10), 16, 2
 
@@ -247,6 +248,6 @@ def test_belady_equals_a_search_of_all_choices(
 
 
 def test_simulating_loads_no_torch() -> None:
-    code = "import sys, moeyard_worker.experts.sim; sys.exit('torch' in sys.modules)"
+    code = "import sys, moeyard_worker.experts.offline.sim; sys.exit('torch' in sys.modules)"
     packages = [str(Path(package.__file__ or "").parents[1]) for package in (moeyard_worker, moeyard_kernels)]
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(packages)})

@@ -22,9 +22,9 @@ from moeyard_kernels.types.expert_residency import (
     ResidencyState,
     start_residency,
 )
+from moeyard_worker.experts.offline.trace import read_trace
 from moeyard_worker.experts.policies import POLICIES, start_policy
 from moeyard_worker.experts.policy import Counters
-from moeyard_worker.experts.trace import read_trace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRACES = Path(__file__).parents[1] / "experts" / "data"

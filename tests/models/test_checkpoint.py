@@ -17,7 +17,7 @@ from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import partition
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.families import load_model_config
 

@@ -23,7 +23,7 @@ from moeyard_router.text.reasoning import REASONING_FORMATS
 from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES, EngineConfig
-from moeyard_worker.experts.sim import belady, format_table, simulate
+from moeyard_worker.experts.offline.sim import belady, format_table, simulate
 from moeyard_worker.models.shapes import SHAPES
 
 BENCH_SUBJECTS = ("server", "engine")

@@ -13,10 +13,10 @@ from moeyard_worker.config.placement import Placement
 
 def plan(args: argparse.Namespace) -> int:
     """`moeyard experts plan`. Raises ValueError and OSError for what cannot be read, placed or written."""
-    planning = load("moeyard_worker.experts.planning")
+    planning = load("moeyard_worker.experts.offline.planning")
     if args.write is not None and len(args.copies) > 1:
         raise ValueError(f"--write writes one placement: give one of --copies {' '.join(map(str, args.copies))}")
-    loads = load("moeyard_worker.experts.loads")
+    loads = load("moeyard_worker.experts.offline.loads")
     path = Path(args.file)
     counted = loads.is_loads(path)
     needs = loads.read_loads(path) if counted else planning.read_needs(path)

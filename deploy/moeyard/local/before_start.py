@@ -20,7 +20,7 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.assembly.fitting import plan_or_tell
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory
-from moeyard_worker.experts.trace import rank_path
+from moeyard_worker.experts.recorder import rank_path
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
 

@@ -18,9 +18,9 @@ from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import ExpertKey, Placed, ResidencyPolicy
+from moeyard_worker.experts.recorder import RoutingRecorder
 from moeyard_worker.experts.stats import CacheStats, Counting, needed
 from moeyard_worker.experts.store import HostStore
-from moeyard_worker.experts.trace import RoutingRecorder
 from moeyard_worker.protocol import ExpertLoads
 
 _LOOK_SECONDS = 0.2  # between two looks at what a device has counted

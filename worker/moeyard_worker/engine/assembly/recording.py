@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.experts.trace import RoutingRecorder, TraceHeader
+from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 from moeyard_worker.models.model_config import ModelConfig
 
 

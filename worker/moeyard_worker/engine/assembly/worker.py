@@ -18,7 +18,7 @@ import torch
 
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
-from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
 from moeyard_worker.engine.assembly.doors import bind_frontend, bind_mesh, serve_metrics
@@ -38,8 +38,7 @@ from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.experts.placement import partition
-from moeyard_worker.experts.trace import RoutingRecorder
+from moeyard_worker.experts.recorder import RoutingRecorder
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 

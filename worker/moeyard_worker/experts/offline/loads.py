@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeyard_worker.config.placement import Placement
-from moeyard_worker.experts.placement import partition
+from moeyard_worker.config.placement import Placement, partition
 
 # A reply of /v1/fleet/experts of 100 layers of 1024 experts and 64 ranks has some 40 MB at most.
 _MOST_BYTES = 1 << 26

@@ -1,18 +1,17 @@
-"""Routing traces: which experts every step needed, written by the engine and read by the simulator. Torch-free.
+"""Write routing traces: the experts that each step of a rank needed. `offline/trace.py` reads them. Loads no torch.
 
 A trace is one file per rank: FILE when there is one rank, else FILE.rank0, FILE.rank1, ... Each is a stream of msgpack
-values: first a map, the header (`TraceHeader` plus "format": "moeyard-routing" and "version": 1), then one array per
-access of a layer in which the rank had work: [step, layer, ids needed by decode rows, ids that only prompt rows need],
-global expert ids ascending. A file cut short by a killed worker is valid up to its last whole value.
+values. The first is a map, the header: `TraceHeader` plus "format": "moeyard-routing" and "version": 1. Then one array
+follows per access of a layer in which the rank had work: [step, layer, ids needed by decode rows, ids that only prompt
+rows need], global expert ids ascending. A file cut short by a killed worker is valid up to its last whole value.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgpack
 
@@ -38,16 +37,6 @@ class TraceHeader:
     @property
     def experts(self) -> range:
         return range(self.experts_start, self.experts_stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """One rank's need in one layer of one step. `decode` and `prefill` are disjoint ascending global expert ids."""
-
-    step: int
-    layer: int
-    decode: tuple[int, ...]
-    prefill: tuple[int, ...]
 
 
 def rank_path(path: Path, *, rank: int, world_size: int) -> Path:
@@ -132,73 +121,3 @@ class RoutingRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RankTrace:
-    """One rank's file. Iterating reads it anew."""
-
-    path: Path
-    header: TraceHeader
-
-    def __iter__(self) -> Iterator[Access]:
-        with self.path.open("rb") as file:
-            unpacker = msgpack.Unpacker(file, use_list=False)
-            next(unpacker)
-            for value in unpacker:
-                yield _access(value, self)
-
-
-def read_trace(path: Path) -> tuple[RankTrace, ...]:
-    """The traces of all ranks, in rank order, of the trace named `path` (a single rank's file is also accepted).
-
-    Raises FileNotFoundError when there is none, ValueError for a file that is not a trace or when a rank is missing.
-    """
-    first = rank_path(path, rank=0, world_size=2)
-    if path.exists() and first.exists():
-        raise ValueError(f"both {path} and {first.name} exist: they are of different runs, remove one")
-    if not first.exists():
-        return (_open(path),)
-    world_size = _open(first).header.world_size
-    files = [rank_path(path, rank=rank, world_size=world_size) for rank in range(world_size)]
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-        raise ValueError(f"trace {path} is of {world_size} ranks, but {', '.join(missing)} is missing")
-    traces = tuple(_open(file) for file in files)
-    for rank, trace in enumerate(traces):
-        found = trace.header
-        if (found.rank, found.world_size) != (rank, world_size):
-            raise ValueError(
-                f"{trace.path} was written by rank {found.rank} of {found.world_size}, "
-                f"not by rank {rank} of {world_size}"
-            )
-    return traces
-
-
-def _open(path: Path) -> RankTrace:
-    with path.open("rb") as file:
-        try:
-            header = next(msgpack.Unpacker(file, use_list=False), None)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ValueError(f"{path} is not a routing trace: {error}") from error
-    if not isinstance(header, dict) or header.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a routing trace")
-    version = header.pop("version", None)
-    if version != VERSION:
-        raise ValueError(f"{path}: routing trace version {version!r}, this program reads {VERSION}")
-    names = {f.name for f in fields(TraceHeader)}
-    if set(header) != names:
-        raise ValueError(f"{path}: header fields {sorted(header)} are not {sorted(names)}")
-    return RankTrace(path, TraceHeader(**header))
-
-
-def _access(value: Any, trace: RankTrace) -> Access:
-    """Check one record, so that a damaged file is one clear error and not a wrong hit rate."""
-    shard = trace.header.experts
-    if isinstance(value, tuple) and len(value) == 4 and value[1] in trace.header.layers:
-        access = Access(*value)
-        if isinstance(access.decode, tuple) and isinstance(access.prefill, tuple):
-            needed = access.decode + access.prefill
-            if all(expert in shard for expert in needed) and len(set(needed)) == len(needed):
-                return access
-    raise ValueError(f"{trace.path}: {value!r:.80} is not an access of rank {trace.header.rank}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeyard_kernels.types.expert_ranks import slots_of_layers
+from moeyard_worker.experts.offline.trace import RankTrace, read_trace
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import ROW_KINDS, SEGMENTS, Counters, ExpertKey
-from moeyard_worker.experts.trace import RankTrace, read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moeyard_worker.config.placement import Copies, Placement
-from moeyard_worker.experts.loads import Loads, shards, unevenness
-from moeyard_worker.experts.placement import partition
-from moeyard_worker.experts.swapping import apart
-from moeyard_worker.experts.trace import RankTrace, read_trace
+from moeyard_worker.config.placement import Copies, Placement, partition
+from moeyard_worker.experts.offline.loads import Loads, shards, unevenness
+from moeyard_worker.experts.offline.swapping import apart
+from moeyard_worker.experts.offline.trace import RankTrace, read_trace
 
 # How many placements by chance the mean is taken of.
 _CHANCES = 16
