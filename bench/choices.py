@@ -16,19 +16,19 @@ import stored_configs
 import torch
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, nothing_collected
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.runner import Runner
 
 STEPS, TURNS, LOOKS = 20, 15, 50
 
 
-def capture(runner: Runner, sampler: DeviceSampler, rows: int, pool: Any, *, counts: bool) -> stored_configs.Variant:
+def capture(runner: Runner, sampler: StepSampler, rows: int, pool: Any, *, counts: bool) -> stored_configs.Variant:
     """A decode step whose gates count, or not."""
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     backend.choices.on = counts
     try:
-        return stored_configs.Variant(runner, sampler, {}, rows, pool)
+        return stored_configs.Variant(runner, sampler, {}, pool, rows=rows, context=128, pages=4)
     finally:
         backend.choices.on = True
 
@@ -55,13 +55,10 @@ def look_seconds(runner: Runner) -> float:
 def measure(model: str, streams: list[int], device: str) -> bool:
     """Print a line for each number of streams; False if logits differ, or a row was not counted."""
     shape, layers = model.split(":")
-    worker, runner = stored_configs.load(shape, int(layers), max(streams), device)
-    sampler = DeviceSampler(
-        max_rows=max(streams), vocab=runner.config.vocab_size, eos_token_ids=(), device=runner.backend.device,
-        max_edited=0,
-    )  # fmt: skip
+    worker, runner = stored_configs.load(shape, int(layers), max(streams), 4, device)
+    sampler = stored_configs.sampler_of(runner, max(streams))
     pool, sound = torch.cuda.graph_pool_handle(), True
-    with nothing_collected():
+    with runner.backend.without_collection():
         for rows in streams:
             kinds = {counts: capture(runner, sampler, rows, pool, counts=counts) for counts in (False, True)}
             before = counted(runner)

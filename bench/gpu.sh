@@ -134,8 +134,8 @@ workers() {
   tests one_answer 240 -n 4 tests/gpu/test_one_answer.py tests/gpu/test_faults.py
   tests on_cuda 240 tests/e2e/test_faults.py tests/e2e/test_gpu_matrix.py tests/deploy/test_bench_engine.py -k cuda
   # What takes the device that there is.
-  tests on_device 240 -n 4 tests/engine/test_device_sampler.py tests/exchange/test_staged_exchange.py \
-    tests/experts/test_cache.py tests/models/test_verify_inputs.py tests/models/test_backends.py
+  tests on_device 240 -n 4 tests/engine/test_step_sampler.py tests/exchange/test_staged_exchange.py \
+    tests/experts/test_cache.py tests/models/test_verified_rows.py tests/models/test_backends.py
 }
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }

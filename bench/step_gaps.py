@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, nothing_collected
 from moeyard_worker.engine.sampling.sampling import chosen_logits
-from moeyard_worker.engine.steps.graph_runner import to_host
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
+from moeyard_worker.engine.steps.gpu_runner import _to_host as to_host
 
 STEPS, TURNS = 100, 7
 
@@ -33,21 +33,19 @@ def _copy_kernel(p_from, p_to, N, BLOCK: tl.constexpr):
 def measure(model: str, rows: Sequence[int]) -> None:
     """Print the milliseconds of a step of each number of rows with each kind of company."""
     shape, layers = model.split(":")
-    worker, runner = stored_configs.load(shape, int(layers), max(rows), "cuda")
-    sampler = DeviceSampler(
-        max_rows=max(rows), vocab=runner.config.vocab_size, eos_token_ids=(), device=runner.backend.device, max_edited=0
-    )
+    worker, runner = stored_configs.load(shape, int(layers), max(rows), 4, "cuda")
+    sampler = stored_configs.sampler_of(runner, max(rows))
     pool = torch.cuda.graph_pool_handle()
-    with nothing_collected():
+    with runner.backend.without_collection():
         for count in rows:
-            variant = stored_configs.Variant(runner, sampler, {}, count, pool)
+            variant = stored_configs.Variant(runner, sampler, {}, pool, rows=count, context=128, pages=4)
             variant.chain(20)
             time_step(f"{model} {count} rows", variant, sampler)
     worker.stop()
 
 
 @torch.inference_mode()
-def time_step(name: str, variant: stored_configs.Variant, sampler: DeviceSampler) -> None:
+def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) -> None:
     """The lines of one captured step."""
     rows = variant._rows
     staging, side, ids = variant._inputs._staging, torch.cuda.Stream(), sampler.last_ids[:rows]

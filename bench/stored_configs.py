@@ -22,13 +22,13 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.common import tuning
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.graph_inputs import Bucket
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, captured
-from moeyard_worker.engine.steps.captured_sizes import decode_buckets
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.engine.steps.sizes import DECODING, decode_sizes
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -74,11 +74,19 @@ def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tupl
     return worker, found if isinstance(found, Runner) else found._runner
 
 
+def sampler_of(runner: Runner, rows: int) -> StepSampler:
+    """A sampler of up to so many rows, without edits."""
+    assert isinstance(runner.backend, CudaBackend)
+    return StepSampler(
+        runner.backend, max_rows=rows, max_requests=0, vocab=runner.config.vocab_size, eos_token_ids=(), verifies=True
+    )
+
+
 class Variant:
     """A decode step of some rows, captured under its own lines. `pages` are those of a row."""
 
     def __init__(
-        self, runner: Runner, sampler: DeviceSampler, lines: Lines, pool: Any, *, rows: int, context: int, pages: int
+        self, runner: Runner, sampler: StepSampler, lines: Lines, pool: Any, *, rows: int, context: int, pages: int
     ) -> None:
         backend = runner.backend
         assert isinstance(backend, CudaBackend)
@@ -86,9 +94,10 @@ class Variant:
         tuning._found.cache_clear()
         self._runner, self._sampler, self._rows, self._slots = runner, sampler, rows, backend.slots
         self._context, self._pages = context, [tuple(range(pages * row, pages * (row + 1))) for row in range(rows)]
-        width = min(bucket.width for bucket in decode_buckets(max_rows=1, max_pages=1 << 20) if bucket.width >= pages)
-        self._inputs = backend.graph_inputs(Bucket(decode=rows, width=width), sampler.last_ids)
-        self.replay = captured(self._forward, pool)[0].replay
+        sizes = decode_sizes(DECODING, max_sequences=1, max_pages=1 << 20)
+        width = min(size.width for size in sizes if size.width >= pages)
+        self._inputs = backend.step_inputs(StepSize(sequences=rows, width=width), sampler.last_ids)
+        self.replay = backend.capture(self._forward, pool)[0].replay
 
     def _forward(self) -> None:
         self._inputs.begin()
@@ -106,12 +115,12 @@ class Variant:
             chunks = [
                 Chunk(
                     key=(b"", str(row)), start=self._context + i, token_ids=(first[row] if i == 0 else 0,),
-                    pages=self._pages[row], prompt=False, num_sampled=1,
+                    pages=self._pages[row], prompt=False, num_sampled=1, fed=None if i == 0 else row,
                     state_slot=row if self._slots else -1,
                 )
                 for row in range(self._rows)
             ]  # fmt: skip
-            self._inputs.fill(Step(decode=tuple(chunks)), [-1 if i == 0 else row for row in range(self._rows)])
+            self._inputs.fill(Step(decode=tuple(chunks)))
             self.replay()
         return self._sampler.logits[: self._rows].clone()
 
@@ -145,10 +154,7 @@ def measure(args: argparse.Namespace) -> int:
     pages = -(-(args.context + args.steps) // PAGE)
     worker, runner = load(shape, int(layers), max(args.streams), pages, args.device)
     pool = torch.cuda.graph_pool_handle()
-    sampler = DeviceSampler(
-        max_rows=max(args.streams), vocab=runner.config.vocab_size, eos_token_ids=(),
-        device=runner.backend.device, max_edited=0,
-    )  # fmt: skip
+    sampler = sampler_of(runner, max(args.streams))
     differ = 0
     for rows in args.streams:
         named = [("as stored", {}) if text is None else (text, lines_of(text)) for text in (None, *args.line)]

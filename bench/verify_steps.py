@@ -2,7 +2,7 @@
 
     python bench/verify_steps.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6 Kimi-K2:4] [--streams 1 8 64] [--device cuda]
 
-Graphs as a `SpeculativeRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy (with
+Graphs as a `GpuRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy (with
 --no-prompts behind 128 positions of zeros: what the prompts' kernels take to compile is saved). Where
 the architecture has a layer for multi-token prediction its passes are timed, too. The acceptance at which k drafts
 break even is the q with 1 + q + .. + q^k = the ratio; where q is above 1 they never do.
@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels import ops
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
+from moeyard_kernels.cuda.step_inputs import StepInputs
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.sampling.device_sampler import DeviceSampler, captured
-from moeyard_worker.engine.steps.draft_graphs import DraftGraphs
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
+from moeyard_worker.engine.steps.graphs import StepGraphs
+from moeyard_worker.engine.steps.programs import MODEL, StepProgram, StepPrograms, draft_part
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -77,18 +78,22 @@ def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bo
     return pages
 
 
-def fill(inputs: VerifyInputs, pages: list[tuple[int, ...]], runner: Runner, chance: random.Random) -> None:
+def fill(inputs: StepInputs, pages: list[tuple[int, ...]], runner: Runner, chance: random.Random) -> None:
     """Other tokens."""
     queries = inputs.size.queries
-    inputs.fill(
-        [
-            chunk(
-                runner, i, start=CONTEXT, pages=pages[i], prompt=False, num_sampled=queries,
-                token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(queries)),
-            )
-            for i in range(inputs.size.sequences)
-        ]
-    )  # fmt: skip
+    chunks = [
+        chunk(
+            runner,
+            i,
+            start=CONTEXT,
+            pages=pages[i],
+            prompt=False,
+            num_sampled=queries,
+            token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(queries)),
+        )
+        for i in range(inputs.size.sequences)
+    ]
+    inputs.fill(Step(decode=tuple(chunks)))
 
 
 def milliseconds(run: Callable[[], Any], refill: Callable[[], None]) -> float:
@@ -126,54 +131,52 @@ def measure(shape: str, layers: int, streams: list[int], device: str, *, compute
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     pages = prompts(runner, max(streams), chance, computed=computed)
-    pool, rows = torch.cuda.graph_pool_handle(), max(streams) * (1 + DRAFTS)
-    sampler = DeviceSampler(
-        max_rows=rows, vocab=runner.config.vocab_size, eos_token_ids=(), device=backend.device, max_edited=0
+    sampler = StepSampler(
+        backend,
+        max_rows=max(streams) * (1 + DRAFTS),
+        max_requests=0,
+        vocab=runner.config.vocab_size,
+        eos_token_ids=(),
+        verifies=True,
     )
-    tails = Tails(max_sequences=max(streams), num_drafts=DRAFTS, device=backend.device)
-    made = None
-    if drafts:
-        made = DraftGraphs(
-            runner, backend, sampler, max_sequences=max(streams), max_pages=4, num_drafts=DRAFTS, queries=()
-        )
+    programs = StepPrograms(
+        runner, backend, sampler, max_sequences=max(streams), num_drafts=DRAFTS if drafts else 0, max_prompt=0
+    )
+    tails = backend.tails(max_sequences=max(streams), num_drafts=DRAFTS, limit=4 * PAGE)
 
-    def verify(inputs: VerifyInputs) -> None:
-        inputs.begin(tails)
-        logits = sampler.logits[: inputs.num_rows]
-        runner.model.forward(inputs, out=logits)
-        sampler.last_ids[: inputs.num_rows] = ops.sample(logits).ids
+    def program(size: StepSize) -> StepProgram:
+        if drafts:
+            return programs(size)
+        step = StepProgram(backend.step_inputs(size, sampler.last_ids, tails))
+        step.parts[MODEL] = partial(programs.run_model, step)
+        return step
+
+    graphs = StepGraphs(program, runner.exchange, backend)
+    graphs.prepare(StepSize(sequences=count, queries=1 + k, width=4) for count in streams for k in range(DRAFTS + 1))
 
     for count in streams:
         plain = 0.0
         for k in range(DRAFTS + 1):
-            size = VerifySize(sequences=count, queries=1 + k, width=4)
-            graphs = None
-            if made is None:
-                inputs = VerifyInputs(
-                    size, page_size=PAGE, windows=backend.windows, limit=4 * PAGE, device=backend.device
-                )
-                replay = captured(partial(verify, inputs), pool)[0].replay
-            else:
-                graphs = made._capture(size, pool)
-                assert graphs.verify is not None
-                inputs, replay = graphs.inputs, graphs.verify.replay
+            step = graphs.step(StepSize(sequences=count, queries=1 + k, width=4))
+            inputs, replay = step.program.inputs, step.graphs[MODEL].replay
             refill = partial(fill, inputs, pages, runner, chance)
             alone = milliseconds(replay, refill)
             plain = plain or alone
             line = f"{shape:16} {layers:3} layers {count:3} streams {k} drafts: verify {alone:7.3f} ms"
             if k:
                 line += f", {alone / plain:.3f} of plain, breaks even at {breaks_even(alone / plain, k):.0%}"
-            if k and graphs is not None:
-                both = milliseconds(partial(_both, replay, partial(graphs.replay, k, drawn=False)), refill)
+            if k and drafts:
+                parts = [MODEL, *(draft_part(False, number) for number in range(1, k + 1))]
+                both = milliseconds(partial(_all, [step.graphs[part].replay for part in parts]), refill)
                 even = breaks_even(both / plain, k)
                 line += f"; with drafting {both:7.3f} ms, {both / plain:.3f}, breaks even at {even:.0%}"
             print(line, flush=True)
     worker.stop()
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+def _all(runs: list[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
 
 
 def main() -> int:

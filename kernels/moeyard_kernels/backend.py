@@ -10,13 +10,16 @@ weights and state in the form that the backend's kernels want. H counts hidden, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice
 from moeyard_kernels.types.step import StepRows
+from moeyard_kernels.types.step_size import StepSize
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from moeyard_kernels.peers import Peers
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 # What a backend made and alone can read: it is handed back to the backend that made it.
 Own = Any
+T = TypeVar("T")
 
 
 class StepPlan(Protocol):
@@ -341,4 +345,78 @@ class Backend(Protocol):
     ) -> ExpertResidency | None:
         """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide.
         `shared`: what is kept in the host's memory may be read by other ranks of the host."""
+        ...
+
+
+class VerifiedRows(Protocol):
+    """Decode rows of a captured step, several per sequence, whose tokens the device knows.
+
+    positions, tokens: [B, Q]. start: [B], where they begin. read: [B, 1 + Q], start and tokens.
+    """
+
+    size: StepSize
+    positions: torch.Tensor
+    tokens: torch.Tensor
+    start: torch.Tensor
+    read: torch.Tensor
+
+    def accept(self, ids: torch.Tensor) -> torch.Tensor:
+        """Keep of ids [rows], chosen for the rows, those whose rows read the right tokens. Returns how many, [B]."""
+        ...
+
+    def draft_rows(self, positions: torch.Tensor) -> StepPlan:
+        """One row per sequence at positions [B]."""
+        ...
+
+
+class StepInputs(StepPlan, Protocol):
+    """Inputs of a captured step, which each step fills in before a replay."""
+
+    @property
+    def size(self) -> StepSize: ...
+    @property
+    def verified(self) -> VerifiedRows | None: ...
+
+    def begin(self) -> None:
+        """Launch what makes the step's tokens, to be captured with it."""
+        ...
+
+    def fill(self, step: StepRows) -> None:
+        """Take a step that fits, with a row at least."""
+        ...
+
+
+class StepBackend(Backend, Protocol):
+    """A backend whose steps can be captured, as graphs with memory from a pool."""
+
+    # Whether prompts decompress their keys.
+    flat: bool
+
+    def step_inputs(self, size: StepSize, last_ids: torch.Tensor, tails: Own = None) -> StepInputs:
+        """Inputs of a step of that size. Tokens that the host does not know come from `last_ids`, or from `tails`."""
+        ...
+
+    def tails(self, *, max_sequences: int, num_drafts: int, limit: int) -> Own:
+        """Memory for what a step leaves to the next: `state` [max_sequences, 2 + num_drafts] int64, per sequence how
+        many tokens were accepted, the last of them and the drafts behind it. No position reaches `limit`."""
+        ...
+
+    def staging(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, stages: int) -> Own:
+        """Named tensors that the host writes while the device reads those of a step before."""
+        ...
+
+    def capture(self, run: Callable[[], T], pool: Any, *, ahead: bool = True) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture what `run` launches. `ahead`: run it once before."""
+        ...
+
+    def capture_while_serving(self, run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+        """Capture what `run` launches between steps, without waiting for anything."""
+        ...
+
+    def without_collection(self) -> AbstractContextManager[None]:
+        """Collect garbage now and not meanwhile: a graph that is destroyed during a capture would spoil it."""
+        ...
+
+    def compile_ahead(self, runs: Iterable[Callable[[], object]]) -> None:
+        """Compile what `runs` launch, without launching it."""
         ...

@@ -21,8 +21,7 @@ from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly import worker
 from moeyard_worker.engine.assembly.device import CpuDevice, CudaDevice
-from moeyard_worker.engine.sampling import device_sampler
-from moeyard_worker.engine.steps import draft_graphs, draft_prompts, graph_runner, speculative_runner, step_graphs
+from moeyard_worker.engine.steps import gpu_runner
 
 GPU = torch.cuda.is_available()
 # The options of a rank that runs a GPU's steps, within `gpu_steps`.
@@ -48,15 +47,15 @@ class Graph:
 
 
 def captured(run: Callable[[], Any], pool: list[SampledTokens], *, ahead: bool = True) -> tuple[Graph, Any]:
-    """See `device_sampler.captured`."""
+    """See `CudaBackend.capture`."""
     if ahead:
         run()
     result = run()
     return Graph(run, result, pool), result
 
 
-def rehearsed(runs: Iterable[Callable[[], object]], _device: torch.device) -> None:
-    """See `compile_ahead`: each runs once, when the one before has."""
+def rehearsed(_backend: CudaBackend, runs: Iterable[Callable[[], object]]) -> None:
+    """See `CudaBackend.compile_ahead`: each runs once, when the one before has."""
     for run in runs:
         run()
 
@@ -96,10 +95,8 @@ def gpu_steps() -> Iterator[None]:
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
-    for module in (device_sampler, draft_graphs, draft_prompts, step_graphs):
-        monkeypatch.setattr(module, "captured", captured)
-    for module in (speculative_runner, graph_runner):
-        monkeypatch.setattr(module, "to_host", lambda x: x.clone())
-        monkeypatch.setattr(module, "compile_ahead", rehearsed)
+    monkeypatch.setattr(CudaBackend, "capture", staticmethod(captured))
+    monkeypatch.setattr(CudaBackend, "compile_ahead", rehearsed)
+    monkeypatch.setattr(gpu_runner, "_to_host", torch.clone)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)

@@ -21,8 +21,7 @@ from tests.rank import Rank, Requests
 from moeyard_kernels.cuda.choices import CudaChoices
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
-from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import ExpertLoads, SamplingParams
 
@@ -83,7 +82,7 @@ def test_a_rank_counts_what_a_cpu_does(model: Path, expected: dict[int, list[int
         assert not any(loads(rank).chosen)
         told, stats = rank.run(asked(), max_in_flight=deep)
         found, runner = loads(rank), rank.worker.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, GpuRunner)
     assert (runner.num_replayed == 0) == eager
     assert eager or runner.num_padded_rows > runner.num_rows
     assert found.rows == found.held == ()
@@ -116,7 +115,7 @@ def test_rows_that_verify_drafts_count(drafted: dict[int, list[int]]) -> None:
         assert not any(loads(rank).chosen)
         _, stats = rank.run(unpenalised(), adaptive_drafts=False, max_in_flight=1)
         found, runner = by_layer([loads(rank)]), rank.worker.runner
-    assert isinstance(runner, SpeculativeRunner)
+    assert isinstance(runner, GpuRunner)
     assert runner.num_replayed > 5
     assert 0 < sum(stats.accepted) < sum(stats.drafts)
     *layers, drafts = sorted(found)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_worker.engine.steps import compile_ahead as module
-from moeyard_worker.engine.steps.compile_ahead import compile_ahead, rehearsal
+from moeyard_kernels.cuda import capturing as module
+from moeyard_kernels.cuda.capturing import compile_ahead
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.exchange.base import PeerRows
 
 DEVICE = torch.device("cuda", 0)
@@ -26,7 +27,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.told.append("freed"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _process: range(9))
-        monkeypatch.setattr(module, "captured_meanwhile", self.captured)
+        monkeypatch.setattr(module, "capture_while_serving", self.captured)
         monkeypatch.setattr(module, "compiling_only", self.compiling)
 
     def captured(self, run: Callable[[], object], pool: object) -> object:
@@ -65,7 +66,7 @@ def test_more_gpus_than_cores_have_one_each(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_a_step_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, allocated=(0, 512))
-    with pytest.raises(RuntimeError, match="512 bytes are kept of steps of which kernels were compiled only"):
+    with pytest.raises(RuntimeError, match="512 bytes are kept by steps of which only kernels were compiled"):
         compile_ahead(gpu.steps(), DEVICE)
 
 
@@ -79,8 +80,10 @@ def test_steps_have_one_layer_of_each_kind_and_choices_no_model() -> None:
         told.append("whole")
 
     model = SimpleNamespace(one_layer_of_each_kind=one_layer_of_each_kind)
-    runner: Any = SimpleNamespace(model=model, exchange=SimpleNamespace(expect=told.append))
     names = iter("abc")
-    for run in rehearsal(runner, *([lambda: told.append(next(names))] * count for count in (2, 1))):
+    runner: Any = object.__new__(GpuRunner)
+    runner._runner, runner._exchange = SimpleNamespace(model=model), SimpleNamespace(expect=told.append)
+    runner._sampler = SimpleNamespace(runs=lambda _: [lambda: told.append(next(names))])
+    for run in runner._rehearsal([lambda: told.append(next(names))] * 2, [1]):
         run()
     assert told == ["less", "a", "b", "whole", "c", PeerRows(0)]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,16 @@ from bench.structured import Answer, Bench, asked_for, fault, random_schema
 from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
+from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.engine.sampling import grammar_forks
 from moeyard_worker.engine.sampling import grammars as grammars_module
-from moeyard_worker.engine.sampling.constrained import choose_again, without_grammars
-from moeyard_worker.engine.sampling.device_sampler import DeviceSampler
 from moeyard_worker.engine.sampling.grammar_forks import GrammarError
 from moeyard_worker.engine.sampling.grammar_queue import COMPILE_SECONDS, GrammarQueue
 from moeyard_worker.engine.sampling.grammars import WAITING_SHARE, Constraint, Grammars, Waiting
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
-from moeyard_worker.scheduling.request import Mask, Request
+from moeyard_worker.scheduling.request import Accepted, Mask, Request
 from moeyard_worker.scheduling.step import Chunk, Step
 
 EOS = (1, 6)
@@ -567,7 +568,8 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
 def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bool) -> None:
     """Rows with a grammar beside others: the same tokens and log-probabilities as by `choose`, fed or not."""
     vocab, eos = grammars.vocab_size, grammars.eos_token_ids
-    sampler = DeviceSampler(max_rows=8, vocab=vocab, eos_token_ids=eos, device=torch.device("cpu"))
+    backend = CudaBackend(page_size=16, device=torch.device("cpu"))
+    sampler = StepSampler(backend, max_rows=8, max_requests=8, vocab=vocab, eos_token_ids=eos)
     kinds: dict[str, dict[str, Any]] = {
         "free": {"temperature": 0.0},
         "held": {"temperature": 0.0, "grammar": KINDS["regex"], "logprobs": 2},
@@ -601,10 +603,7 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
                 rows.append(SampledRow(params=request.sampling, prompt=(3, 4), output=list(known[i]), mask=mask))
             wanted = choose(logits, rows, eos)
             sampler.logits[:4] = logits
-            step, free = Step(decode=tuple(chunks)), without_grammars(requests)
-            assert [r.constraint is None or not r.sampling.grammar for r in free] == [True] * 4
-            tokens = sampler.sample(step, free, before)
-            errors = choose_again(sampler, tokens, step, requests, before=before, eos_token_ids=eos)
+            tokens, errors = sampler.choose(Step(decode=tuple(chunks)), requests, before=before, greedy=False)
             asked = [r.sampling.logprobs for r in requests]
             assert errors == {}
             got = tell(tokens, asked)
@@ -612,16 +611,8 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
             assert sampler.last_ids[:4].tolist() == [t for t, _ in wanted]
             for i, (token, _) in enumerate(wanted):
                 known[i].append(token)
-            before = type("Before", (), {"results": [type("A", (), {"token_ids": (t,)})() for t, _ in wanted]})()
+            before = SimpleNamespace(results=[Accepted((t,)) for t, _ in wanted])
     assert bench.tokenizer.decode(known[1])[:3].isdigit()
-
-
-def test_requests_without_grammars_are_left_alone() -> None:
-    request = Request(
-        client=b"", request_id="r", prompt=(1,), sampling=SamplingParams(max_tokens=1), arrived=0.0, hashes=[]
-    )
-    some = [request]
-    assert without_grammars(some) is some
 
 
 def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:

@@ -15,7 +15,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.rank import Rank, Requests, Told
 
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.protocol import SamplingParams
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
@@ -93,7 +93,7 @@ def test_answers_are_those_of_each_request_alone(
     served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
 ) -> None:
     runner = served.worker.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager
     told, stats = served.run(requests(), **{"num_pages": AMPLE, "max_in_flight": 2, **changes})
     runner.eager = False
@@ -124,7 +124,7 @@ def test_prefixes_are_reused_behind_snapshots(
 ) -> None:
     """With room for few a slot that is restored is taken again, by the same step too."""
     runner = served.worker.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager
     scheduler = served.scheduler(**{"num_pages": AMPLE, "max_in_flight": 2, **changes})
     for some in turns():

@@ -4,38 +4,40 @@ from itertools import product
 
 import pytest
 
-from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_worker.engine.steps.peer_buckets import smallest, with_peers, with_rooms
+from moeyard_kernels.types.step_size import StepSize
+from moeyard_worker.engine.steps.sizes import smallest, with_agreed_rows, with_peers
 
 ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048, 8192)
-OWN = [Bucket(decode=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
+OWN = [StepSize(sequences=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
 OWN += [
-    Bucket(prompt=prompt, decode=rows, width=160, chunks=16)
+    StepSize(prompt=prompt, sequences=rows, width=160, chunks=16)
     for prompt, rows in product(PROMPTS, (0, 64)) if prompt <= 2048 or not rows
 ]  # fmt: skip
 MOST = 8192
 
 
-def captured(own: list[Bucket]) -> dict[Bucket, Bucket]:
+def captured(own: list[StepSize]) -> dict[StepSize, StepSize]:
     """As the graph runner keeps them: the smallest first."""
-    buckets = sorted(with_peers(own), key=lambda b: (b.rows, b.keys, b.width, b.peers))
+    buckets = sorted(with_peers(own), key=lambda size: size.order)
     assert len(set(buckets)) == len(buckets)
     return {bucket: bucket for bucket in buckets}
 
 
 @pytest.fixture(scope="module")
-def graphs() -> dict[Bucket, Bucket]:
+def graphs() -> dict[StepSize, StepSize]:
     return captured(OWN)
 
 
-SIZES = [Bucket(width=0)]
-SIZES += [Bucket(decode=rows, width=width) for rows in (1, 3, 8, 9, 50, 64) for width in (1, 9, 140)]
-SIZES += [Bucket(prompt=prompt, decode=rows, width=9, chunks=2) for prompt in (5, 64, 300, 2048) for rows in (0, 7, 64)]
-SIZES += [Bucket(prompt=5000, width=9, chunks=2)]
+SIZES = [StepSize(width=0)]
+SIZES += [StepSize(sequences=rows, width=width) for rows in (1, 3, 8, 9, 50, 64) for width in (1, 9, 140)]
+SIZES += [
+    StepSize(prompt=prompt, sequences=rows, width=9, chunks=2) for prompt in (5, 64, 300, 2048) for rows in (0, 7, 64)
+]
+SIZES += [StepSize(prompt=5000, width=9, chunks=2)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: dict[Bucket, Bucket]) -> None:
+def test_whatever_others_bring_there_is_one_step_for_it(size: StepSize, graphs: dict[StepSize, StepSize]) -> None:
     # What a rank says before it knows of the others.
     own = smallest(graphs, size, 0)
     assert own is not None
@@ -48,15 +50,15 @@ def test_whatever_others_bring_there_is_one_step_for_it(size: Bucket, graphs: di
         assert bool(found.rows) == bool(size.rows)
 
 
-def test_alone_a_rank_has_room_for_no_more_than_it_brings(graphs: dict[Bucket, Bucket]) -> None:
+def test_alone_a_rank_has_room_for_no_more_than_it_brings(graphs: dict[StepSize, StepSize]) -> None:
     for rows in ROWS:
-        found = smallest(graphs, Bucket(decode=rows, width=8), rows)
+        found = smallest(graphs, StepSize(sequences=rows, width=8), rows)
         assert found is not None
         assert (found.rows, found.peers, found.width) == (rows, rows, 8)
 
 
-def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, Bucket]) -> None:
-    eight, nine = Bucket(decode=8, width=8), Bucket(decode=9, width=8)
+def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[StepSize, StepSize]) -> None:
+    eight, nine = StepSize(sequences=8, width=8), StepSize(sequences=9, width=8)
     brought = smallest(graphs, nine, 0)
     assert brought is not None
     assert brought.rows == 12
@@ -66,24 +68,24 @@ def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[Bucket, B
 
 
 def test_output_beside_a_peer_with_prompts_and_output_has_room_for_no_longer_prompts(
-    graphs: dict[Bucket, Bucket],
+    graphs: dict[StepSize, StepSize],
 ) -> None:
-    found = smallest(graphs, Bucket(decode=8, width=8), 2048 + 64)
+    found = smallest(graphs, StepSize(sequences=8, width=8), 2048 + 64)
     assert found is not None
     assert (found.rows, found.peers) == (8, 2048 + 64)
 
 
-def test_more_than_any_captured_step_is_launched(graphs: dict[Bucket, Bucket]) -> None:
+def test_more_than_any_captured_step_is_launched(graphs: dict[StepSize, StepSize]) -> None:
     for size in SIZES:
         assert smallest(graphs, size, MOST + 1) is None
 
 
 def test_few_buckets_for_few_rows() -> None:
-    own = [Bucket(decode=rows, width=4) for rows in (1, 2)]
+    own = [StepSize(sequences=rows, width=4) for rows in (1, 2)]
     assert {(b.rows, b.peers) for b in captured(own)} == {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
 
 
-def test_there_are_not_too_many(graphs: dict[Bucket, Bucket]) -> None:
+def test_there_are_not_too_many(graphs: dict[StepSize, StepSize]) -> None:
     """Every one takes its time at the start."""
     assert len(graphs) < 3 * len(OWN)
 
@@ -93,10 +95,10 @@ def test_where_all_ranks_have_one_room_they_choose_the_same(most: int) -> None:
     """Whoever brings how many rows over how long tables, or none: what travels is of one size."""
     sizes = (1, 4, 16, 64)
     own = [bucket for bucket in OWN if not bucket.prompt]
-    graphs = {b: b for b in sorted(with_rooms(own, sizes), key=lambda b: (b.rows, b.keys, b.width, b.peers))}
+    graphs = {b: b for b in sorted(with_agreed_rows(own, sizes), key=lambda size: size.order)}
     room = next(each for each in sizes if each >= most)
     for rows, width in [(0, 0), *product(range(1, most + 1), (1, 8, 9, 160))]:
-        size = Bucket(decode=rows, width=width)
+        size = StepSize(sequences=rows, width=width)
         padded = smallest(graphs, size, 0)
         assert padded is not None
         found = smallest(graphs, size, max(most, padded.rows))
@@ -104,4 +106,4 @@ def test_where_all_ranks_have_one_room_they_choose_the_same(most: int) -> None:
         assert (found.rows, found.holds(size)) == (padded.rows, True)
         assert found.peers == next(each for each in sizes if each >= max(most, padded.rows))
         assert found.peers == room or padded.rows > room
-    assert smallest(graphs, Bucket(decode=1, width=8), 65) is None
+    assert smallest(graphs, StepSize(sequences=1, width=8), 65) is None

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.captured_on_cpu import rehearsed
-from tests.engine.test_peer_steps import Fleet, Starter, captured, config, house, start
+from tests.engine.test_peer_steps import Fleet, Starter, config, house, start
 from tests.engine.test_speculation import DEMO, prompts
 
-from moeyard_kernels.cuda.verify_inputs import VerifySize
 from moeyard_kernels.ref import grouped_gemm as grouped_oracle
 from moeyard_kernels.ref import linear as linear_oracle
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.steps import draft_graphs, speculative_runner
-from moeyard_worker.engine.steps.peer_buckets import rooms, smallest, verifying_with_peers
-from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
+from moeyard_worker.engine.steps.sizes import smallest, with_peers
 from moeyard_worker.protocol import Done, Grammar
 from moeyard_worker.scheduling.scheduler import Scheduler
 
@@ -80,11 +78,8 @@ def settings(case: Case) -> EngineConfig:
 
 
 @pytest.fixture(autouse=True)
-def _drafts_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the house does for steps without drafts. A row's bits must not depend on the rows beside it, as on a GPU."""
-    monkeypatch.setattr(draft_graphs, "captured", captured)
-    monkeypatch.setattr(speculative_runner, "to_host", torch.clone)
-    monkeypatch.setattr(speculative_runner, "compile_ahead", rehearsed)
+def _rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's bits must not depend on the rows beside it, as on a GPU."""
     for module in (linear_oracle, grouped_oracle):
         monkeypatch.setattr(module, "linear", by_row)
 
@@ -135,9 +130,9 @@ def answers_alone(fleet: Fleet, name: str) -> tuple[Any, ...]:
     return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
 
 
-def runners(fleet: Fleet) -> Iterator[SpeculativeRunner]:
+def runners(fleet: Fleet) -> Iterator[GpuRunner]:
     for worker in fleet.workers:
-        assert isinstance(worker.runner, SpeculativeRunner)
+        assert isinstance(worker.runner, GpuRunner)
         yield worker.runner
 
 
@@ -187,20 +182,20 @@ def test_a_rank_that_is_replaced_finds_the_others_graphs_as_they_were(plain: dic
 
 
 OWN = [
-    VerifySize(sequences=count, queries=queries, width=width)
+    StepSize(sequences=count, queries=queries, width=width)
     for count in (1, 2, 4, 8, 16, 32, 64) for queries in (1, 2, 3, 4) for width in (8, 128, 160)
 ]  # fmt: skip
 
 
 def test_whatever_others_verify_there_is_one_step_for_it() -> None:
-    sizes = sorted(verifying_with_peers(OWN), key=lambda s: (s.rows, s.width, s.peers))
+    sizes = sorted(with_peers(OWN), key=lambda size: size.order)
     assert len(set(sizes)) == len(sizes) < 3 * len(OWN)
     graphs, most = {size: size for size in sizes}, 256
-    assert rooms(most) == [16, 64, 256]
+    assert [size.peers for size in sizes if not size.rows] == [1, 16, 64, 256]
     for count in (1, 3, 9, 64):
         for queries in (1, 2, 4):
             for width in (1, 9, 140):
-                size = VerifySize(sequences=count, queries=queries, width=width)
+                size = StepSize(sequences=count, queries=queries, width=width)
                 own = smallest(graphs, size, 0)
                 assert own is not None
                 for others in (1, 2, 16, 17, 100, 256):

@@ -32,9 +32,8 @@ from moeyard_worker.engine.assembly import topology
 from moeyard_worker.engine.assembly import worker as worker_module
 from moeyard_worker.engine.assembly.device import CudaDevice
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.sampling import device_sampler
-from moeyard_worker.engine.steps import graph_runner, step_graphs
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps import gpu_runner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.exchange import factory, nvlink, peer_counts
 from moeyard_worker.exchange.row_group import TorchGroup
 from moeyard_worker.experts import cache
@@ -112,7 +111,7 @@ class RecordedGroup(TorchGroup):
 
 
 def captured(run: "partial[Any]", pool: Any, *, ahead: bool = True) -> tuple[Recorded, Any]:
-    """See `device_sampler.captured`."""
+    """See `CudaBackend.capture`."""
     found = Recorded(run)
     return found, found.result
 
@@ -161,13 +160,12 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    for module in (step_graphs, device_sampler):
-        monkeypatch.setattr(module, "captured", captured)
-    monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Recorded(run, runs=False))
-    monkeypatch.setattr(graph_runner, "to_host", torch.clone)
+    monkeypatch.setattr(CudaBackend, "capture", staticmethod(captured))
+    monkeypatch.setattr(CudaBackend, "capture_while_serving", lambda _, run, pool: Recorded(run, runs=False))
+    monkeypatch.setattr(gpu_runner, "_to_host", torch.clone)
     monkeypatch.setattr(peer_counts, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(cache, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(graph_runner, "compile_ahead", rehearsed)
+    monkeypatch.setattr(CudaBackend, "compile_ahead", rehearsed)
     return found
 
 
@@ -259,9 +257,9 @@ class Fleet:
             self.client.submit(rank, f"{label}-{name}", prompt[:70], **{**sampling, "max_tokens": 5})
         return {name: bits(self.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
-    def runner(self, rank: int) -> GraphRunner:
+    def runner(self, rank: int) -> GpuRunner:
         found = self.workers[rank].runner
-        assert isinstance(found, GraphRunner)
+        assert isinstance(found, GpuRunner)
         return found
 
     def close(self) -> None:
@@ -364,11 +362,11 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
     names = list(requests())
     spread = {name: i % 2 for i, name in enumerate(names)}
     expected = fleet.answers("before", spread)
-    graphs = dict(fleet.runner(0)._steps.captured)
+    graphs = dict(fleet.runner(0)._graphs.captured)
     (loss,) = fleet.replace(1)
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == expected
-    assert fleet.runner(0)._steps.captured == graphs != {}
+    assert fleet.runner(0)._graphs.captured == graphs != {}
 
 
 @pytest.mark.sampled(0)
@@ -467,14 +465,14 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
     spread = {name: i % 2 for i, name in enumerate(requests())}
     assert fleet.answers("before", spread) == alone
     exchange = cast(Any, fleet.workers[0]._engine)._exchange
-    graphs, borrowed = dict(fleet.runner(0)._steps.captured), exchange._fetch._borrowed[1]
+    graphs, borrowed = dict(fleet.runner(0)._graphs.captured), exchange._fetch._borrowed[1]
     begun = fleet.turns.num_fetches
     assert begun > 0
     (loss,) = fleet.replace(1)
     assert loss["ranks"] == (1,)
     assert fleet.answers("behind", spread) == alone
     assert fleet.turns.num_fetches > begun
-    assert fleet.runner(0)._steps.captured == graphs != {}
+    assert fleet.runner(0)._graphs.captured == graphs != {}
     # It was given back before the successor kept its own.
     assert not borrowed._give_back.alive
     assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
@@ -584,11 +582,11 @@ def test_one_answer_through_process_groups(
         assert fleet.answers("one launches", spread) == expected
         runners[-1].eager = False
         if ranks == 2:
-            before = dict(runners[0]._steps.captured)
+            before = dict(runners[0]._graphs.captured)
             (loss,) = fleet.replace(1)
             assert loss["ranks"] == (1,)
             assert fleet.answers("behind", spread) == expected
-            behind = runners[0]._steps.captured
+            behind = runners[0]._graphs.captured
             assert bool(before) == bool(behind) == captures
             assert all(behind[size] is not graph for size, graph in before.items() if size in behind)
         fleet.close()

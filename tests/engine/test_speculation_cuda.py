@@ -15,8 +15,8 @@ from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_speculation import DEMO, requests
 from tests.rank import Rank, Told
 
-from moeyard_worker.engine.sampling.row_edits import RowEdits
-from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
+from moeyard_worker.engine.sampling.edit_counts import EditCounts
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.protocol import Done, Submit, TokenLogprob
 
 
@@ -60,9 +60,9 @@ def _words(entry: TokenLogprob) -> tuple[Any, ...]:
     return entry.rank, tuple(token for token, _ in entry.top)
 
 
-def runner(rank: Rank) -> SpeculativeRunner:
+def runner(rank: Rank) -> GpuRunner:
     found = rank.worker.runner
-    assert isinstance(found, SpeculativeRunner)
+    assert isinstance(found, GpuRunner)
     return found
 
 
@@ -179,13 +179,13 @@ def test_tokens_that_penalties_count_stay_on_the_device(
 ) -> None:
     """The host counts a request's tokens once, behind its prompt."""
     counted: list[str] = []
-    count = RowEdits._count
+    count = EditCounts._count
 
-    def noted(self: RowEdits, chunk: Any, request: Any, *rest: Any) -> Any:
+    def noted(self: EditCounts, chunk: Any, request: Any, *rest: Any) -> Any:
         counted.append(request.request_id)
         return count(self, chunk, request, *rest)
 
-    monkeypatch.setattr(RowEdits, "_count", noted)
+    monkeypatch.setattr(EditCounts, "_count", noted)
     for name in ("penalised", "stopped"):
         told, stats = drafting.run({name: requests()[name]}, adaptive_drafts=False, max_in_flight=deep)
         same(told, {name: expected[name]})

@@ -18,8 +18,7 @@ from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED, SplitSums, mla_
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, EngineConfig, format_size
 from moeyard_worker.engine.assembly.fitting import plan_or_tell
 from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory, sums_bytes
-from moeyard_worker.engine.steps.captured_sizes import decode_buckets, prompt_buckets
-from moeyard_worker.engine.steps.draft_graphs import DraftGraphs
+from moeyard_worker.engine.steps.sizes import DECODING, DRAFTING, decode_sizes, prompt_sizes
 from moeyard_worker.models.shapes import SHAPES, served_model
 from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import SamplingParams
@@ -64,12 +63,15 @@ def test_every_captured_step_fits_into_what_is_planned_beside_one_that_is_launch
     config = serving(name)
     model, plan = served_model(config), planned(config, card * GIB)
     pages = -(-plan.max_model_len // 64)
-    sizes = {"max_rows": config.max_num_seqs, "max_pages": pages}
-    buckets = [*decode_buckets(**sizes), *prompt_buckets(**sizes, max_prompt=8192, flat=True)]
+    most = {"max_sequences": config.max_num_seqs, "max_pages": pages}
+    sizes = [*decode_sizes(DECODING, **most), *prompt_sizes(**most, max_prompt=8192, flat=True)]
     found = [sums for kind in model.attention_kinds() if (sums := kind.footprint(footprint).sums) is not None]
     assert found, "every model attends in some layer"
     captured = max(
-        taken(sums, sequences=b.decode, queries=1, pages=b.width) for sums in found for b in buckets if b.decode
+        taken(sums, sequences=size.decode, queries=1, pages=size.width)
+        for sums in found
+        for size in sizes
+        if size.decode
     )
     launched = max(taken(sums, sequences=8192, queries=1, pages=pages, most=LAUNCHED) for sums in found)
     assert captured + launched <= plan.reserve.sums / footprint.ALLOCATED <= (CAPTURED + LAUNCHED) * 1.005
@@ -82,11 +84,8 @@ def test_drafts_take_as_many_times_more_and_have_their_room() -> None:
     model = served_model(config)
     [sums] = {kind.footprint(footprint).sums for kind in model.attention_kinds()}
     assert sums is not None
-    graphs = object.__new__(DraftGraphs)
-    graphs._max_sequences, graphs._max_pages, graphs._queries = 4, 2560, [1, 2, 3, 4]
-    most = max(
-        taken(sums, sequences=size.sequences, queries=size.queries, pages=size.width) for size in graphs._own_sizes()
-    )
+    sizes = decode_sizes(DRAFTING, max_sequences=4, max_pages=2560, queries=(1, 2, 3, 4))
+    most = max(taken(sums, sequences=size.sequences, queries=size.queries, pages=size.width) for size in sizes)
     assert most == 4 * 4 * 160 * 128 * 513 * 4
     one = taken(sums, sequences=8192, queries=1, pages=2560, most=LAUNCHED)
     assert most + one <= sums_bytes(config, model, 2, footprint) / footprint.ALLOCATED <= most + LAUNCHED * 1.002

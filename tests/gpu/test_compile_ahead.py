@@ -33,8 +33,7 @@ from collections import Counter
 from pathlib import Path
 from tests.rank import Rank
 from triton import knobs
-from moeyard_worker.engine.steps import graph_runner
-from moeyard_worker.engine.steps import speculative_runner
+from moeyard_worker.engine.steps import gpu_runner
 from moeyard_worker.protocol import SamplingParams
 
 def within(cls, name):
@@ -49,10 +48,8 @@ def within(cls, name):
 
 where, missed = ["before"], Counter()
 knobs.compilation.listener = lambda *, cache_hit, **_: missed.update([] if cache_hit else where)
-within(graph_runner.StepGraphs, "prepare")
-within(graph_runner.DeviceSampler, "capture")
-within(speculative_runner.DraftGraphs, "capture")
-within(speculative_runner.PromptGraphs, "capture")
+within(gpu_runner.StepGraphs, "prepare")
+within(gpu_runner.StepSampler, "capture")
 model, options = Path(sys.argv[1]), {"device": "cuda", "kv_memory": 16 << 20, "page_size": 16}
 options |= {"max_num_seqs": 4, "max_batch_tokens": 256, "max_model_len": 400, **json.loads(sys.argv[2])}
 requests = {

@@ -240,7 +240,7 @@ def plan_step(q_lens: Sequence[int], starts: Sequence[int], paged: bool) -> Pref
 def test_room_for_more_tiles_does_not_show(
     paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
 ) -> None:
-    """As in a captured step (`GraphInputs`): rows that are nobody's, and tiles of a chunk that has none."""
+    """As in a captured step (`StepInputs`): rows that are nobody's, and tiles of a chunk that has none."""
     q, k, v = make_step(300, shape, paged)
     plan = plan_step([200, 60, 0], [300, 0, 0], paged)
     spare = torch.tensor([[2, 0]] * 5, dtype=torch.int32, device=DEVICE)

@@ -17,8 +17,9 @@ from tests.models.test_families import relative
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.sampling.scoring import score, told
 from moeyard_worker.engine.steps.runner import Runner
@@ -188,14 +189,14 @@ def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner])
     step = Step(decode=tuple(chunk(i, n, n + 1, is_prompt=False) for i, n in enumerate(lengths)))
     wanted = runner.forward(step)
     last = torch.tensor([0, prompt(LENGTHS[2], 2)[49], 0, prompt(LENGTHS[1], 1)[32]], device=DEVICE)
-    bucket = Bucket(decode=5, width=7)
-    inputs = GraphInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
+    bucket = StepSize(sequences=5, width=7)
+    inputs = StepInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last)
     unknown = [replace(step.decode[1], token_ids=(0,), fed=3), replace(step.decode[2], token_ids=(0,), fed=1)]
     unknown_step = Step(decode=(step.decode[0], *unknown))
-    size = Bucket.of(unknown_step)
-    assert size == Bucket(decode=3, width=5)
+    size = StepSize.of(unknown_step)
+    assert size == StepSize(sequences=3, width=5)
     assert bucket.holds(size)
-    inputs.fill(unknown_step, [-1, 3, 1])
+    inputs.fill(unknown_step)
     with torch.inference_mode():
         inputs.begin()
         got = runner.model.forward(inputs)
@@ -220,20 +221,22 @@ def test_a_padded_step_of_prompts_gives_the_bits_of_a_plan(runners: tuple[Runner
         ),
         Step(prefill=(chunk(0, 30, 70, is_prompt=True),)),
     ]
-    buckets = [Bucket(prompt=128, decode=rows, keys=256 if backend.flat else 0, width=7, chunks=3) for rows in (0, 4)]
-    padded = [GraphInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last) for bucket in buckets]
+    buckets = [
+        StepSize(prompt=128, sequences=rows, keys=256 if backend.flat else 0, width=7, chunks=3) for rows in (0, 4)
+    ]
+    padded = [StepInputs(bucket, page_size=PAGE_SIZE, windows=backend.windows, last_ids=last) for bucket in buckets]
     for step in steps:
         runner.forward(Step(prefill=(chunk(0, 0, 30, is_prompt=True), chunk(2, 0, 49, is_prompt=True))))
         runner.forward(Step(prefill=(chunk(3, 0, 38, is_prompt=True),)))
         wanted = runner.forward(step)
-        size = Bucket.of(step)
+        size = StepSize.of(step)
         assert size is not None
         inputs = padded[0 if buckets[0].holds(size) else 1]
-        assert inputs.bucket.holds(size)
+        assert inputs.size.holds(size)
         fed = step.decode
         if len(fed) > 1:
             fed = (fed[0], replace(fed[1], token_ids=(0,), fed=1))
-        inputs.fill(replace(step, decode=fed), [-1, 1][: len(fed)])
+        inputs.fill(replace(step, decode=fed))
         with torch.inference_mode():
             inputs.begin()
             got = runner.model.forward(inputs)
@@ -247,16 +250,17 @@ def test_what_no_captured_step_holds() -> None:
     decode = Chunk(key=(b"", ""), start=3, token_ids=(1,), pages=(0,), prompt=False, num_sampled=1)
     several = replace(decode, token_ids=(1, 2))
     longer = replace(decode, prompt=True, start=100, token_ids=(1,) * 29)
-    assert Bucket.of(Step.empty()) is None
-    assert Bucket.of(Step(decode=(several,))) is None
-    size = Bucket.of(Step(prefill=(longer,), decode=(decode,)))
-    assert size == Bucket(prompt=29, decode=1, keys=129, width=1, chunks=1)
-    fits = Bucket(prompt=32, decode=1, keys=129, width=1, chunks=1)
+    assert StepSize.of(Step.empty()) is None
+    assert StepSize.of(Step(decode=(several,))) == StepSize(sequences=1, queries=2, width=1)
+    assert not StepSize(sequences=8, width=8).holds(StepSize(sequences=1, queries=2, width=1))
+    size = StepSize.of(Step(prefill=(longer,), decode=(decode,)))
+    assert size == StepSize(prompt=29, sequences=1, keys=129, width=1, chunks=1)
+    fits = StepSize(prompt=32, sequences=1, keys=129, width=1, chunks=1)
     assert fits.holds(size)
     assert replace(fits, keys=0).holds(size)
-    for less in ({"prompt": 28}, {"decode": 0}, {"keys": 128}, {"width": 0}, {"chunks": 0}, {"prompt": 0}):
+    for less in ({"prompt": 28}, {"sequences": 0}, {"keys": 128}, {"width": 0}, {"chunks": 0}, {"prompt": 0}):
         assert not replace(fits, **less).holds(size), less
-    only = Bucket.of(Step(decode=(decode,)))
+    only = StepSize.of(Step(decode=(decode,)))
     assert only is not None
     assert not fits.holds(only), "decode rows do not pay for a prompt's"
 
@@ -271,9 +275,9 @@ def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
         )
         for length in lengths
     )  # fmt: skip
-    bucket = Bucket(prompt=sum(lengths), width=257, chunks=3)
+    bucket = StepSize(prompt=sum(lengths), width=257, chunks=3)
     last = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    inputs = GraphInputs(bucket, page_size=PAGE_SIZE, windows=(None,), last_ids=last)
+    inputs = StepInputs(bucket, page_size=PAGE_SIZE, windows=(None,), last_ids=last)
     plan = inputs.paged[None]
     assert plan.num_full_tiles == 4
     for some, tiles in (
@@ -281,7 +285,7 @@ def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
         # The fourth chunk is none.
         (chunks[:2], [[0, 128], [0, 0], [1, 0], [3, 0], [3, 0], [3, 0]]),
     ):
-        inputs.fill(Step(prefill=some), [])
+        inputs.fill(Step(prefill=some))
         assert plan.tiles.tolist() == tiles
         assert plan.cu_q[3] == plan.cu_q[4]
 

@@ -15,7 +15,8 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.models.test_families import relative
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
+from moeyard_kernels.cuda.step_inputs import StepInputs
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -128,22 +129,22 @@ def test_rows_computed_again_are_those_of_decoding(runners: tuple[Runner, Runner
             assert all(torch.equal(a, b) for a, b in zip(state, results[0][1], strict=True))
 
 
-def make_inputs(runner: Runner, bucket: Bucket) -> GraphInputs:
+def make_inputs(runner: Runner, bucket: StepSize) -> StepInputs:
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     last = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    return backend.graph_inputs(bucket, last)
+    return backend.step_inputs(bucket, last)
 
 
-def replayed(runner: Runner, inputs: GraphInputs, step: Step) -> torch.Tensor:
+def replayed(runner: Runner, inputs: StepInputs, step: Step) -> torch.Tensor:
     with torch.inference_mode():
-        inputs.fill(step, [-1] * len(step.decode))
+        inputs.fill(step)
         inputs.begin()
         return runner.model.forward(inputs)[: inputs.num_sampled]
 
 
-def captured(runner: Runner, bucket: Bucket, step: Step) -> torch.Tensor:
-    inputs, size = make_inputs(runner, bucket), Bucket.of(step)
+def captured(runner: Runner, bucket: StepSize, step: Step) -> torch.Tensor:
+    inputs, size = make_inputs(runner, bucket), StepSize.of(step)
     assert size is not None
     assert bucket.holds(size)
     with torch.inference_mode():
@@ -163,7 +164,7 @@ def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -
     wanted = runner.forward(step)[:2]
     kept = [x.clone() for x in slots_of(runner)]
     begin(runner)
-    got = captured(runner, Bucket(decode=5, width=PAGES + 2), step)
+    got = captured(runner, StepSize(sequences=5, width=PAGES + 2), step)
     assert relative(got[:2], wanted) < 1e-5
     assert relative(got[2:], wanted[:1].expand(3, -1)) < 1e-5
     for ours, theirs in zip(slots_of(runner), kept, strict=True):
@@ -185,7 +186,7 @@ def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], 
     wanted = runner.forward(step)[: 2 + len(decode)]
     kept = [x.clone() for x in slots_of(runner)]
     begin(runner)
-    bucket = Bucket(prompt=192, decode=rows, keys=384 if backend.flat else 0, width=PAGES + 2, chunks=3)
+    bucket = StepSize(prompt=192, sequences=rows, keys=384 if backend.flat else 0, width=PAGES + 2, chunks=3)
     got = captured(runner, bucket, step)[: 2 + len(decode)]
     assert relative(got, wanted) < 1e-5
     for ours, theirs in zip(slots_of(runner), kept, strict=True):
@@ -234,7 +235,7 @@ def test_captured_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], t
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     wanted = leave_snapshots(runner)
-    bucket = Bucket(prompt=320, keys=640 if backend.flat else 0, width=PAGES + 2, chunks=5)
+    bucket = StepSize(prompt=320, keys=640 if backend.flat else 0, width=PAGES + 2, chunks=5)
     inputs = make_inputs(runner, bucket)
     check_snapshots(runner, replayed(runner, inputs, from_snapshots(taking=taking)), wanted, taken=taking)
     # Nothing of that is left in the inputs for steps that neither restore nor leave one, in both of the host's blocks.

@@ -4,7 +4,7 @@ It asks for no GPU itself: on the CPU the same calls run through the oracles, wh
 where there is none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,17 +12,21 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
+from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
 from moeyard_kernels.cuda.choices import CudaChoices
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import STREAM_SLOTS
-from moeyard_kernels.cuda.graph_inputs import Bucket, GraphInputs
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
+from moeyard_kernels.cuda.staging import Staging
+from moeyard_kernels.cuda.step_inputs import StepInputs
+from moeyard_kernels.cuda.verified_rows import Tails
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
 from moeyard_kernels.types.step import StepRows
+from moeyard_kernels.types.step_size import StepSize
 
 # Few rows of a large hidden size are reduced faster by many programs, and normalised behind them: 4.0 us of one row of
 # 7168 against 4.4 on an H200. Everything else is one launch (2.2 of 3.2 us at one row of 2048, 86 of 105 at 8192).
@@ -103,6 +107,10 @@ class CudaBackend:
     sigmoid_mul = staticmethod(ops.sigmoid_mul)
     sample = staticmethod(ops.sample)
     token_logprobs = staticmethod(ops.token_logprobs)
+    # For captured steps: see `capturing`.
+    capture = staticmethod(capture)
+    capture_while_serving = staticmethod(capture_while_serving)
+    without_collection = staticmethod(without_collection)
     stream_slots = STREAM_SLOTS
 
     def __init__(self, *, page_size: int, device: torch.device) -> None:
@@ -128,9 +136,23 @@ class CudaBackend:
             step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device, slots=self.slots
         )
 
-    def graph_inputs(self, bucket: Bucket, last_ids: torch.Tensor) -> GraphInputs:
-        """What a captured step of that size reads, of the layers built so far; see `GraphInputs`."""
-        return GraphInputs(bucket, page_size=self.page_size, windows=self.windows, last_ids=last_ids, slots=self.slots)
+    def step_inputs(self, size: StepSize, last_ids: torch.Tensor, tails: Tails | None = None) -> StepInputs:
+        """Inputs of a captured step of that size, for the layers built so far; see `StepInputs`."""
+        return StepInputs(
+            size, page_size=self.page_size, windows=self.windows, last_ids=last_ids, slots=self.slots, tails=tails
+        )
+
+    def tails(self, *, max_sequences: int, num_drafts: int, limit: int) -> Tails:
+        """See `Tails`."""
+        return Tails(max_sequences=max_sequences, num_drafts=num_drafts, limit=limit, device=self.device)
+
+    def staging(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, stages: int) -> Staging:
+        """See `Staging`."""
+        return Staging(fields, self.device, stages=stages)
+
+    def compile_ahead(self, runs: Iterable[Callable[[], object]]) -> None:
+        """See `capturing.compile_ahead`."""
+        compile_ahead(runs, self.device)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Backend.linear`; weights do not change while a model serves."""

@@ -30,8 +30,9 @@ class ChunkRows(Protocol):
     that is needed, if there are no more than that. A chunk at position 0 starts from a blank state, another from what
     slot `restored` holds, or where that is -1, from what it left. `snapshots`: positions and slots, ascending, two at
     most; the state behind the rows before the position is copied to the slot, which may be one that the step restores.
-    `prompt` selects the arithmetic (prompt or decode formula). `compaction`, in the chunk that ends a prompt and holds
-    at least its window: what is kept, None for all.
+    `prompt` selects the arithmetic (prompt or decode formula). `fed`: None where the host knows the tokens; else the
+    place of the sequence in the step before, which left them on the device. `compaction`, in the chunk that ends a
+    prompt and holds at least its window: what is kept, None for all.
     """
 
     @property
@@ -52,6 +53,8 @@ class ChunkRows(Protocol):
     def snapshots(self) -> Sequence[tuple[int, int]]: ...
     @property
     def prompt(self) -> bool: ...
+    @property
+    def fed(self) -> int | None: ...
     @property
     def compaction(self) -> CompactionRows | None: ...
 

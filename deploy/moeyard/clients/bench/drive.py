@@ -19,9 +19,8 @@ from moeyard.clients.bench.figures import Course, StepRecord, milliseconds
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.launching import LaunchedStep
-from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Tokens
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -62,7 +61,7 @@ class Subject:
     def counts(self) -> dict[str, int]:
         """What the graph runner has counted; nothing on a device without graphs."""
         runner = self.runner
-        if not isinstance(runner, GraphRunner | SpeculativeRunner):
+        if not isinstance(runner, GpuRunner):
             return {}
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
 
@@ -72,7 +71,7 @@ class Subject:
         Nor where experts lack slots: once more the same step would find all that it needs.
         """
         resident = self.report["expert_slots"] >= self.report["num_experts"]
-        return self.runner.replayed if isinstance(self.runner, GraphRunner) and self.times_replays and resident else ()
+        return self.runner.replayed if isinstance(self.runner, GpuRunner) and self.times_replays and resident else ()
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
         """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""

@@ -16,7 +16,7 @@ from moeyard.clients.bench.figures import (
     percentiles,
     shares,
 )
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.policy import RowKind
 
@@ -141,7 +141,7 @@ class Routing:
     def watch(self, on: bool) -> None:
         """Look, or stop looking. A replay runs none of the host's code, so steps are launched eagerly meanwhile."""
         self._subject.experts.observer = self._observe if on else None
-        if isinstance(self._subject.runner, GraphRunner):
+        if isinstance(self._subject.runner, GpuRunner):
             self._subject.runner.eager = on
 
     def _observe(self, layer: int, dispatched: Dispatched) -> None:

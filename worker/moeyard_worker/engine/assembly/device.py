@@ -18,10 +18,9 @@ from moeyard_worker.checkpoint.staging import Staging
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.launching import StepRunner
 from moeyard_worker.engine.steps.runner import Runner
-from moeyard_worker.engine.steps.speculative_runner import SpeculativeRunner
 
 # What the kernels are written for; several ask for its copies and products, for which others have no instructions.
 CAPABILITY = (9, 0)
@@ -162,27 +161,23 @@ class CudaDevice:
         if not config.enforce_eager and not runner.config.state_spec(runner.dtype.itemsize).bytes_per_sequence:
             self.backend.warm_compaction()
         max_pages = -(-plan.max_model_len // config.page_size)
-        if config.num_drafts:
-            drafting = SpeculativeRunner(
-                runner, self.backend, max_sequences=config.max_num_seqs, max_pages=max_pages,
-                max_prompt=config.max_batch_tokens, num_drafts=config.num_drafts, adaptive=config.draft_tokens is None,
-                captures_prompts=not plan.stream_slots,
-            )  # fmt: skip
-            if not config.enforce_eager and runner.exchange.captures:
-                runner.warm_recompute()
-                drafting.capture()
-            return drafting
-        graphs = GraphRunner(
-            runner, self.backend, max_rows=config.max_num_seqs, max_pages=max_pages,
-            max_prompt=config.max_batch_tokens, captures_prompts=not plan.stream_slots,
-        )  # fmt: skip
+        found = GpuRunner(
+            runner,
+            self.backend,
+            max_sequences=config.max_num_seqs,
+            max_pages=max_pages,
+            max_prompt=config.max_batch_tokens,
+            num_drafts=config.num_drafts,
+            adaptive=config.draft_tokens is None,
+            captures_prompts=not plan.stream_slots,
+        )
         if not config.enforce_eager and runner.exchange.captures:
             runner.warm_recompute()
-            graphs.capture()
-        elif not config.enforce_eager and runner.exchange.warms:
+            found.capture()
+        elif not (config.enforce_eager or config.num_drafts) and runner.exchange.warms:
             runner.warm_recompute()
-            graphs.warm()
-        return graphs
+            found.warm()
+        return found
 
 
 def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.device:

@@ -119,7 +119,7 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     rows twice and what comes home twice, as these travel as tensors of the step; with drafts a step's states stay
     beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS, twice,
     and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
-    penalties know of every token for each of these rows (engine/sampling/row_edits.py). In bf16 a step takes half of
+    penalties know of every token for each of these rows (engine/sampling/edit_counts.py). In bf16 a step takes half of
     it at most (docs/gpu.md), so that captured ones, whose memory stays theirs, have as much room as one that is
     launched.
     tests/engine/test_memory.py measures the peak against it.

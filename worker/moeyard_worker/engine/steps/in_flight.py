@@ -1,38 +1,115 @@
-"""A step in flight on a GPU: whether it has run, how long it took, and the wait for it."""
+"""A step in flight on a GPU: whether it has run, how long it took, and its results."""
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_worker.engine.sampling.sampling import accepted, tell, unsound
+from moeyard_worker.engine.sampling.scoring import Scores, told, unsound_scores
 from moeyard_worker.exchange.base import Exchange
+from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
 
 
-class InFlight:
-    """What a `LaunchedStep` of a GPU is, whatever it computes. To be made behind all that the step launches.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a step that verified drafts leaves: `read` [B, 1 + Q] (`VerifiedRows.read`) and the `state` of its tails.
 
-    `begun` was recorded before them; `exchange` waits for it, as peers may be gone. It waits for no step behind it.
+    All `num_drafts` drafts that were made are results: the scheduler says how many are verified.
     """
 
-    def __init__(self, step: Step, *, begun: torch.cuda.Event, exchange: Exchange) -> None:
+    read: torch.Tensor
+    state: torch.Tensor
+    num_drafts: int
+
+
+class InFlight:
+    """A `LaunchedStep` of a GPU, made behind all that the step launches. `begun` was recorded before that.
+
+    `tokens` and `chosen` (what the tokens had of the logits) are copies on their way to the host; `places` are the rows
+    of the step among theirs, None for all in order. The exchange waits for the step, since peers may be gone; it waits
+    for no step behind it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        requests: Sequence[Request],
+        *,
+        tokens: SampledTokens,
+        chosen: torch.Tensor,
+        places: Sequence[int] | None = None,
+        errors: Mapping[int, str],
+        scores: Sequence[SampledTokens] = (),
+        verified: Verified | None = None,
+        begun: torch.cuda.Event,
+        exchange: Exchange,
+    ) -> None:
         self.step, self.waited = step, 0.0
-        self._exchange = exchange
+        self._requests, self._tokens, self._chosen, self._places = requests, tokens, chosen, places
+        self._errors, self._blocks, self._verified, self._exchange = errors, scores, verified, exchange
+        self._results: list[Accepted] | None = None
+        self._scores: Scores | None = None
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
         self._done.record()
 
     def has_run(self) -> bool:
-        """See `LaunchedStep.has_run`."""
+        """Whether nothing of it is left to wait for."""
         return bool(self._done.query())
 
     @property
     def device_seconds(self) -> float:
-        """From the end of what was launched before this step to its own, on the device."""
+        """Seconds on the device, from the end of what was launched before this step to its own end."""
         self._done.synchronize()
         return self._begun.elapsed_time(self._done) * 1e-3
 
-    def _wait(self) -> None:
-        """For results, which somebody asks for."""
-        begun = time.monotonic()
-        self._exchange.drain(self.has_run)
+    @property
+    def results(self) -> list[Accepted]:
+        """`results[i]` of `step.sampled[i]`."""
+        if self._results is None:
+            begun = time.monotonic()
+            self._exchange.drain(self.has_run)
+            self._done.synchronize()
+            self.waited = time.monotonic() - begun
+            self._results = self._accepted()
+        return self._results
+
+    def _accepted(self) -> list[Accepted]:
+        step, tokens, verified = self.step, self._tokens, self._verified
+        if verified is not None:
+            # With the start and the tokens that the device took.
+            chunks = [
+                replace(chunk, start=row[0], token_ids=tuple(row[1 : 1 + chunk.num_tokens]), slack=0)
+                for chunk, row in zip(step.decode, verified.read.tolist(), strict=True)
+            ]
+            step = replace(step, decode=tuple(chunks))
+        if self._places is not None:
+            tokens = tokens.each(lambda x: x[self._places])
+        requests = zip(step.sampled, self._requests, strict=True)
+        asked = [request.sampling.logprobs for chunk, request in requests for _ in range(chunk.num_sampled)]
+        found = accepted(step, tell(tokens, asked), self._errors)
+        if verified is None:
+            return found
+        return [
+            replace(result, drafts=tuple(state[2 : 2 + verified.num_drafts]))
+            for result, state in zip(found, verified.state.tolist(), strict=True)
+        ]
+
+    @property
+    def scores(self) -> Scores:
+        """`scores[i]` of `step.scored[i]`."""
+        if self._scores is None:
+            self._done.synchronize()
+            self._scores = told(self.step, self._blocks) if self._blocks else []
+        return self._scores
+
+    @property
+    def unsound(self) -> tuple[str, ...]:
+        """Ids of the requests whose logits were not finite."""
         self._done.synchronize()
-        self.waited = time.monotonic() - begun
+        chosen = self._chosen if self._places is None else self._chosen[self._places]
+        bad = unsound(self.step, self._requests, chosen) + unsound_scores(self.step, self.scores)
+        return tuple(dict.fromkeys(bad))

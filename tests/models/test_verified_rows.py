@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from moeyard_kernels.cuda.plan import CudaPlan
-from moeyard_kernels.cuda.verify_inputs import Tails, VerifyInputs, VerifySize
+from moeyard_kernels.cuda.step_inputs import StepInputs
+from moeyard_kernels.cuda.verified_rows import Tails, VerifiedRows
 from moeyard_kernels.types.step import slot_behind
+from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.scheduling.request import accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -27,16 +29,20 @@ def chunk(chance: random.Random, rows: int) -> Chunk:
     )  # fmt: skip
 
 
-def inputs_of(sequences: int) -> VerifyInputs:
-    size = VerifySize(sequences=sequences, queries=QUERIES, width=WIDTH)
-    return VerifyInputs(size, page_size=PAGE, windows=WINDOWS, limit=WIDTH * PAGE, device=DEVICE)
+def inputs_of(sequences: int, *, slots: bool = False) -> tuple[StepInputs, VerifiedRows, Tails]:
+    size = StepSize(sequences=sequences, queries=QUERIES, width=WIDTH)
+    tails = Tails(max_sequences=sequences, num_drafts=3, limit=WIDTH * PAGE, device=DEVICE)
+    last = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    found = StepInputs(size, page_size=PAGE, windows=WINDOWS, last_ids=last, slots=slots, tails=tails)
+    assert found.verified is not None
+    return found, found.verified, tails
 
 
 def rows_of(chunks: list[Chunk]) -> list[int]:
     return [b * QUERIES + row for b, each in enumerate(chunks) for row in range(each.num_tokens)]
 
 
-def same_as_a_plan(inputs: VerifyInputs, chunks: list[Chunk]) -> None:
+def same_as_a_plan(inputs: StepInputs, chunks: list[Chunk]) -> None:
     """Row for row; what pads the step is a copy of a row that is there, and stored nowhere."""
     plan = CudaPlan(Step(decode=tuple(chunks)), page_size=PAGE, windows=WINDOWS, flat=False, device=DEVICE)
     rows = rows_of(chunks)
@@ -61,13 +67,13 @@ def same_as_a_plan(inputs: VerifyInputs, chunks: list[Chunk]) -> None:
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_what_the_host_knows(count: int) -> None:
     chance = random.Random(count)
-    inputs, tails = inputs_of(4), Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    inputs, rows, _ = inputs_of(4)
     for _ in range(20):
         chunks = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(count)]
-        inputs.fill(chunks)
-        inputs.begin(tails)
+        inputs.fill(Step(decode=tuple(chunks)))
+        inputs.begin()
         same_as_a_plan(inputs, chunks)
-        read = inputs.read.tolist()
+        read = rows.read.tolist()
         assert [row[0] for row in read[:count]] == [each.start for each in chunks]
         assert [tuple(row[1 : 1 + c.num_tokens]) for row, c in zip(read[:count], chunks, strict=True)] == [
             c.token_ids for c in chunks
@@ -77,7 +83,7 @@ def test_what_the_host_knows(count: int) -> None:
 def test_what_the_step_before_has_left() -> None:
     """Fed chunks in another order, beside one that is known: tokens and places follow what was accepted."""
     chance = random.Random(7)
-    inputs, tails = inputs_of(4), Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    inputs, _, tails = inputs_of(4)
     for _ in range(20):
         known = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(4)]
         state = [[chance.randint(1, 4), *(chance.randrange(VOCAB) for _ in range(4))] for _ in range(4)]
@@ -94,31 +100,25 @@ def test_what_the_step_before_has_left() -> None:
             for each, which in zip(fed, order, strict=True)
         ]
         told[0] = fed[0]
-        inputs.fill(told)
-        inputs.begin(tails)
+        inputs.fill(Step(decode=tuple(told)))
+        inputs.begin()
         same_as_a_plan(inputs, fed)
 
 
 def test_state_is_read_ahead_of_the_first_row_and_left_behind_each() -> None:
     """In slots by the rows' positions, wherever the device knows these to be; padding leaves none behind."""
     chance = random.Random(4)
-    size = VerifySize(sequences=4, queries=QUERIES, width=WIDTH)
-    inputs = VerifyInputs(
-        size, page_size=PAGE, windows=WINDOWS, limit=WIDTH * PAGE, device=DEVICE, slots=True
-    )  # fmt: skip
-    tails = Tails(max_sequences=4, num_drafts=3, device=DEVICE)
+    inputs, _, tails = inputs_of(4, slots=True)
     for _ in range(20):
         own = [replace(chunk(chance, chance.randint(1, QUERIES)), state_slot=slot, state_ring=4) for slot in (8, 0, 12)]
         own = [replace(each, start=each.start + 1, pages=(*each.pages, 49)) for each in own]
         behind = [chance.randint(1, 4) for _ in own]
         tails.state[:3, 0] = torch.tensor(behind)
-        inputs.fill(
-            [
-                replace(each, start=each.start - n + 1, fed=i)
-                for i, (each, n) in enumerate(zip(own, behind, strict=True))
-            ]
-        )
-        inputs.begin(tails)
+        chunks = [
+            replace(each, start=each.start - n + 1, fed=i) for i, (each, n) in enumerate(zip(own, behind, strict=True))
+        ]
+        inputs.fill(Step(decode=tuple(chunks)))
+        inputs.begin()
         assert inputs.state is not None
         slots, stand_in = inputs.state.slots, inputs.state.stand_in
         assert slots is not None
@@ -136,19 +136,19 @@ def test_state_is_read_ahead_of_the_first_row_and_left_behind_each() -> None:
 
 def test_as_many_are_accepted_as_the_scheduler_would() -> None:
     chance = random.Random(9)
-    inputs, tails = inputs_of(5), Tails(max_sequences=5, num_drafts=3, device=DEVICE)
+    inputs, rows, tails = inputs_of(5)
     seen = set()
     for _ in range(60):
         chunks = [chunk(chance, chance.randint(1, QUERIES)) for _ in range(4)]
-        inputs.fill(chunks)
-        inputs.begin(tails)
+        inputs.fill(Step(decode=tuple(chunks)))
+        inputs.begin()
         ids = torch.randint(2, (5, QUERIES), generator=torch.Generator().manual_seed(chance.randrange(1 << 30)))
         # Drafts are right more often than not.
         for b, each in enumerate(chunks):
             for row in range(each.num_tokens - 1):
                 if chance.random() < 0.7:
                     ids[b, row] = each.token_ids[row + 1]
-        count = inputs.accept(ids.flatten().to(DEVICE), tails).tolist()
+        count = rows.accept(ids.flatten().to(DEVICE)).tolist()
         for b, each in enumerate(chunks):
             right = accept(each.token_ids[1:], ids[b, : each.num_tokens].tolist())
             assert count[b] == right == tails.state[b, 0]
@@ -159,15 +159,15 @@ def test_as_many_are_accepted_as_the_scheduler_would() -> None:
 
 @pytest.mark.parametrize(("positions", "stored"), [((17, 30), (True, True)), ((17, 32), (True, False))])
 def test_a_draft_without_a_page_is_written_nowhere(positions: tuple[int, int], stored: tuple[bool, bool]) -> None:
-    inputs, tails = inputs_of(3), Tails(max_sequences=3, num_drafts=3, device=DEVICE)
+    inputs, rows, _ = inputs_of(3)
     base: dict[str, Any] = {"key": (b"", ""), "start": 16, "token_ids": (1,), "prompt": False, "num_sampled": 1}
-    inputs.fill([Chunk(**base, pages=(3, 9)), Chunk(**base, pages=(4, 7))])
-    inputs.begin(tails)
-    rows = inputs.draft_rows(torch.tensor([*positions, positions[0]], device=DEVICE))
+    inputs.fill(Step(decode=(Chunk(**base, pages=(3, 9)), Chunk(**base, pages=(4, 7)))))
+    inputs.begin()
+    drafts = rows.draft_rows(torch.tensor([*positions, positions[0]], device=DEVICE))
     pages = (9, 7)
     wanted = [
         page * PAGE + position % PAGE if there else -1
         for page, position, there in zip(pages, positions, stored, strict=True)
     ]
-    assert rows.entries.tolist() == [*wanted, -1], "the third sequence is a copy of the first"
-    assert rows.decode[None].kv_lens.tolist() == [18, min(positions[1], 31) + 1, 18]
+    assert drafts.entries.tolist() == [*wanted, -1], "the third sequence is a copy of the first"
+    assert drafts.decode[None].kv_lens.tolist() == [18, min(positions[1], 31) + 1, 18]

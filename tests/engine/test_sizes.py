@@ -7,50 +7,53 @@ import pytest
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.rank import Rank
 
-from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_kernels.cuda.verify_inputs import VerifySize
-from moeyard_worker.engine.steps.captured_sizes import decode_buckets, listed, prompt_buckets
-from moeyard_worker.engine.steps.graph_runner import GraphRunner
+from moeyard_kernels.types.step_size import StepSize
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
+from moeyard_worker.engine.steps.sizes import DECODING, decode_sizes, listed, prompt_sizes
 
 
 def test_sizes_of_a_rank_by_itself() -> None:
-    decode = [*decode_buckets(max_rows=5, max_pages=40)]
+    decode = [*decode_sizes(DECODING, max_sequences=5, max_pages=40)]
     assert [(b.decode, b.width) for b in decode] == [
         (rows, width) for rows in (1, 2, 4, 5) for width in (8, 32, 40)
     ]  # fmt: skip
-    prompts = [*prompt_buckets(max_rows=5, max_pages=40, max_prompt=130, flat=False)]
+    prompts = [*prompt_sizes(max_sequences=5, max_pages=40, max_prompt=130, flat=False)]
     assert [(b.prompt, b.decode) for b in prompts] == [(64, 0), (128, 0), (130, 0), (128, 5), (130, 5)]
     assert {b.keys for b in prompts} == {0}
-    flat = [*prompt_buckets(max_rows=5, max_pages=40, max_prompt=130, flat=True)]
+    flat = [*prompt_sizes(max_sequences=5, max_pages=40, max_prompt=130, flat=True)]
     assert [b.keys for b in flat if b.prompt == 130 and not b.decode] == [130, 260, 520, 1040]
 
 
 def test_long_prompts_and_their_keys() -> None:
-    sizes = [*prompt_buckets(max_rows=64, max_pages=40, max_prompt=8192, flat=True)]
+    sizes = [*prompt_sizes(max_sequences=64, max_pages=40, max_prompt=8192, flat=True)]
     assert max(b.prompt for b in sizes if b.decode) == 2048
     keys = {n: [b.keys for b in sizes if b.prompt == n and not b.decode] for n in (1024, 2048, 2560, 8192)}
     assert keys == {
         1024: [1024], 2048: [2048, 4096, 8192, 16384], 2560: [2560, 16384], 8192: [8192, 16384],
     }  # fmt: skip
     assert {b.keys for b in sizes if b.prompt == 2048 and b.decode} == {2048, 4096, 8192, 16384}
-    long = [*prompt_buckets(max_rows=64, max_pages=40, max_prompt=32768, flat=True)]
+    long = [*prompt_sizes(max_sequences=64, max_pages=40, max_prompt=32768, flat=True)]
     assert {b.keys for b in long if b.prompt == 32768} == {32768}
 
 
 def test_the_line_that_lists_them() -> None:
     plain = [
-        *decode_buckets(max_rows=2, max_pages=9),
-        *prompt_buckets(max_rows=2, max_pages=9, max_prompt=64, flat=False),
+        *decode_sizes(DECODING, max_sequences=2, max_pages=9),
+        *prompt_sizes(max_sequences=2, max_pages=9, max_prompt=64, flat=False),
     ]
     assert listed(plain, num_graphs=12, seconds=6.66) == (
         "captured 12 CUDA graphs in 6.7 s: decode rows 1, 2; tables of pages 8, 9; prompt rows 64; "
         "prompt rows beside decode rows 64; decode rows beside prompts 2"
     )
-    peers = [Bucket(decode=1, width=8, peers=1), Bucket(decode=1, width=8, peers=16), Bucket(width=8, peers=64)]
+    peers = [
+        StepSize(sequences=1, width=8, peers=1),
+        StepSize(sequences=1, width=8, peers=16),
+        StepSize(width=8, peers=64),
+    ]
     assert listed(peers, num_graphs=3, seconds=0).endswith(
         ": decode rows 1; tables of pages 8; rows of a peer 1, 16, 64"
     )
-    drafts = [VerifySize(sequences=count, queries=rows, width=8) for count in (1, 2) for rows in (1, 4)]
+    drafts = [StepSize(sequences=count, queries=rows, width=8) for count in (1, 2) for rows in (1, 4)]
     assert listed(drafts, num_graphs=40, seconds=1).endswith(": sequences 1, 2; rows of each 1, 4; tables of pages 8")
 
 
@@ -67,9 +70,10 @@ def test_a_start_lists_what_it_captured_in_one_line(
         [line] = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
         found = re.match(r"captured (\d+) CUDA graphs in \d+\.\d s: ", line)
         assert found is not None, line
-        if isinstance(runner, GraphRunner):
+        assert isinstance(runner, GpuRunner)
+        if not drafts:
             # Beside the steps the sampler's: six chains of each number of rows.
-            assert int(found[1]) == len([*runner.buckets()]) + 6 * 2
+            assert int(found[1]) == len([*runner.sizes()]) + 6 * 2
             assert "decode rows 1, 2; tables of pages" in line
             assert "; prompt rows 64" in line
         else:

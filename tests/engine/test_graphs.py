@@ -1,13 +1,15 @@
 """Captured steps of one epoch: when they are let go, and when they stay. Graphs and events are stand-ins."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from moeyard_kernels.cuda.graph_inputs import Bucket
-from moeyard_worker.engine.steps import step_graphs
-from moeyard_worker.engine.steps.step_graphs import StepGraphs
+from moeyard_kernels.types.step_size import StepSize
+from moeyard_worker.engine.steps import graphs as module
+from moeyard_worker.engine.steps.graphs import StepGraphs
 
 
 class Graph:
@@ -36,13 +38,19 @@ class Exchange:
 def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StepGraphs:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "stream")
-    monkeypatch.setattr(step_graphs, "captured_meanwhile", lambda run, pool: Graph())
-    monkeypatch.setattr(step_graphs, "captured", lambda run, pool, ahead: (Graph(), run()))
-    found = StepGraphs(
-        cast(Any, lambda size: exchange.asked.append(f"inputs {size.rows}")),
-        lambda inputs: exchange.asked.append("forward"), cast(Any, exchange), torch.device(device),
-    )  # fmt: skip
-    assert found.prepare([Bucket(decode=2, width=8, peers=4), Bucket(width=8, peers=1)]) == "pool"
+    backend = SimpleNamespace(
+        device=torch.device(device),
+        without_collection=nullcontext,
+        capture=lambda run, pool, ahead: (Graph(), run()),
+        capture_while_serving=lambda run, pool: Graph(),
+    )
+
+    def program(size: StepSize) -> Any:
+        exchange.asked.append(f"inputs {size.rows}")
+        return SimpleNamespace(parts={"model": lambda: exchange.asked.append("forward")})
+
+    found = StepGraphs(program, cast(Any, exchange), cast(Any, backend))
+    assert found.prepare([StepSize(sequences=2, width=8, peers=4), StepSize(width=8, peers=1)]) == "pool"
     return found
 
 
@@ -52,9 +60,9 @@ def test_each_is_captured_once_when_it_is_met(monkeypatch: pytest.MonkeyPatch) -
     assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
     assert not found.captured
     exchange.asked.clear()
-    size = found.find(Bucket(decode=1, width=3), 3)
-    assert size == Bucket(decode=2, width=8, peers=4)
-    assert found.graph(size) is found.graph(size)
+    size = found.find(StepSize(sequences=1, width=3), 3)
+    assert size == StepSize(sequences=2, width=8, peers=4)
+    assert found.step(size) is found.step(size)
     assert exchange.asked == ["capturing", "expect 4", "inputs 2"]
     assert [*found.captured] == [size]
 
@@ -65,7 +73,7 @@ def test_else_all_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> 
     assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
     assert len(found.captured) == 2
     with pytest.raises(AssertionError, match="was to be captured at the start"):
-        found.graph(Bucket(decode=8, width=8))
+        found.step(StepSize(sequences=8, width=8))
 
 
 def event(*, asked: list[Any], says: Any) -> type:
@@ -90,14 +98,14 @@ def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
     exchange, asked = Exchange(), list[Any]()
     found = steps(exchange, monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", event(asked=asked, says=says))
-    monkeypatch.setattr(step_graphs, "_END_S", 0.1)
+    monkeypatch.setattr(module, "_END_S", 0.1)
     exchange.forget()
     assert not asked, "nothing was captured"
-    size = found.find(Bucket(decode=1, width=3), 3)
+    size = found.find(StepSize(sequences=1, width=3), 3)
     assert size is not None
-    held = found.graph(size)
+    held = found.step(size)
     exchange.forget()
     assert not found.captured
-    assert cast(Any, held.graph).resets == goes
-    assert (len(found._left) == 0) == goes
-    assert found.graph(size) is not held
+    assert cast(Any, held.graphs["model"]).resets == goes
+    assert (len(found._running) == 0) == goes
+    assert found.step(size) is not held

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moeyard_worker.engine.sampling.device_sampler import MAX_BIASES, DeviceSampler
+from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_worker.engine.sampling.edit_counts import MAX_BIASES
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -51,7 +53,7 @@ class Before:
 class Session:
     """Requests that decode, the tokens of the newest step unknown to the scheduler when `deep`."""
 
-    def __init__(self, sampler: DeviceSampler, *, deep: bool) -> None:
+    def __init__(self, sampler: StepSampler, *, deep: bool) -> None:
         self.sampler, self.deep = sampler, deep
         self.tokens: dict[str, list[int]] = {}
         self.before: Before | None = None
@@ -81,7 +83,9 @@ class Session:
         self.sampler.logits[: len(rows)] = logits
         wanted = choose(logits.clone(), theirs, EOS)
         with torch.inference_mode():
-            got = tell(self.sampler.sample(step, mine, self.before), [r.sampling.logprobs for r in mine])
+            tokens, errors = self.sampler.choose(step, mine, before=self.before, greedy=False)
+            got = tell(tokens, [r.sampling.logprobs for r in mine])
+        assert errors == {}
         assert got == [
             (token, logprob if r.sampling.logprobs is not None else None)
             for (token, logprob), r in zip(wanted, mine, strict=True)
@@ -95,8 +99,9 @@ class Session:
 
 
 @pytest.fixture(params=["launched", pytest.param("captured", marks=pytest.mark.gpu)])
-def sampler(request: pytest.FixtureRequest) -> DeviceSampler:
-    made = DeviceSampler(max_rows=8, vocab=V, eos_token_ids=EOS, device=DEVICE)
+def sampler(request: pytest.FixtureRequest) -> StepSampler:
+    backend = CudaBackend(page_size=16, device=DEVICE)
+    made = StepSampler(backend, max_rows=8, max_requests=8, vocab=V, eos_token_ids=EOS)
     if request.param == "captured":
         made.capture([1, 4, 8], torch.cuda.graph_pool_handle())
     return made
@@ -107,7 +112,7 @@ def logits_of(step: int, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
-def test_chooses_what_choose_does(sampler: DeviceSampler, deep: bool) -> None:
+def test_chooses_what_choose_does(sampler: StepSampler, deep: bool) -> None:
     """All kinds together, then some of them, then others again: counts survive a request's absence."""
     requests = {
         name: request(name, (1, 2, 3, 5)[: 2 + i % 3], **params) for i, (name, params) in enumerate(REQUESTS.items())
@@ -119,7 +124,7 @@ def test_chooses_what_choose_does(sampler: DeviceSampler, deep: bool) -> None:
         session.step([requests[name] for name in names], logits_of(10 + i, len(names)))
 
 
-def test_counts_do_not_wait_for_the_step_before(sampler: DeviceSampler) -> None:
+def test_counts_do_not_wait_for_the_step_before(sampler: StepSampler) -> None:
     counted = request("a", (1, 2), **REQUESTS["counted"])
     session = Session(sampler, deep=True)
     for i in range(5):
@@ -130,7 +135,7 @@ def test_counts_do_not_wait_for_the_step_before(sampler: DeviceSampler) -> None:
         assert asked.asked == 0
 
 
-def test_a_name_and_a_place_used_again(sampler: DeviceSampler) -> None:
+def test_a_name_and_a_place_used_again(sampler: StepSampler) -> None:
     """More requests than there are places, and the name of one that ended for another prompt."""
     session = Session(sampler, deep=False)
     for i in range(20):
@@ -150,7 +155,7 @@ def near_tie(penalty: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("penalty", "value"), [("repetition_penalty", 1.1), ("presence_penalty", 0.1)])
-def test_penalties_are_what_was_asked_to_the_last_bit(sampler: DeviceSampler, penalty: str, value: float) -> None:
+def test_penalties_are_what_was_asked_to_the_last_bit(sampler: StepSampler, penalty: str, value: float) -> None:
     """Wherever a row is chosen: beside one that the device has no room for it is by `choose`."""
     session = Session(sampler, deep=False)
     one = request("a", (5,), temperature=0.0, **{penalty: value})
@@ -159,8 +164,11 @@ def test_penalties_are_what_was_asked_to_the_last_bit(sampler: DeviceSampler, pe
     assert session.tokens["a"] == [5, 5]
 
 
-def test_too_many_biases_are_not_taken(sampler: DeviceSampler) -> None:
-    many = request("m", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
-    few = request("f", (1,), logit_bias=dict.fromkeys(range(MAX_BIASES - len(EOS)), 1.0))
-    assert not sampler.takes([few, many])
-    assert sampler.takes([few])
+def test_too_many_biases_for_the_device_are_edited_on_the_host(sampler: StepSampler) -> None:
+    """Beside a row whose biases the device has just room for, and one without any."""
+    many = request("m", (1,), logit_bias={5: 4.0}, stop_token_ids=(9,) * MAX_BIASES, seed=3)
+    few = request("f", (1,), logit_bias={6: 3.0}, stop_token_ids=(9,) * (MAX_BIASES - 1 - len(EOS)), seed=4)
+    assert [sampler._counts.takes(each.sampling) for each in (many, few)] == [False, True]
+    session = Session(sampler, deep=True)
+    for i in range(3):
+        session.step([many, few, request("g", (2,), temperature=0.0)], logits_of(i, 3))

@@ -1,0 +1,205 @@
+"""Inputs of a captured step: rows, positions and tables of a fixed size, which each step fills in before a replay."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+
+from moeyard_kernels.cuda.plan import Kept
+from moeyard_kernels.cuda.staging import Staging
+from moeyard_kernels.cuda.state_rows import Fields, StateInputs, StateRows
+from moeyard_kernels.cuda.verified_rows import Tails, VerifiedRows
+from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.expert_layout import max_blocks
+from moeyard_kernels.types.plan_parts import Rotations, entries_at
+from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
+from moeyard_kernels.types.step import ChunkRows, StepRows
+from moeyard_kernels.types.step_size import StepSize
+
+# The fields that have an entry per row, beside "feed".
+_PER_ROW = ("token_ids", "positions", "entries")
+
+
+class StepInputs:
+    """The rows of a step of at most `size`. A `StepPlan`.
+
+    Missing decode rows are copies of the first one that store nothing: they compute the same bits, choose the same
+    experts and so read no further weights. Missing prompt rows are token 0, store nothing and attend to nothing: their
+    activations hold anything. Neither have slots of state; prompts that restore no snapshot, or leave none, copy
+    nothing.
+
+    Without `tails` each sequence has one decode row, and the host knows its position. Its token is the host's, or row
+    `fed` of `last_ids`, which the step before has chosen. With `tails` there are no prompts, and decode rows are
+    `VerifiedRows`.
+    """
+
+    # A prompt that ends here is kept whole (`StepSize.of`).
+    kept: tuple[Kept, ...] = ()
+
+    def __init__(
+        self,
+        size: StepSize,
+        *,
+        page_size: int,
+        windows: Collection[int | None],
+        last_ids: torch.Tensor,
+        slots: bool = False,
+        tails: Tails | None = None,
+    ) -> None:
+        self.size = size
+        self.num_prompt, self.num_tokens, self.num_rows = size.prompt, size.rows, size.rows
+        self.num_sampled = size.samples
+        self._page_size, self._last_ids = page_size, last_ids
+        # Rows of one sequence read what others of it write. Without `tails` only copies are of one sequence.
+        self.lone_rows = tails is None
+        self.decode: dict[int | None, DecodeTables] = {}
+        self.paged: dict[int | None, PrefillPlan] = {}
+        self.flat: PrefillPlan | None = None
+        self.verified: VerifiedRows | None = None
+        self._state: StateInputs | None = None
+        if tails is not None:
+            assert not size.prompt, "steps that verify drafts have no prompts"
+            self.verified = VerifiedRows(size, tails, page_size=page_size, windows=windows, slots=slots)
+            self._staging = Staging(self.verified.fields(), last_ids.device)
+            self.verified.bind(self._staging.on_device)
+            self.state: StateRows | None = None
+            self.sample_rows: torch.Tensor | None = None
+            self.prefix_entries: torch.Tensor | None = None
+        else:
+            if slots:
+                self._state = StateInputs(prompt=size.prompt, chunks=size.chunks, decode=size.decode)
+            self._staging = Staging(self._fields(), last_ids.device)
+            self._bind(self._staging.on_device, windows)
+        # Captured steps run once before there is a step to fill in.
+        self._fill((), (), ())
+
+    def _fields(self) -> Fields:
+        size, pad = self.size, self.size.chunks + 1
+        fields: Fields = dict.fromkeys((*_PER_ROW, "feed"), (torch.int64, (size.rows,)))
+        if size.prompt:
+            # The tiles' padding belongs to one more chunk, which has no rows.
+            fields |= {
+                "sample_rows": (torch.int64, (size.samples,)),
+                "cu_q": (torch.int32, (pad + 1,)),
+                "starts": (torch.int32, (pad,)),
+                "tiles": (torch.int32, (max_blocks(size.prompt, size.chunks, TILE), 2)),
+                "pages": (torch.int32, (pad, size.width)),
+            }
+        if size.keys:
+            fields |= {"prefix_entries": (torch.int64, (size.keys,)), "cu_kv": (torch.int32, (pad + 1,))}
+        if size.decode:
+            fields |= {"lens": (torch.int32, (size.decode,)), "table": (torch.int32, (size.decode, size.width))}
+        return fields if self._state is None else fields | self._state.fields()
+
+    def _bind(self, on: Mapping[str, torch.Tensor], windows: Collection[int | None]) -> None:
+        size, page_size = self.size, self._page_size
+        self.state = None if self._state is None else self._state.rows(on)
+        self.token_ids, self.positions, self.entries, self._feed = (on[name] for name in (*_PER_ROW, "feed"))
+        self.sample_rows, self.prefix_entries = on.get("sample_rows"), on.get("prefix_entries")
+        for window in windows if size.decode else ():
+            self.decode[window] = DecodeTables(
+                page_table=on["table"], kv_lens=on["lens"], page_size=page_size, window=window
+            )
+        if size.prompt:
+            plan = partial(PrefillPlan, num_rows=size.prompt, cu_q=on["cu_q"], starts=on["starts"], tiles=on["tiles"])
+            for window in windows:
+                self.paged[window] = plan(
+                    num_keys=size.width * page_size,
+                    page_size=page_size,
+                    window=window,
+                    page_table=on["pages"],
+                    cu_kv=None,
+                )
+            if size.keys:
+                self.flat = plan(num_keys=size.keys, page_size=0, window=None, page_table=None, cu_kv=on["cu_kv"])
+        self.rotation = Rotations(self.positions)
+
+    def begin(self) -> None:
+        """The first launches of a step, to be captured with it: its tokens, and nothing looked up yet."""
+        if self.verified is not None:
+            self.state = self.verified.begin()
+            self.positions, self.token_ids = self.verified.positions.flatten(), self.verified.tokens.flatten()
+            self.entries = self.verified.entries
+            self.decode = self.verified.tables(self.verified.positions + 1)
+        else:
+            before = self._last_ids.index_select(0, self._feed.clamp(min=0))
+            self.token_ids = torch.where(self._feed < 0, self._staging.on_device["token_ids"], before)
+        self.rotation = Rotations(self.positions)
+
+    def fill(self, step: StepRows) -> None:
+        """Take a step that fits, with a row at least."""
+        self._fill(step.prefill, step.decode, step.sample_rows if self.num_prompt else ())
+
+    def _fill(self, prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], sample_rows: Sequence[int]) -> None:
+        host, first = self._staging.begin(), self.num_prompt
+        if self.verified is not None:
+            self.verified.fill(host, decode)
+            self._staging.send()
+            return
+        if self.num_prompt:
+            count = self._fill_prompts(host, prefill)
+            rows = np.asarray(sample_rows, dtype=np.int64)
+            host["sample_rows"][: rows.size] = np.where(rows < count, rows, rows + (first - count))
+            host["sample_rows"][rows.size :] = 0
+        if decode:
+            self._fill_decode(host, decode)
+        elif self.size.decode:
+            host["entries"][first:], host["feed"][first:] = -1, -1
+            host["positions"][first:], host["lens"][:] = 0, 1
+        if self._state is not None:
+            self._state.fill(host, prefill, decode)
+        self._staging.send()
+
+    def _fill_prompts(self, host: dict[str, np.ndarray], prefill: Sequence[ChunkRows]) -> int:
+        """Fill in the prompts' rows and return how many there are."""
+        lens = np.fromiter((len(c.token_ids) for c in prefill), np.int64, len(prefill))
+        starts = np.fromiter((c.start for c in prefill), np.int64, len(prefill))
+        count, last = int(lens.sum()), self.size.chunks
+        positions = [np.arange(c.start, c.start + len(c.token_ids)) for c in prefill]
+        for name in _PER_ROW:
+            host[name][count : self.num_prompt] = 0
+        host["entries"][count : self.num_prompt] = -1
+        host["feed"][: self.num_prompt] = -1
+        if prefill:
+            host["token_ids"][:count] = np.fromiter(chain.from_iterable(c.token_ids for c in prefill), np.int64, count)
+            host["positions"][:count] = np.concatenate(positions)
+            host["entries"][:count] = np.concatenate(
+                [entries_at(c, position, self._page_size) for c, position in zip(prefill, positions, strict=True)]
+            )
+        host["cu_q"][:] = count
+        host["cu_q"][: lens.size + 1] = np.concatenate(([0], np.cumsum(lens)))
+        host["starts"][:] = 0
+        host["starts"][: lens.size] = starts
+        tiles = tiles_of(lens, starts)
+        host["tiles"][: len(tiles)] = tiles
+        host["tiles"][len(tiles) :] = last, 0
+        for row, chunk in enumerate(prefill):
+            host["pages"][row, : len(chunk.pages)] = chunk.pages
+        if self.size.keys:
+            ends = starts + lens
+            host["cu_kv"][:] = 0
+            host["cu_kv"][: lens.size] = np.cumsum(ends) - ends
+            prefixes = [entries_at(c, np.arange(end), self._page_size) for c, end in zip(prefill, ends, strict=True)]
+            total = int(ends.sum())
+            host["prefix_entries"][total:] = 0
+            if prefixes:
+                host["prefix_entries"][:total] = np.concatenate(prefixes)
+        return count
+
+    def _fill_decode(self, host: dict[str, np.ndarray], chunks: Sequence[ChunkRows]) -> None:
+        ids, positions, entries, fed = (host[name][self.num_prompt :] for name in (*_PER_ROW, "feed"))
+        count, table, lens = len(chunks), host["table"], host["lens"]
+        for row, chunk in enumerate(chunks):
+            table[row, : len(chunk.pages)] = chunk.pages
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
+        ids[:count] = [chunk.token_ids[0] for chunk in chunks]
+        places = starts - np.fromiter((chunk.dropped for chunk in chunks), np.int64, count)
+        positions[:count], lens[:count] = starts, places + 1
+        fed[:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
+        pages = table[np.arange(count), places // self._page_size].astype(np.int64)
+        entries[:count] = pages * self._page_size + places % self._page_size
+        for field in (ids, positions, lens, fed, table):
+            field[count:] = field[0]
+        entries[count:] = -1

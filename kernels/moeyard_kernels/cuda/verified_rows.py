@@ -1,0 +1,171 @@
+"""Decode rows of a captured step whose tokens and positions are on the device: several rows per sequence.
+
+Rows of one sequence are at following positions. The host need not know yet where they begin and which tokens they read:
+the step before leaves both on the device (`Tails`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from moeyard_kernels.cuda.state_rows import Fields, StateRows
+from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.plan_parts import Rotations
+from moeyard_kernels.types.prefill_plan import PrefillPlan
+from moeyard_kernels.types.state_slots import StateSlots
+from moeyard_kernels.types.step import ChunkRows
+from moeyard_kernels.types.step_size import StepSize
+
+# Staged beside the rest where sequences have slots of state.
+_STATE = ("slots", "rings")
+
+
+class Tails:
+    """What the latest step leaves of each sequence, in the order of its chunks: state [sequences, 2 + num_drafts].
+
+    Column 0 counts the accepted tokens of the chunk. Then follow the last of these, and the drafts behind it. No
+    position reaches `limit`.
+    """
+
+    def __init__(self, *, max_sequences: int, num_drafts: int, limit: int, device: torch.device) -> None:
+        self.limit = limit
+        self.state = torch.zeros(max_sequences, 2 + num_drafts, dtype=torch.int64, device=device)
+        self.state[:, 0] = 1
+
+
+class DraftRows:
+    """One row per sequence at `positions` [B], written where `stored`. A `StepPlan`; its tokens are never read."""
+
+    num_prompt = 0
+    sample_rows = None
+    flat: PrefillPlan | None = None
+    # Rows of one sequence read what others of it write.
+    lone_rows = False
+
+    def __init__(self, rows: "VerifiedRows", positions: torch.Tensor, stored: torch.Tensor) -> None:
+        self.num_tokens = self.num_rows = self.num_sampled = positions.shape[0]
+        self.positions = self.token_ids = positions
+        self.entries = torch.where(stored, rows.entries_at(positions[:, None])[:, 0], -1)
+        self.decode = rows.tables(positions + 1)
+        self.paged: dict[int | None, PrefillPlan] = {}
+        self.rotation = Rotations(positions)
+
+
+class VerifiedRows:
+    """Row b * queries + j is row j of sequence b.
+
+    Missing sequences are copies of the first one, and missing rows of a sequence are copies of its last: they compute
+    the same bits, choose the same experts and store nothing. With `slots` of state, copies compute nothing of their own
+    and take the results of their originals.
+
+    tokens: [B, Q], what the rows read. start: [B], where they begin. read: [B, 1 + Q], both, for the host.
+    """
+
+    def __init__(
+        self, size: StepSize, tails: Tails, *, page_size: int, windows: Iterable[int | None], slots: bool
+    ) -> None:
+        self.size, self.tails = size, tails
+        self._page_size, self._windows, self._slots = page_size, tuple(windows), slots
+        device = tails.state.device
+        self._numbers = torch.arange(size.queries, device=device)
+        self._firsts = torch.arange(0, size.decode, size.queries, device=device)[:, None]
+
+    def fields(self) -> Fields:
+        """What a step's staging holds for it."""
+        size, long = self.size, (torch.int64, (self.size.sequences,))
+        return {
+            "token_ids": (torch.int64, (size.sequences, size.queries)),
+            "table": (torch.int32, (size.sequences, size.width)),
+            **dict.fromkeys(("starts", "rows", "feed", "caps", "real", "dropped"), long),
+            **dict.fromkeys(_STATE if self._slots else (), long),
+        }
+
+    def bind(self, on_device: Mapping[str, torch.Tensor]) -> None:
+        """Use these tensors of the fields."""
+        self._on = on_device
+
+    def fill(self, host: Mapping[str, np.ndarray], chunks: Sequence[ChunkRows]) -> None:
+        """Take decode chunks that fit. Without any the rows are those of an empty step."""
+        count, of_state = len(chunks), _STATE if self._slots else ()
+        if not count:
+            host["rows"][:] = host["caps"][:] = 1
+            host["feed"][:] = -1
+            if of_state:
+                host["rings"][:] = 1
+            return
+        host["rows"][:count] = [len(chunk.token_ids) for chunk in chunks]
+        host["starts"][:count] = [chunk.start for chunk in chunks]
+        host["feed"][:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
+        host["dropped"][:count] = [chunk.dropped for chunk in chunks]
+        host["caps"][:count] = [
+            min(len(chunk.pages) * self._page_size + chunk.dropped, self.tails.limit) for chunk in chunks
+        ]
+        for row, chunk in enumerate(chunks):
+            host["token_ids"][row, : len(chunk.token_ids)] = chunk.token_ids
+            host["table"][row, : len(chunk.pages)] = chunk.pages
+        host["real"][:] = np.arange(self.size.sequences) < count
+        if of_state:
+            host["slots"][:count] = [chunk.state_slot for chunk in chunks]
+            host["rings"][:count] = [chunk.state_ring for chunk in chunks]
+        for name in ("rows", "starts", "feed", "caps", "dropped", "token_ids", "table", *of_state):
+            host[name][count:] = host[name][0]
+
+    def begin(self) -> StateRows | None:
+        """The first launches of a step, to be captured with it: its tokens and positions. Returns its rows of state."""
+        on, fed = self._on, self._on["feed"] >= 0
+        state = self.tails.state.index_select(0, on["feed"].clamp(min=0))
+        self.start = on["starts"] + torch.where(fed, state[:, 0] - 1, 0)
+        place = torch.minimum(self._numbers, on["rows"][:, None] - 1)
+        self.tokens = torch.where(fed[:, None], state.gather(1, place + 1), on["token_ids"].gather(1, place))
+        self.read = torch.cat((self.start[:, None], self.tokens), 1)
+        self.positions = self.start[:, None] + place
+        stored = (self._numbers < on["rows"][:, None]) & (on["real"][:, None] > 0)
+        self.entries = torch.where(stored, self.entries_at(self.positions), -1).flatten()
+        return self._state_rows(place, stored) if self._slots else None
+
+    def _state_rows(self, place: torch.Tensor, stored: torch.Tensor) -> StateRows:
+        """Of the rows at `place` [B, Q] of their sequences, which leave a state behind them where `stored`."""
+        slots, rings, real = (self._on[name][:, None] for name in ("slots", "rings", "real"))
+        # As `slot_behind` has them: ahead of row 0, and behind each row.
+        start = self.start[:, None]
+        read = torch.where(real > 0, slots + (start - 1) % rings, -1).flatten()
+        write = torch.where(stored, slots + (start + self._numbers) % rings, -1)
+        stand_in = place + torch.where(real > 0, self._firsts, 0)
+        return StateRows(chunks=None, slots=StateSlots(read=read, write=write), stand_in=stand_in.flatten())
+
+    def accept(self, ids: torch.Tensor) -> torch.Tensor:
+        """Keep of ids [rows], chosen for the rows, those whose rows read the right tokens. Returns how many, [B] >= 1.
+
+        Row 0 always read the right one. Row j did if the drafts up to it were what rows 0 to j - 1 yielded.
+        """
+        ids = ids.view(self.tokens.shape)
+        right = (ids[:, :-1] == self.tokens[:, 1:]) & (self._numbers[1:] < self._on["rows"][:, None])
+        count = 1 + right.long().cumprod(1).sum(1)
+        state = self.tails.state[: self.size.sequences]
+        state[:, 0] = count
+        state[:, 1] = ids.gather(1, count[:, None] - 1)[:, 0]
+        # A row without a draft reads token 0, as the host assumes.
+        state[:, 2:] = 0
+        return count
+
+    def draft_rows(self, positions: torch.Tensor) -> DraftRows:
+        """Rows at positions [B]; a position without a page is written nowhere."""
+        stored = (positions < self._on["caps"]) & (self._on["real"] > 0)
+        return DraftRows(self, torch.minimum(positions, self._on["caps"] - 1), stored)
+
+    def entries_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of positions [B, n]: page * page_size + offset, [B, n] int64."""
+        places = positions - self._on["dropped"][:, None]
+        pages = self._on["table"].gather(1, places // self._page_size).long()
+        return pages * self._page_size + places % self._page_size
+
+    def tables(self, ends: torch.Tensor) -> dict[int | None, DecodeTables]:
+        """Per sliding window, the pages and lengths of what rows see that end before positions [B] or [B, Q]."""
+        dropped = self._on["dropped"]
+        kv_lens = (ends - (dropped if ends.dim() == 1 else dropped[:, None])).int()
+        table = self._on["table"]
+        return {
+            window: DecodeTables(page_table=table, kv_lens=kv_lens, page_size=self._page_size, window=window)
+            for window in self._windows
+        }

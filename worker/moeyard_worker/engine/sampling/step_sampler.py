@@ -1,0 +1,354 @@
+"""Tokens of a step's rows on a GPU, by fixed chains of launches over logits in one place.
+
+What a row asks for (temperature, cuts, seed, position, penalties) is in tensors that one copy fills before a step. The
+host takes part in rows with a grammar only: a mask needs the token before it, which is on the host when the step before
+is done. That is when this step begins on the device, so the host has as long as the forward pass takes. Such rows are
+chosen again, and their neighbours wait for nothing.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, product
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeyard_kernels.backend import StepBackend
+from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sending import to_device
+from moeyard_worker.engine.sampling.edit_counts import NOW, Counted, EditCounts
+from moeyard_worker.engine.sampling.sampling import (
+    Yielded,
+    ask,
+    edits_logits,
+    errors_of,
+    feed,
+    sampled_rows,
+    seed_bits,
+)
+from moeyard_worker.protocol import SamplingParams
+from moeyard_worker.scheduling.request import Request
+from moeyard_worker.scheduling.step import Chunk, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Which launches a step's rows need: cuts are top-k, top-p and min-p, edits are biases and penalties."""
+
+    cuts: bool
+    edits: bool
+    logprobs: bool
+
+
+# Edits have no chain without cuts.
+_CHAINS = tuple(
+    Chain(cuts, edits, logprobs)
+    for cuts, edits in ((False, False), (True, False), (True, True))
+    for logprobs in (False, True)
+)
+
+
+class StepSampler:
+    """Samples up to `max_rows` rows of `logits` [max_rows, V] fp32, which steps write; chosen ids go to `last_ids`.
+
+    Biases and penalties are those of up to `max_requests` requests at once. `verifies`: sequences have several rows,
+    which verify drafts; such rows with edits are chosen again, by launches of their own.
+    """
+
+    def __init__(
+        self,
+        backend: StepBackend,
+        *,
+        max_rows: int,
+        max_requests: int,
+        vocab: int,
+        eos_token_ids: tuple[int, ...],
+        verifies: bool = False,
+    ) -> None:
+        self._backend, self._vocab, self._eos, self._verifies = backend, vocab, eos_token_ids, verifies
+        device = backend.device
+        self.logits = torch.zeros(max_rows, vocab, dtype=torch.float32, device=device)
+        self.last_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        wide, long = (torch.float64, (max_rows,)), (torch.int64, (max_rows,))
+        self._staging = backend.staging(
+            {
+                **dict.fromkeys(("temperature", "top_p", "min_p"), wide),
+                "penalties": (torch.float64, (max_rows, 3)),
+                **dict.fromkeys(("top_k", "seeds", "positions", "slots"), long),
+            },
+            # A step whose rows are edited fills it twice.
+            stages=4,
+        )
+        self._counts = EditCounts(max_requests=max_requests, vocab=vocab, eos_token_ids=eos_token_ids, device=device)
+        self._graphs: dict[Chain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
+        # Edited sequences of the step whose accepted tokens are still to be counted: their places, slots and rows.
+        self._uncounted: tuple[torch.Tensor, torch.Tensor, list[tuple[Counted, int]]] | None = None
+        # The graphs that chose last; None if that was launched.
+        self.replayed: tuple[torch.cuda.CUDAGraph, ...] | None = ()
+        # A chain runs before there is a step.
+        self._fill([], [], [])
+
+    def capture(self, rows: Iterable[int], pool: Any) -> None:
+        """Capture every chain for each number of rows."""
+        for chain in self._chains():
+            graphs = list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]()
+            for count in sorted(rows, reverse=True):
+                run = partial(self._run, chain, count)
+                graphs.append((count, *self._backend.capture(run, pool, ahead=not graphs)))
+            self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
+
+    def runs(self, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
+        """What `capture` captures."""
+        return (partial(self._run, chain, count) for chain, count in product(self._chains(), rows))
+
+    def _chains(self) -> list[Chain]:
+        return [chain for chain in _CHAINS if not (chain.edits and self._verifies)]
+
+    @property
+    def num_graphs(self) -> int:
+        """How many were captured."""
+        return sum(map(len, self._graphs.values()))
+
+    def warm(self) -> None:
+        """Compile the kernels that choose edited rows again, by a row that no edit changes."""
+        none, off = torch.zeros(1, dtype=torch.int64, device=self._backend.device), self._counts.bias[0, 0, :1]
+        penalties = torch.stack((off + 1, off, off), 1)
+        edits = LogitEdits(words=self._counts.words[:1], bias=self._counts.bias[0, :1], slots=none, penalties=penalties)
+        one = {"temperature": off + 1, "top_p": off + 1, "min_p": off, "seeds": none, "top_k": none, "positions": none}
+        for arguments, logprobs in product(({}, one), (None, self._num_top)):
+            self._backend.sample(self.logits[:1], edits=edits, logprobs=logprobs, **arguments)
+
+    @property
+    def _num_top(self) -> int:
+        return min(MAX_TOP, self._vocab)
+
+    def choose(
+        self,
+        step: Step,
+        requests: Sequence[Request],
+        *,
+        before: Yielded | None,
+        verified: Any = None,
+        greedy: bool = True,
+    ) -> tuple[SampledTokens, dict[int, str]]:
+        """Choose for all sampled rows of a step, whose logits are the first rows of `logits`, without waiting for them.
+
+        Sequence b has rows b * Q + j, as of `verified` (`VerifiedRows`), or one. `greedy`: `last_ids` holds the ids of
+        the largest logits. Waits for `before` where a grammar needs its tokens, or a penalty counts tokens that are not
+        on the device. The tokens are the sampler's own, good until the next replay. Returns `errors_of` the step's rows
+        with them. With edits, `count_accepted` must follow if drafts are verified.
+        """
+        chunks, each = step.sampled, 1 if verified is None else verified.size.queries
+        edited, helped = self._apart(chunks, requests)
+        apart = helped if verified is None else edited + helped
+        params = [request.sampling for request in requests]
+        for i in apart:
+            params[i] = _least(params[i])
+        self.replayed = ()
+        if (edited and verified is None) or any(p.temperature or p.logprobs is not None for p in params):
+            if verified is None:
+                slots = self._slots(chunks, requests, edited, before)
+                self._fill(params, [chunk.end for chunk in chunks], slots)
+            else:
+                params = [p for p in params for _ in range(each)]
+                self.ask(params)
+                self._staging.on_device["positions"][: len(params)] = verified.positions.flatten()[: len(params)] + 1
+            tokens = self._chosen(params, edits=verified is None and bool(edited))
+        else:
+            count = len(chunks) * each
+            if not greedy and count:
+                self.last_ids[:count] = self._backend.sample(self.logits[:count]).ids
+            tokens = SampledTokens(ids=self.last_ids[:count])
+        if edited and verified is not None:
+            self._choose_edited(chunks, requests, edited, tokens, before=before, verified=verified)
+        errors = self._choose_helped(chunks, requests, helped, tokens, before=before, each=each) if helped else {}
+        if apart and verified is not None and any(request.sampling.temperature for request in requests):
+            # For the drafts, which are drawn as the tokens are.
+            self.ask([request.sampling for request in requests for _ in range(each)])
+        return tokens, errors
+
+    def _apart(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+        """The requests whose logits are edited: on the device, and with the host's help."""
+        edited, helped = list[int](), list[int]()
+        for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
+            p = request.sampling
+            if request.constraint is not None:
+                helped.append(i)
+            elif edits_logits(p) or _num_output(chunk, request) < p.min_tokens:
+                (edited if self._counts.takes(p) else helped).append(i)
+        return edited, helped
+
+    def _slots(
+        self, chunks: Sequence[Chunk], requests: Sequence[Request], edited: Sequence[int], before: Yielded | None
+    ) -> list[int]:
+        """Where the counts of each row are, up to date with the tokens before it; -1 for a row without edits."""
+        slots, here = [-1] * len(chunks), {request.key for request in requests} if edited else set()
+        for i in edited:
+            found = self._counts.up_to_date(chunks[i], requests[i], here, before)
+            self._counts.hold(found, _num_output(chunks[i], requests[i]) < requests[i].sampling.min_tokens)
+            # The chain counts the token that it chooses.
+            found.num_output += 1
+            slots[i] = found.slot
+        return slots
+
+    def _choose_edited(
+        self,
+        chunks: Sequence[Chunk],
+        requests: Sequence[Request],
+        edited: Sequence[int],
+        tokens: SampledTokens,
+        *,
+        before: Yielded | None,
+        verified: Any,
+    ) -> None:
+        """Choose again for all rows of edited sequences."""
+        some, here = [requests[i] for i in edited], {requests[i].key for i in edited}
+        found = [self._counts.up_to_date(chunks[i], requests[i], here, before) for i in edited]
+        count, each = len(edited), verified.size.queries
+        params, device = [request.sampling for request in some], self._backend.device
+        whole = [
+            [*edited],
+            [counted.slot for counted in found],
+            [len(request.prompt) for request in some],
+            [p.min_tokens for p in params],
+            [seed_bits(p.seed) for p in params],
+            [p.top_k for p in params],
+        ]
+        exact = [
+            [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
+            for p in params
+        ]
+        real = to_device(torch.tensor(exact, dtype=torch.float64), device)
+        where, slots, num_prompt, min_tokens, seeds, top_k = to_device(torch.tensor(whole), device)
+        numbers = torch.arange(each, device=device)
+        positions = verified.start[where][:, None] + numbers + 1
+        rows = (where[:, None] * each + numbers).flatten()
+        held = (positions - num_prompt[:, None] < min_tokens[:, None]).long()
+        words, bias = self._counts.rows(slots, verified.tokens[where], held)
+        edits = LogitEdits(
+            words=words,
+            bias=bias,
+            slots=torch.arange(count * each, device=device),
+            penalties=real[:, 3:].repeat_interleave(each, 0).contiguous(),
+        )
+        arguments: dict[str, torch.Tensor] = {}
+        if any(p.temperature for p in params):
+            one = (("temperature", real[:, 0]), ("top_p", real[:, 1]), ("min_p", real[:, 2]), ("seeds", seeds))
+            arguments = {name: x.repeat_interleave(each) for name, x in (*one, ("top_k", top_k))}
+            arguments["positions"] = positions.flatten()
+        logprobs = self._num_top if any(p.logprobs is not None for p in params) else None
+        self._uncounted = where, slots, list(zip(found, edited, strict=True))
+        self._put(tokens, rows, self._backend.sample(self.logits[rows], edits=edits, logprobs=logprobs, **arguments))
+
+    def count_accepted(self, launch: Yielded, accepted: torch.Tensor, each: int) -> None:
+        """Count the first accepted[b] of `each` tokens of every edited sequence of the step that `launch` runs."""
+        if self._uncounted is None:
+            return
+        where, slots, found = self._uncounted
+        self._uncounted = None
+        count = self.last_ids.shape[0] // each
+        ids, accepted = self.last_ids[: count * each].view(count, each)[where], accepted[where]
+        for row in range(each):
+            self._counts.add(slots, ids[:, row], (row < accepted).int() * LogitEdits.ONCE)
+        for counted, place in found:
+            counted.launches.append((launch, place))
+
+    def _choose_helped(
+        self,
+        chunks: Sequence[Chunk],
+        requests: Sequence[Request],
+        helped: Sequence[int],
+        tokens: SampledTokens,
+        *,
+        before: Yielded | None,
+        each: int,
+    ) -> dict[int, str]:
+        """Choose again what the host takes part in, waiting for the step before; `errors_of` the step's rows."""
+        some = tuple(chunks[i] for i in helped)
+        rows = sampled_rows(feed(Step(decode=some), before), [requests[i] for i in helped], before)
+        places = [i * each + row for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
+        where = to_device(torch.tensor(places), self._backend.device)
+        self._put(tokens, where, ask(self.logits[where], rows, self._eos))
+        found = errors_of(rows)
+        if not found:
+            return {}
+        firsts = list(accumulate((chunk.num_sampled for chunk in chunks), initial=0))
+        numbers = [firsts[i] + row for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
+        return {numbers[i]: error for i, error in found.items()}
+
+    def _put(self, tokens: SampledTokens, where: torch.Tensor, chosen: SampledTokens) -> None:
+        """Put what was chosen for the rows `where` into `tokens`. Alternatives stay: they are those of the logits."""
+        tokens.ids[where] = self.last_ids[where] = chosen.ids
+        if chosen.logprobs is not None:
+            assert tokens.logprobs is not None, "they were asked for there too"
+            assert tokens.ranks is not None, "they were asked for there too"
+            assert chosen.ranks is not None, "they come together"
+            tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
+
+    def ask(self, params: Sequence[SamplingParams]) -> None:
+        """Bring what rows ask for to the device, but for their positions."""
+        self._fill(params, [0] * len(params), [-1] * len(params))
+
+    def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
+        """Of `count` rows, `stride` apart, what `ask` brought, as arguments of `sample`; to be captured."""
+        on = self._staging.on_device
+        names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+        return {name: on[name][: count * stride : stride].contiguous() for name in names}
+
+    def _chosen(self, params: Sequence[SamplingParams], *, edits: bool) -> SampledTokens:
+        cuts = edits or any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
+        chain = Chain(cuts=cuts, edits=edits, logprobs=any(p.logprobs is not None for p in params))
+        graphs, count = self._graphs.get(chain), len(params)
+        if not graphs or graphs[-1][0] < count:
+            self.replayed = None
+            return self._run(chain, count)
+        _, graph, tokens = graphs[bisect.bisect_left(graphs, count, key=lambda found: found[0])]
+        graph.replay()
+        self.replayed = (graph,)
+        return tokens.each(lambda x: x[:count])
+
+    def _run(self, chain: Chain, count: int) -> SampledTokens:
+        on = {name: tensor[:count] for name, tensor in self._staging.on_device.items()}
+        arguments = {name: on[name] for name in ("temperature", "seeds", "positions")}
+        if chain.cuts:
+            arguments |= {name: on[name] for name in ("top_k", "top_p", "min_p")}
+        edits = None
+        if chain.edits:
+            counts = self._counts
+            edits = LogitEdits(words=counts.words, bias=counts.bias[NOW], slots=on["slots"], penalties=on["penalties"])
+        logprobs = self._num_top if chain.logprobs else None
+        tokens = self._backend.sample(self.logits[:count], edits=edits, logprobs=logprobs, **arguments)
+        if edits is not None:
+            # Rows without a slot add nothing, to whatever word.
+            once = (edits.slots >= 0).int() * LogitEdits.ONCE
+            self._counts.add(edits.slots.clamp(min=0), tokens.ids, once)
+        self.last_ids[:count] = tokens.ids
+        return tokens
+
+    def _fill(self, params: Sequence[SamplingParams], positions: Sequence[int], slots: Sequence[int]) -> None:
+        host, count = self._staging.begin(), len(params)
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            host[name][:count] = [getattr(p, name) for p in params]
+            host[name][count:] = 0
+        host["top_p"][count:] = 1
+        host["seeds"][:count] = [seed_bits(p.seed) for p in params]
+        host["positions"][:count] = positions
+        host["penalties"][:count] = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params
+        ] or np.zeros((0, 3))
+        host["slots"][:count], host["slots"][count:] = slots, -1
+        self._staging.send()
+
+
+def _num_output(chunk: Chunk, request: Request) -> int:
+    """How many output tokens stand before the first sampled row of a chunk, with its least start."""
+    return chunk.end - chunk.num_sampled + 1 - len(request.prompt)
+
+
+def _least(p: SamplingParams) -> SamplingParams:
+    """Return what costs least: greedy, with the same alternatives, which are those of the logits whatever is chosen."""
+    return SamplingParams(max_tokens=p.max_tokens, temperature=0.0, logprobs=p.logprobs)

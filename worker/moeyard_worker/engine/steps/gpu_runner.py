@@ -1,0 +1,371 @@
+"""Runs steps on a GPU: most as CUDA graphs, others launch by launch; results are taken when they are there.
+
+A step has Q rows per sequence: one decodes, several verify drafts; prompts are chunks beside them, or alone in a model
+that drafts. A step is launched and not waited for. Its tokens, and drafts behind them, stay on the device, where the
+next step finds those that the host does not know yet (`Chunk.fed`), and are copied to the host behind it. In a model
+that drafts the host waits for steps with prompts, or with positions that are computed again (`Runner.settle`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import torch
+
+from moeyard_kernels.backend import StepBackend
+from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sending import to_device
+from moeyard_kernels.types.step_size import StepSize
+from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
+from moeyard_worker.engine.sampling.scoring import score, warm_scoring
+from moeyard_worker.engine.sampling.step_sampler import StepSampler
+from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs
+from moeyard_worker.engine.steps.in_flight import InFlight, Verified
+from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
+from moeyard_worker.engine.steps.runner import Launched, Runner
+from moeyard_worker.engine.steps.sizes import (
+    CHUNKS,
+    DECODING,
+    DRAFTING,
+    MAX_PROMPT,
+    below,
+    decode_sizes,
+    listed,
+    prompt_sizes,
+    with_agreed_rows,
+    with_peers,
+)
+from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.scheduling.request import Request
+from moeyard_worker.scheduling.step import Step
+
+log = logging.getLogger(__name__)
+
+# Prompt rows by which kernels are chosen where prompts are launched.
+_WARM = (64, 256, 1024, 2048)
+
+
+class GpuRunner:
+    """A runner on a GPU.
+
+    `max_sequences` bounds the sequences of a step, `max_pages` the pages of each, `max_prompt` the prompt rows of a
+    step. Each sequence has up to `num_drafts` drafts; if `adaptive`, as many as each step likes. `captures_prompts`:
+    whether a step with prompts asks nothing of the host. `num_replayed` and `num_eager` count how steps ran;
+    `num_rows` are the rows of those that were replayed, `num_padded_rows` the same with padding.
+
+    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met, and steps without
+    prompts only, since the host asks what those bring.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        backend: StepBackend,
+        *,
+        max_sequences: int,
+        max_pages: int,
+        max_prompt: int,
+        num_drafts: int = 0,
+        adaptive: bool = False,
+        captures_prompts: bool = True,
+    ) -> None:
+        exchange, config = runner.exchange, runner.config
+        self._runner, self._backend, self._exchange = runner, backend, exchange
+        self._max_sequences, self._max_pages, self._max_prompt = max_sequences, max_pages, max_prompt
+        self._of_epoch, self._has_peers = exchange.of_epoch, exchange.places_rows
+        # Whether steps beside prompts are captured, and whether steps with prompts are.
+        self._captures_prompts = captures_prompts and self._of_epoch is None
+        self._replays_prompts = self._captures_prompts and (not num_drafts or exchange.stays)
+        # A step without drafts has one row per sequence, another has as many as the step before drafted.
+        self._queries = range(1, 2 + num_drafts) if adaptive else sorted({1, 1 + num_drafts})
+        self._drafts = num_drafts > 0
+        self._sampler = StepSampler(
+            backend,
+            max_rows=max_sequences * (1 + num_drafts) + CHUNKS,
+            max_requests=max_sequences + (0 if num_drafts else CHUNKS),
+            vocab=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            verifies=self._drafts,
+        )
+        self._programs = StepPrograms(
+            runner,
+            backend,
+            self._sampler,
+            max_sequences=max_sequences,
+            num_drafts=num_drafts,
+            max_prompt=min(max_prompt, MAX_PROMPT) if self._replays_prompts else 0,
+        )
+        self._graphs = StepGraphs(self._programs, exchange, backend)
+        self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
+        # While this is set every step is launched kernel by kernel.
+        self.eager = False
+        # What the last step without drafts replayed, in order; nothing where a part of it was launched.
+        self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
+
+    def sizes(self) -> Iterator[StepSize]:
+        """The size of every step that is captured."""
+        own = [*self._own_sizes()]
+        if self._of_epoch is not None:
+            return with_agreed_rows(own, self._of_epoch.rooms)
+        return with_peers(own) if self._has_peers else iter(own)
+
+    def _own_sizes(self) -> Iterator[StepSize]:
+        """The same of a rank by itself."""
+        sequences, pages = self._max_sequences, self._max_pages
+        ladder = DRAFTING if self._drafts else DECODING
+        yield from decode_sizes(ladder, max_sequences=sequences, max_pages=pages, queries=self._queries)
+        if self._replays_prompts:
+            yield from prompt_sizes(
+                max_sequences=0 if self._drafts else sequences,
+                max_pages=pages,
+                max_prompt=min(self._max_prompt, MAX_PROMPT),
+                flat=self._backend.flat,
+            )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture steps of all sizes, or run steps of these sizes where they are one epoch's; log which."""
+        begun, sizes = time.perf_counter(), [*self.sizes()]
+        if self._drafts:
+            sampled = sorted({size.rows for size in sizes if size.decode})
+        else:
+            sampled = below(DECODING.sequences, self._max_sequences)
+        if self._of_epoch is None:
+            # But for prompts that ask the host about experts without a slot.
+            prompts = self._warm_runs() if self._captures_prompts else ()
+            self._backend.compile_ahead(self._rehearsal(chain(prompts, self._graphs.runs(sizes)), sampled))
+        self._warm_prompts()
+        pool = self._graphs.prepare(sizes)
+        if self._of_epoch is not None:
+            # More rows than there is room for are launched.
+            self._warm_decode(above=max(self._of_epoch.rooms, default=0))
+        with self._backend.without_collection():
+            self._sampler.capture(sampled, pool)
+        num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
+        log.info("%s", listed(self._graphs.captured, num_graphs=num_graphs, seconds=seconds))
+        if self._of_epoch is not None:
+            rows = ", ".join(map(str, self._of_epoch.rooms)) or "no"
+            log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rows)
+
+    def _rehearsal(
+        self, steps: Iterator[Callable[[], object]], sampled: Sequence[int]
+    ) -> Iterator[Callable[[], object]]:
+        """For `compile_ahead`: steps through one layer of each kind, then choices of tokens."""
+        with self._runner.model.one_layer_of_each_kind():
+            yield from steps
+        yield from self._sampler.runs(sampled)
+        # Nothing of the last step is kept.
+        self._exchange.expect(PeerRows(0))
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Where nothing is captured: run steps of all sizes once, which compiles their kernels."""
+        self._warm_prompts()
+        self._warm_decode()
+
+    def _warm_decode(self, above: int = 0) -> None:
+        for rows in below(DECODING.sequences, self._max_sequences):
+            if rows > above:
+                self._graphs.run(StepSize(sequences=rows, width=self._max_pages, peers=rows))
+
+    def _warm_prompts(self) -> None:
+        for run in self._warm_runs():
+            run()
+
+    def _warm_runs(self) -> Iterator[Callable[[], object]]:
+        """What is launched kernel by kernel beside the graphs."""
+        model, sizes = self._runner.model, {size for size in (*_WARM, self._max_prompt) if size <= self._max_prompt}
+        if not self._drafts and self._captures_prompts and self._exchange.captures:
+            # What is captured runs once before it is.
+            sizes = {size for size in sizes if size > MAX_PROMPT}
+        for size in sorted(sizes, reverse=True):
+            keys = size if self._backend.flat else 0
+            self._exchange.expect(PeerRows(size))
+            step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
+            speculation = self._runner.speculation
+            yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.inputs)
+        row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
+        yield partial(warm_scoring, model.head, row)
+        if self._drafts:
+            yield self._sampler.warm
+
+    def rows_of(self, step: Step) -> int:
+        """The most rows, with padding, that a step brings to its exchanges.
+
+        No graph is looked for where exchanges do not place rows by their padding.
+        """
+        if not self._has_peers:
+            return step.num_tokens
+        found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))
+        return step.num_tokens if found is None else found.rows
+
+    def _find(self, step: Step, peers: PeerRows) -> StepSize | None:
+        """The smallest captured size that this step fits; None for a step that is launched kernel by kernel."""
+        # A graph keeps the logits of sampled rows only. Experts without a slot ask the host about any rank's prompts.
+        if self.eager or step.scored or (not self._captures_prompts and any(peers.prompts)):
+            return None
+        if any(chunk.num_sampled != chunk.num_tokens for chunk in step.decode):
+            return None
+        size = StepSize.of(step) if step.chunks or not self._has_peers else StepSize(width=0)
+        return None if size is None else self._graphs.find(size, peers.most if self._has_peers else 0)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        step: Step,
+        requests: Sequence[Request],
+        *,
+        before: Launched | InFlight | None,
+        num_drafts: int = 0,
+        peers: PeerRows | None = None,
+    ) -> Launched | InFlight:
+        """See `StepRunner.launch`; returns before the step has run, but for prompts of a model that drafts."""
+        assert self._drafts or not num_drafts, "no layer makes drafts"
+        peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
+        size = self._find(step, peers)
+        found = None if size is None else self._graphs.step(size)
+        if self._drafts and (found is None or step.prefill):
+            return self._settled(step, requests, found, before=before, num_drafts=num_drafts, peers=peers)
+        if found is None or self._of_epoch is not None:
+            self._exchange.expect(peers)
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
+        scores, verified = list[SampledTokens](), None
+        if found is None:
+            scores = self._eager(step)
+        else:
+            self._replay(found, step, before)
+            verified = found.program.inputs.verified
+        tokens, errors = self._sampler.choose(
+            step, requests, before=before, verified=verified, greedy=found is not None
+        )
+        graphs = () if found is None or self._drafts else (found.graphs[MODEL],)
+        self.replayed = (*graphs, *self._sampler.replayed) if graphs and self._sampler.replayed is not None else ()
+        each = 1 if verified is None else verified.size.queries
+        chosen = _to_host(chosen_logits(self._sampler.logits, self._sampler.last_ids[: len(step.sampled) * each]))
+        # Before another replay: results of the sampler's graphs share memory with what others compute on the way.
+        tokens, blocks = tokens.each(_to_host), [block.each(_to_host) for block in scores]
+        left = None
+        if self._drafts and found is not None:
+            left = self._draft(found, step, requests, num_drafts)
+        launched = InFlight(
+            step,
+            requests,
+            tokens=tokens,
+            chosen=chosen,
+            places=_places(step, each) if self._drafts else None,
+            errors=errors,
+            scores=blocks,
+            verified=left,
+            begun=begun,
+            exchange=self._exchange,
+        )
+        if verified is not None:
+            self._sampler.count_accepted(launched, self._programs.accepted, each)
+        return launched
+
+    def _replay(self, found: CapturedStep, step: Step, before: Yielded | None) -> None:
+        """Run the model of a captured step."""
+        if step.chunks:
+            # A step that the host has settled leaves nothing on the device.
+            found.program.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
+        found.graphs[MODEL].replay()
+        if self._of_epoch is not None:
+            self._of_epoch.replayed()
+            self._drain()
+        self._count(found, step)
+
+    def _count(self, found: CapturedStep, step: Step) -> None:
+        self.num_replayed += 1
+        self.num_rows += step.num_tokens
+        self.num_padded_rows += found.program.inputs.num_rows
+
+    def _draft(self, found: CapturedStep, step: Step, requests: Sequence[Request], num_drafts: int) -> Verified:
+        """Count the tokens that are right, and draft behind them; a rank without rows takes part in the passes."""
+        if not step.chunks:
+            for _ in range(num_drafts):
+                found.graphs[IDLE_DRAFT].replay()
+        elif not num_drafts:
+            found.graphs[ACCEPT].replay()
+        drawn = any(request.sampling.temperature for request in requests)
+        for number in range(1, num_drafts + 1) if step.chunks else ():
+            found.graphs[draft_part(drawn, number)].replay()
+        state = self._programs.tails.state[: len(step.decode)]
+        read = found.program.inputs.verified.read[: len(step.decode)] if step.chunks else state
+        return Verified(read=_to_host(read), state=_to_host(state), num_drafts=num_drafts)
+
+    def _settled(
+        self,
+        step: Step,
+        requests: Sequence[Request],
+        found: CapturedStep | None,
+        *,
+        before: Launched | InFlight | None,
+        num_drafts: int,
+        peers: PeerRows,
+    ) -> Launched:
+        """Run a step of a model that drafts whose tokens and drafts the host chooses."""
+        if found is None:
+            self.num_eager += bool(step.chunks)
+            return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
+        self._replay(found, step, None)
+        inputs = found.program.inputs
+        return self._runner.settle(
+            step,
+            step,
+            requests,
+            plan=inputs,
+            hidden=found.program.hidden,
+            logits=self._sampler.logits[: inputs.num_sampled],
+            before=before,
+            num_drafts=num_drafts,
+            most_rows=peers.most,
+        )
+
+    def _eager(self, step: Step) -> list[SampledTokens]:
+        """Compute the logits of the sampled rows, and scores; tokens unknown to the host are fed on the device."""
+        if not step.chunks:
+            self._runner.forward(step)
+            self._drain()
+            return []
+        self.num_eager += 1
+        plan = self._backend.plan(step)
+        row, rows, fed = step.num_prefill_tokens, [], []
+        for chunk in step.decode:
+            if chunk.fed is not None:
+                assert chunk.num_tokens == 1, "a model without drafts feeds one token"
+                rows.append(row)
+                fed.append(chunk.fed)
+            row += chunk.num_tokens
+        if rows:
+            index = to_device(torch.tensor([rows, fed]), self._backend.device)
+            plan.token_ids[index[0]] = self._sampler.last_ids[index[1]]
+        model = self._runner.model
+        hidden = model.hidden(plan)
+        self._drain()
+        model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
+        return score(model.head, hidden, step, whole=True) if step.scored else []
+
+    def _drain(self) -> None:
+        """Where only the host can end what a device waits for, that is over before the step's last launches."""
+        # Also of a graph: later work of the host may wait for the device, where peers are not watched.
+        if not self._exchange.captures or self._of_epoch is not None:
+            self._exchange.drain()
+
+
+def _places(step: Step, each: int) -> list[int]:
+    """Where a graph with `each` rows of every sequence has the rows of a step."""
+    return [b * each + row for b, chunk in enumerate(step.decode) for row in range(chunk.num_tokens)]
+
+
+def _known(step: Step, before: Yielded) -> Step:
+    """The step with all tokens as the host knows them."""
+    return replace(step, decode=tuple(replace(chunk, fed=None) for chunk in feed(step, before).decode))
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory that is on its way."""
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
