@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_cases.timing import capture
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.types.prompt_chunks import PromptChunks
 
 DIM, HEADS = 128, 32

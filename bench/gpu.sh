@@ -109,7 +109,7 @@ tests() { local name=$1 limit=$2; shift 2
     -p tests.named_at_once -rfE --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
-  step "$name" "$limit" python3 -m moeyard_kernels.bench ${TUNE:+--tune} "${args[@]}"; }
+  step "$name" "$limit" python3 bench/kernel_times.py ${TUNE:+--tune} "${args[@]}"; }
 
 kernels() {
   # The longest first (tests/kernels/conftest.py), two to a worker: of some files thirty tests, which xdist would deal out
@@ -246,18 +246,18 @@ sums() {
     step "sums_${model%%:*}" 120 python3 bench/stored_configs.py --model "${model%/*}" --streams 48 64 "${lines[@]}"
   done
 }
-# What is cut keeps its rows; `python -m moeyard_kernels.bench --csv docs/FILE.csv --merge steps.csv` adds them here.
+# What is cut keeps its rows; `python bench/kernel_times.py --csv docs/FILE.csv --merge steps.csv` adds them here.
 shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   for model in ${MODELS:-all}; do args+=(--model "$model"); done
   for rows; do args+=(--rows "$rows"); done
-  step "$name" "$limit" python3 -m moeyard_kernels.bench "${args[@]}" --csv "$OUT/steps.csv"; }
+  step "$name" "$limit" python3 bench/kernel_times.py "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
 shapes_prompts() { shape_rows shapes_prompts 480 ${ROWS:-1024 8192}; }
 # All tiles of the prompts of the widest experts.
 wide_experts() {
   local model args=()
   for model in Mixtral-8x7B DeepSeek-V3 Kimi-K2 Qwen3-235B-A22B; do args+=(--model "$model"); done
-  step wide_experts 300 python3 -m moeyard_kernels.bench --tune --op grouped_gemm --rows 1024 --rows 8192 "${args[@]}"
+  step wide_experts 300 python3 bench/kernel_times.py --tune --op grouped_gemm --rows 1024 --rows 8192 "${args[@]}"
   cp kernels/moeyard_kernels/configs/*.json "$OUT"
 }
 tune() { tuned tune 400 linear mla_decode; }

@@ -3,7 +3,7 @@
     python bench/launches.py --op kda_chunk_prefill --variants
 
 Of cases of the kernels' bench, with --variants under each of their configs. Launches are in their order, medians of
-five calls, whose inputs lie in the L2 where they fit. Nothing is proven here: `moeyard_kernels.bench` does. Of whole
+five calls, whose inputs lie in the L2 where they fit. Nothing is proven here: `kernel_times.py` does. Of whole
 models `moeyard bench engine --profile` has the same.
 """
 
@@ -13,10 +13,9 @@ import sys
 from collections.abc import Callable
 
 import torch
+from kernel_cases.case import with_own_tensors
+from kernel_times import Asked, all_cases
 from torch.profiler import ProfilerActivity, profile
-
-from moeyard_kernels.bench.__main__ import Asked, all_cases
-from moeyard_kernels.bench.case import with_own_tensors
 
 CALLS = 5
 

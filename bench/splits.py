@@ -4,7 +4,7 @@
 
 A line for each shape, microseconds by the length of a split in positions, the merge included; a star is what runs. The
 length is part of the answer (`types/decode_tables.py`), so that one is chosen for all batches. Nothing is proven here:
-`moeyard_kernels.bench` does.
+`kernel_times.py` does.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_cases import gqa_decode, mla_decode
+from kernel_cases.timing import Timer
 
-from moeyard_kernels.bench import gqa_decode, mla_decode
-from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.types.decode_tables import GQA_SPLIT, mla_split
 
 SPLITS = (128, 256, 512, 1024)

@@ -71,7 +71,6 @@ KERNEL_DOORS = {
         "moeyard_kernels.cuda",
         "moeyard_kernels.door.compiling",
     ),
-    "moeyard.clients.bench.engine": ("moeyard_kernels.bench.timing",),
     "moeyard_worker.engine.assembly.local": ("moeyard_kernels.cpu.backend",),
     "moeyard_worker.engine.sampling.sampling": ("moeyard_kernels.ops",),
     "moeyard_worker.engine.sampling.scoring": ("moeyard_kernels.ops",),
@@ -84,13 +83,12 @@ KERNEL_DOORS = {
 SUBJECTS = ("attention", "linear", "linear_attention", "experts", "sampling", "elementwise")
 KERNEL_ORDER = (
     *("types", "common", "backend", "ref", SUBJECTS, "door", "ops"),
-    *("host_memory", "peers", ("cpu", "cuda"), "bench"),
+    *("host_memory", "peers", ("cpu", "cuda")),
 )
 # What is imported late, by name, and why. Nothing else is: no function hides an import.
 IMPORT_LATE = {
     "moeyard.entry": "a command pays for Ray, torch and transformers only if it uses them",
     "moeyard_kernels.door.load": "Triton is loaded where there is a GPU to run it",
-    "moeyard_kernels.bench.__main__": "the bench makes the inputs of the ops that were asked for",
 }
 # Modules that a pure file may not import: devices, sockets, other processes, clocks, chance, the machine.
 IMPURE = frozenset(

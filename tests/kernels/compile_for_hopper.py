@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 import triton
+from kernel_cases.model_steps import MODELS
+from kernel_times import Asked, all_cases
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moeyard_kernels.bench.__main__ import Asked, all_cases
-from moeyard_kernels.bench.model_steps import MODELS
 from moeyard_kernels.linear_attention.delta_step import TwoLaunches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

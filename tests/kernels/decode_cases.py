@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
+from kernel_cases.case import assert_bits
 
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import torch
-
-from moeyard_kernels.bench.case import assert_bits
-from moeyard_kernels.bench.timing import capture
+from kernel_cases.case import assert_bits
+from kernel_cases.timing import capture
 
 
 def assert_replays(step: Callable[[], tuple[torch.Tensor, ...]], refill: Callable[[], object]) -> None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from kernel_times import MODULES
 from tests.imports import ROOT, closure, modules
-
-from moeyard_kernels.bench.__main__ import MODULES
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 RECORD = Path(__file__).with_name("hopper_builds.json")
@@ -43,7 +42,7 @@ Build = dict[str, Any]
 
 def digest(module: str) -> str:
     """Return a digest of Triton's version and of all sources that a module of the bench imports."""
-    files = closure(modules()[f"moeyard_kernels.bench.{module}"])
+    files = closure(modules()[f"kernel_cases.{module}"])
     h = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes())
     for file in sorted(files):
         h.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
@@ -71,7 +70,7 @@ def build(names: Collection[str]) -> dict[str, list[Build]]:
     record = recorded()
 
     def build_one(name: str) -> list[Build]:
-        ops = importlib.import_module(f"moeyard_kernels.bench.{name}").OPS
+        ops = importlib.import_module(f"kernel_cases.{name}").OPS
         run = subprocess.run([sys.executable, str(SCRIPT), "1", *ops], capture_output=True, text=True, env=environment)
         assert run.returncode == 0, f"{name}: {run.stderr[-3000:]}"
         return _without_repeats(json.loads(line) for line in run.stdout.splitlines())

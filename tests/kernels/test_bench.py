@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.case import Case, Target, assert_bits, with_own_tensors
+from kernel_cases.results import HEADS, Facts, Results, compare, merged, read, write
+from kernel_times import MODULES, Asked, describe, main, report, row_of
 
-from moeyard_kernels.bench.__main__ import MODULES, Asked, describe, main, report, row_of
-from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
-from moeyard_kernels.bench.results import HEADS, Facts, Results, compare, merged, read, write
 from moeyard_kernels.common import tuning
 from moeyard_kernels.ops import DecodeTables, LogitEdits
 
@@ -27,8 +27,8 @@ from functools import partial
 from triton.runtime.jit import JITFunction
 from compile_for_hopper import NoStorage, pretend
 from itertools import chain
-from moeyard_kernels.bench.__main__ import Asked, all_cases
-from moeyard_kernels.bench.case import with_own_tensors
+from kernel_times import Asked, all_cases
+from kernel_cases.case import with_own_tensors
 
 JITFunction.run = lambda *args, **kwargs: None
 pretend()
@@ -220,7 +220,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "moeyard_kernels.bench: no CUDA device: nothing to time here\n"
+    assert capsys.readouterr().err == "kernel_times: no CUDA device: nothing to time here\n"
 
 
 def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +269,7 @@ def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
     write(path, [earlier])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     for name, stand_in in (("all_cases", some), ("compile_all", lambda asked: None), ("Timer", Clock)):
-        monkeypatch.setattr(f"moeyard_kernels.bench.__main__.{name}", stand_in)
+        monkeypatch.setattr(f"kernel_times.{name}", stand_in)
     with pytest.raises(KeyboardInterrupt):
         report(Asked(models=["all"]), path, [])
     kept, new = read(path)
@@ -287,7 +287,7 @@ def test_every_family_is_named_once() -> None:
 
 def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
     """Each --op has one op: a second behind it would be an unrecognized argument."""
-    known = {op for name in MODULES for op in importlib.import_module(f"moeyard_kernels.bench.{name}").OPS}
+    known = {op for name in MODULES for op in importlib.import_module(f"kernel_cases.{name}").OPS}
     commands = [
         (path.name, command)
         for path in sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))

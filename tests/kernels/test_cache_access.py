@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import cache_access as triton_kernel
 from moeyard_kernels.types.expert_ranks import LAST_VISIT, SUMS, UNIT, add_use, recent_rank
 from moeyard_kernels.types.expert_residency import (

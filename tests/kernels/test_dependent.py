@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
+from kernel_cases.timing import capture
 from tests.kernels.decode_cases import paged
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
-from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.linear import linear

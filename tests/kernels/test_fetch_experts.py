@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import fetch_experts as triton_kernel
 from moeyard_kernels.ref import fetch_experts as oracle
 from moeyard_kernels.types.expert_residency import BY_PEERS, FOR_PEERS, GATHER_NANOSECONDS, NUM_COUNTS

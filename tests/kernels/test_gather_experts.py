@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import gather_experts as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

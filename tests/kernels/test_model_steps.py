@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from moeyard_kernels.bench.model_steps import (
+from kernel_cases.model_steps import (
     DECODE_ROWS,
     DELTA_DIM,
     DIM_V,
@@ -24,6 +23,7 @@ from moeyard_kernels.bench.model_steps import (
     ModelStep,
     Product,
 )
+
 from moeyard_kernels.types.expert_layout import FEW_PAIRS
 from moeyard_worker.layers.attention import Attention
 from moeyard_worker.layers.gdn import Gdn
@@ -40,7 +40,7 @@ LIST = """
 import json
 from triton.runtime.jit import JITFunction
 from compile_for_hopper import NoStorage, pretend
-from moeyard_kernels.bench.__main__ import Asked, all_cases
+from kernel_times import Asked, all_cases
 
 JITFunction.run = lambda *args, **kwargs: None
 pretend()

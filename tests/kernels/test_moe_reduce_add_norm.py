@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.elementwise import rms_norm as norm_kernel
 from moeyard_kernels.elementwise.scale_rows import scale_rows_
 from moeyard_kernels.experts import moe_reduce_add_norm as kernel

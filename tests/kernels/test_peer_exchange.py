@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.peer_ranks import DEVICE, in_turn, open_ranks, random_ids, random_rows
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.experts import peer_exchange as triton_kernel
 from moeyard_kernels.ref import peer_exchange as oracle
 from moeyard_kernels.types.peer_shape import NUM_TIMES, RECEIVED, SENT, TIMES

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.peer_ranks import DEVICE, in_turn, open_ranks, random_ids
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.experts import grouped_gemm as triton_kernel
 from moeyard_kernels.experts import peer_exchange as peer_kernel

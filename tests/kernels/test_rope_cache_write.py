@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope_cache_write as triton_kernel
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
 from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.elementwise import rms_norm as norm_kernel

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels.decode_cases import DEVICE, Paged, paged
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope_gqa_decode as kernel
 from moeyard_kernels.attention.rope_gqa_decode import CHAIN, StepConfig
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
 from moeyard_kernels.types.decode_tables import DecodeTables
 

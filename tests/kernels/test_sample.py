@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_cases.case import assert_bits
 from tests.kernels import numpy_sampler
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import assert_bits
 from moeyard_kernels.common.launch import checked
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.case import assert_bits, with_own_tensors
+from kernel_times import Asked, all_cases
 
 import moeyard_kernels
-from moeyard_kernels.bench.__main__ import Asked, all_cases
-from moeyard_kernels.bench.case import assert_bits, with_own_tensors
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.tuning import RowConfig, parse
 from moeyard_kernels.linear.linear_configs import KINDS, Skinny

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from kernel_cases.timing import capture
 from tests.kernels.graphs import assert_replays
 from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -12,7 +13,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moeyard_kernels import ops
-from moeyard_kernels.bench.timing import capture
 from moeyard_kernels.experts import topk_gate as triton_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

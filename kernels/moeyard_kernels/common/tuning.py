@@ -2,8 +2,8 @@
 
 Tiles may be tuned freely, because the order of a sum never depends on them (docs/kernels.md); the tests assert that
 over every list of configs. Each op's module has `CONFIGS` (all that may be stored), `shape_class(...)` (a short text
-such as "M16 N2112 K7168") and `default_config(...)`, used for shapes that nobody tuned. `python -m
-moeyard_kernels.bench --tune` writes the files.
+such as "M16 N2112 K7168") and `default_config(...)`, used for shapes that nobody tuned. `python
+bench/kernel_times.py --tune` writes the files.
 """
 
 import dataclasses

@@ -10,26 +10,23 @@ import gc
 import json
 import platform
 import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from moeyard.clients.bench.bandwidth import COPY_BYTES, copy_bandwidth, host_copy_bandwidth, link_bandwidth
 from moeyard.clients.bench.drive import Subject
 from moeyard.clients.bench.figures import of_bound, table
 from moeyard.clients.bench.profile import profiled
 from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.local.model_source import checkpoint
 from moeyard.options import DEFAULTS
-from moeyard_kernels.bench.timing import COPY_BYTES, copy_bandwidth
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.engine.assembly.device import check_gpu
 from moeyard_worker.engine.loop.faults import first_sentence, out_of_memory
-from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, SamplingParams
 from moeyard_worker.scheduling.sampling_check import sampling_error
@@ -173,7 +170,7 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
                 f"--device {config.device}: {format_size(free)} of {format_size(total)} are free, copies are measured "
                 f"with {format_size(COPY_BYTES)}; end what else runs there"
             )
-        ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config)))
+        ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config).expert_bytes(2)))
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -183,21 +180,6 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
         ) from error
     torch.cuda.empty_cache()
     return ceilings
-
-
-def link_bandwidth(model: ModelConfig) -> float:
-    """Bytes/s of the copy engine for experts out of pinned memory, median of 5."""
-    store = torch.zeros(16, model.expert_bytes(2), dtype=torch.uint8).pin_memory()
-    target, seconds = torch.empty_like(store, device="cuda"), []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for slot in range(len(store)):
-            target[slot].copy_(store[slot], non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) * 1e-3)
-    return store.nbytes / statistics.median(seconds[2:])
 
 
 def configs_of(args: argparse.Namespace, config: EngineConfig) -> list[EngineConfig]:
@@ -295,15 +277,3 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
     page_bytes = page * model.state_spec(DTYPE_BYTES[model.served_dtype(args.dtype)]).bytes_per_token
     pages = max(count * (-(-length // page) + 1) for count, length in needs) + max(2, len(needs))
     return dataclasses.replace(config, kv_memory=pages * page_bytes)
-
-
-def host_copy_bandwidth() -> float:
-    """Bytes/s (read + write) of copying 256 MiB with one thread, median of 5."""
-    source = torch.ones(64 << 20)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(6):
-        begun = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - begun)
-    return 2 * source.nbytes / statistics.median(seconds[1:])

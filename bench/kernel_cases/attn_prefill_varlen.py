@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DIM_V, NOPE, PROMPT_ROWS, ROPE, Grouped, Latent, ModelStep
 from moeyard_kernels.attention import attn_prefill_varlen as kernel
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DIM_V, NOPE, PROMPT_ROWS, ROPE, Grouped, Latent, ModelStep
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 
 OPS: tuple[str, ...] = ("attn_prefill_varlen",)

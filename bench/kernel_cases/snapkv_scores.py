@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from kernel_cases.case import Case, assert_bits
 from moeyard_kernels.attention import snapkv_scores as kernel
-from moeyard_kernels.bench.case import Case, assert_bits
 
 OPS: tuple[str, ...] = ("snapkv_scores",)
 _WINDOW, _DIM, _ROPE = 32, 128, 64

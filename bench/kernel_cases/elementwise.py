@@ -6,9 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, Grouped, Latent, ModelStep
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, Latent, ModelStep
 from moeyard_kernels.elementwise import rms_norm, sigmoid_mul, silu_mul
 
 OPS = ("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul", "sigmoid_mul", "copy")

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
+from kernel_cases.case import Case, Target, assert_bits
 from moeyard_kernels.linear_attention import delta_chunk
 from moeyard_kernels.ref.delta_recurrent import rule_inputs
 from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.expert_cache import MODELS, Pinned
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.expert_cache import MODELS, Pinned
 from moeyard_kernels.experts import fetch_experts
 from moeyard_kernels.ref import fetch_experts as oracle
 from moeyard_kernels.types.expert_residency import NUM_COUNTS

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import Grouped, Latent, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope, rope_cache_write
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import Grouped, Latent, ModelStep
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS
 from moeyard_kernels.ref import rope as rope_reference
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, DIM_V, MODELS, NOPE, RANK, Delta, Latent, ModelStep
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, DIM_V, MODELS, NOPE, RANK, Delta, Latent, ModelStep
 from moeyard_kernels.linear import head_linear as op
 
 OPS: tuple[str, ...] = ("head_linear",)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.bench.case import Case, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, MODELS, Delta, ModelStep
+from kernel_cases.case import Case, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, MODELS, Delta, ModelStep
 from moeyard_kernels.linear_attention import delta_step
 from moeyard_kernels.types.state_slots import StateSlots
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import ModelStep
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import ModelStep
 from moeyard_kernels.ref import topk_gate as reference
 
 OPS = ("topk_gate",)

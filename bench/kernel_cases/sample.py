@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, ModelStep
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, ModelStep
 from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from kernel_cases.case import Case, Target
+from kernel_cases.mla_decode import LENGTHS, prove_rows
+from kernel_cases.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.attention import gqa_decode as kernel
-from moeyard_kernels.bench.case import Case, Target
-from moeyard_kernels.bench.mla_decode import LENGTHS, prove_rows
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 OPS: tuple[str, ...] = ("gqa_decode",)

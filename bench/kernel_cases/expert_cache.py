@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
 from moeyard_kernels.experts import cache_access, gather_experts
 from moeyard_kernels.types.expert_residency import NUM_COUNTS, ResidencyState, start_residency
 

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.bench.case import with_own_tensors
+from kernel_cases.case import with_own_tensors
+from moeyard.clients.bench.bandwidth import copy_bandwidth
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 
 # More than twice the L2 of an H200 (60 MB).
@@ -30,8 +31,6 @@ _LAUNCHES = 16
 _REPLAYS = 15
 # The start of a graph (about 10 us) is taken off a rotation, but where that takes longer, beside which it is nothing.
 _LONG_SECONDS = 5e-3
-# Source and target of the copy that bandwidth is measured with.
-COPY_BYTES = 8 << 30
 
 
 @triton.jit
@@ -117,24 +116,6 @@ def _medians(bodies: list[Callable[[], object]], *, replays: int = _REPLAYS) -> 
             end.synchronize()
             found.append(begin.elapsed_time(end) * 1e-3)
     return [statistics.median(found[2:]) for found in times]
-
-
-def copy_bandwidth() -> float:
-    """Bytes/s (read + write) of a device-to-device copy of 4 GiB, median of 9, outside of graphs.
-
-    A copy of 1 GiB as a node of a graph measured 2.76 TB/s on an H200, this one 4.27.
-    """
-    source = torch.empty(COPY_BYTES // 4, dtype=torch.bfloat16, device="cuda").uniform_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(11):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return 2 * source.nbytes / statistics.median(times[2:])
 
 
 def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:

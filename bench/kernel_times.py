@@ -1,10 +1,10 @@
-"""`python -m moeyard_kernels.bench`: prove every op equal on this GPU, then time it beside its unfused or torch chain.
+"""`python bench/kernel_times.py`: prove every op equal on this GPU, then time it beside its unfused or torch chain.
 
-    python -m moeyard_kernels.bench [--op NAME ...] [--csv FILE]        the table
-    python -m moeyard_kernels.bench --against FILE [--op NAME ...]      the table, row by row beside an earlier one
-    python -m moeyard_kernels.bench --tune [--op NAME ...]              choose configs and store them for this device
-    python -m moeyard_kernels.bench --model NAME ... [--rows N ...]     what the steps of models launch, not the table
-    python -m moeyard_kernels.bench --csv FILE --merge FILE             what one file has goes to another; needs no GPU
+    python bench/kernel_times.py [--op NAME ...] [--csv FILE]        the table
+    python bench/kernel_times.py --against FILE [--op NAME ...]      the table, row by row beside an earlier one
+    python bench/kernel_times.py --tune [--op NAME ...]              choose configs and store them for this device
+    python bench/kernel_times.py --model NAME ... [--rows N ...]     what the steps of models launch, not the table
+    python bench/kernel_times.py --csv FILE --merge FILE             what one file has goes to another; needs no GPU
 
 A model is one of `model_steps.MODELS`, or all; rows are a step's, of output (1, 8, 64) or of a prompt (256, 512, 1024,
 8192). `--csv` keeps what its file has of other rows, each under the device, date and versions of the run that measured
@@ -32,12 +32,12 @@ from pathlib import Path
 
 import torch
 import triton
+from kernel_cases.case import Case, Target, assert_bits, with_own_tensors
+from kernel_cases.model_steps import MODELS, ROWS, ModelStep
+from kernel_cases.results import HEADS, Facts, Results, check_device, compare, merged, read, write
+from kernel_cases.timing import Timer
 from triton.runtime.errors import OutOfResources
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits, with_own_tensors
-from moeyard_kernels.bench.model_steps import MODELS, ROWS, ModelStep
-from moeyard_kernels.bench.results import HEADS, Facts, Results, check_device, compare, merged, read, write
-from moeyard_kernels.bench.timing import Timer
 from moeyard_kernels.common import tuning
 
 # Each has `cases() -> Iterator[Case]`, and `model_cases(models, rows)` where steps of models launch it; inputs live
@@ -85,7 +85,7 @@ def all_cases(asked: Asked) -> Iterator[Case]:
     """Cases that are asked for, made one after the other; what several models launch is there once."""
     seen = set()
     for name in MODULES:
-        module = importlib.import_module(f"moeyard_kernels.bench.{name}")
+        module = importlib.import_module(f"kernel_cases.{name}")
         if asked.ops and not set(asked.ops) & set(module.OPS):
             continue
         if not asked.models:
@@ -228,7 +228,7 @@ def compile_all(asked: Asked, *more: str) -> None:
     """Fill Triton's cache from several processes at once: one at a time takes minutes."""
     room = torch.cuda.mem_get_info()[0] // (MODEL_BYTES if asked.models else CASE_BYTES)
     count = max(1, min((os.cpu_count() or 1) - 1, room))
-    command = [sys.executable, "-m", "moeyard_kernels.bench", *asked.arguments(), *more]
+    command = [sys.executable, __file__, *asked.arguments(), *more]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
     codes = [worker.wait() for worker in workers]
     if any(codes):
@@ -268,7 +268,7 @@ def merge(parser: argparse.ArgumentParser, into: Path | None, source: Path) -> i
 
 def main() -> int:
     """Command line of the bench."""
-    parser = argparse.ArgumentParser(prog="python -m moeyard_kernels.bench", description="time the kernels on this GPU")
+    parser = argparse.ArgumentParser(prog="python bench/kernel_times.py", description="time the kernels on this GPU")
     parser.add_argument("--op", action="append", default=[], help="only this op (may be repeated)")
     parser.add_argument("--model", action="append", default=[], choices=[*MODELS, "all"], help="what its steps launch")
     parser.add_argument("--rows", action="append", type=int, default=[], choices=ROWS, help="of steps of so many rows")
@@ -283,10 +283,10 @@ def main() -> int:
     if args.merge:
         return merge(parser, args.csv, args.merge)
     if not torch.cuda.is_available():
-        parser.exit(2, "moeyard_kernels.bench: no CUDA device: nothing to time here\n")
-    known = {op for name in MODULES for op in importlib.import_module(f"moeyard_kernels.bench.{name}").OPS}
+        parser.exit(2, "kernel_times: no CUDA device: nothing to time here\n")
+    known = {op for name in MODULES for op in importlib.import_module(f"kernel_cases.{name}").OPS}
     if unknown := sorted(set(args.op) - known):
-        parser.exit(2, f"moeyard_kernels.bench: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
+        parser.exit(2, f"kernel_times: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
     asked = Asked(ops=args.op, models=args.model, rows=args.rows or ROWS)
     if args.compile:
         return compile_part(asked, args.compile, variants=args.tune)

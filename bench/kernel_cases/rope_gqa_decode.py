@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
+from kernel_cases.case import Case, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels.attention import rope_gqa_decode as kernel
-from moeyard_kernels.bench.case import Case, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, Grouped, ModelStep
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS = ("rope_gqa_decode",)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels.elementwise import gated_rms_norm
 from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent, restore_slots
 from moeyard_kernels.ref import causal_conv1d as conv_reference

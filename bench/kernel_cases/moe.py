@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import ModelStep
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import ModelStep
 from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout, grouped_gemm, topk_gate
 from moeyard_kernels.experts.grouped_configs import slices_of_choice

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
+from kernel_cases.case import Case, Target, assert_bits
 from moeyard_kernels.experts import peer_exchange
 from moeyard_kernels.ref import peer_exchange as oracle
 from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, ModelStep, Product
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, ModelStep, Product
 from moeyard_kernels.linear import linear as op
 
 OPS: tuple[str, ...] = ("linear", "linear_pair")

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import DECODE_ROWS, Latent, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.attention import mla_decode as kernel
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import DECODE_ROWS, Latent, ModelStep
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 OPS: tuple[str, ...] = ("mla_decode", "attn_combine")

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
+from kernel_cases.case import Case, Target, assert_bits
+from kernel_cases.model_steps import MODELS, ModelStep
 from moeyard_kernels import ops
-from moeyard_kernels.bench.case import Case, Target, assert_bits
-from moeyard_kernels.bench.model_steps import MODELS, ModelStep
 from moeyard_kernels.elementwise import scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
 from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
