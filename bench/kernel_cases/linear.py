@@ -127,7 +127,7 @@ def _meets(num_rows: int, product: Product) -> bool:
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
     """Every product of their steps, each once."""
-    for product in dict.fromkeys(product for model in models for product in model.products()):
+    for product in dict.fromkeys(product for model in models for product in model.products):
         small = 2 * product.dim * product.num_out < SMALL_WEIGHT
         for num_rows in rows:
             if _meets(num_rows, product):

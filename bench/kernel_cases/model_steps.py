@@ -1,7 +1,7 @@
-"""What the launches of a model's step are given: the sizes that the bench's rows of models are made of.
+"""The launches of a model's step: the sizes that the bench's rows of models are made of.
 
-From the configs on the hub, as `moeyard_worker.models.shapes` has them, which kernels may not import:
-tests/kernels/test_model_steps.py derives the same from there, and fails where a launch of a step has no row.
+All sizes come from the published architectures of `moeyard_worker.models.shapes` and from the weights that the worker
+would load for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,22 @@ from types import MappingProxyType
 from typing import Literal
 
 from moeyard_kernels.types.gate import GateRule
+from moeyard_worker.layers.attention import Attention
+from moeyard_worker.layers.gdn import Gdn
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.kda import Kda
+from moeyard_worker.layers.mla import Mla
+from moeyard_worker.models.families import FAMILIES
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import shape_model
+from moeyard_worker.models.spec import model_spec
 
-# Rows of a step: of output, and of a prompt.
+# Rows of a step of output tokens, and of a prompt.
 DECODE_ROWS, PROMPT_ROWS = (1, 8, 64), (256, 512, 1024, 8192)
 ROWS = (*DECODE_ROWS, *PROMPT_ROWS)
-# Every latent attention here has these: the latent, a head's key without and with its rotated part, its value.
+# Sizes of every latent attention here: the latent, a head's key without and with its rotated part, its value.
 RANK, NOPE, ROPE, DIM_V = 512, 128, 64, 128
-# Heads of linear attention.
+# Size of a head of linear attention.
 DELTA_DIM = 128
 
 
@@ -32,20 +41,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """Attention with grouped heads, of which `rotated` values are turned; `gated`: its output goes through a gate."""
+    """Grouped-query attention that rotates `rotated` values of a head; `gated`: its output goes through a gate."""
 
     heads: int
     kv_heads: int
-    dim: int = 128
-    rotated: int = 128
+    dim: int
+    rotated: int
     normed: bool
-    gated: bool = False
-
-    def products(self, hidden: int) -> Iterator[Product]:
-        """Of queries, keys, values and gates; of the output."""
-        width = self.heads * self.dim
-        yield Product(dim=hidden, num_out=width * (1 + self.gated) + 2 * self.kv_heads * self.dim)
-        yield Product(dim=width, num_out=hidden)
+    gated: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +56,8 @@ class Latent:
     """Latent attention; without a query rank (0) the latent's norm is part of the cache write."""
 
     heads: int
-    query_rank: int = 0
-    interleaved: bool = True
-
-    def products(self, hidden: int) -> Iterator[Product]:
-        """Down, the query's up, the decompression of prompts' keys and values; of the output."""
-        queries = self.heads * (NOPE + ROPE)
-        yield Product(dim=hidden, num_out=(self.query_rank or queries) + RANK + ROPE)
-        if self.query_rank:
-            yield Product(dim=self.query_rank, num_out=queries)
-        yield Product(dim=RANK, num_out=self.heads * (NOPE + DIM_V), of="prompts")
-        yield Product(dim=self.heads * DIM_V, num_out=hidden)
+    query_rank: int
+    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +70,18 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values, which are convolved."""
+        """Return the number of convolved channels: queries, keys and values."""
         return (2 * self.key_heads + self.heads) * DELTA_DIM
-
-    def products(self, hidden: int) -> Iterator[Product]:
-        """Of all that the rule reads; of the output."""
-        width = self.heads * DELTA_DIM
-        beside = 2 * DELTA_DIM + self.heads if self.op == "kda_step" else width + 2 * self.heads
-        yield Product(dim=hidden, num_out=self.channels + beside)
-        yield Product(dim=width, num_out=hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStep:
-    """A model, as far as its launches tell it.
+    """The sizes of a model that its launches depend on.
 
     `inner`, `shared`, `dense`: widths of a routed expert, of all shared experts and of layers without experts (0:
-    none). `bias`: a gate's correction. `shared_gate` is a row of the router's product. `fp32_norms`: norms are stored
-    less one. `drafts`: there is a layer that drafts. `ranks`: among how many GPUs the experts of a layer are spread
-    here, for two copies of them all beside one would not fit a GPU of 80 GB.
+    none). `bias`: a gate's correction. `shared_gate`: the gate has a row for the shared expert. `fp32_norms`: norms are
+    stored less one. `products`: the calls of `linear`, each once. `ranks`: the number of GPUs that share the experts of
+    a layer here, because two copies of all experts would not fit a GPU of 80 GB.
     """
 
     name: str
@@ -104,86 +91,106 @@ class ModelStep:
     rule: GateRule
     num_experts: int
     inner: int
-    shared: int = 0
-    dense: int = 0
-    bias: bool = False
-    fp32_logits: bool = False
-    shared_gate: bool = False
-    fp32_norms: bool = False
-    drafts: bool = False
-    ranks: int = 1
+    shared: int
+    dense: int
+    bias: bool
+    fp32_logits: bool
+    shared_gate: bool
+    fp32_norms: bool
+    products: tuple[Product, ...]
+    ranks: int
 
     @property
     def num_logits(self) -> int:
-        """Columns of the router's product: with a shared expert's gate behind the experts, padded to 16."""
+        """Return the columns of the gate's product: with a shared expert's row behind the experts, padded to 16."""
         return -(-(self.num_experts + 1) // 16) * 16 if self.shared_gate else self.num_experts
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the MLPs that every row goes through."""
+        """Return the widths of the MLPs that every row goes through."""
         return tuple(width for width in (self.shared, self.dense) if width)
 
-    def products(self) -> Iterator[Product]:
-        """Of `linear`, each once."""
-        found = [product for kind in self.attention for product in kind.products(self.hidden)]
-        found.append(Product(dim=self.hidden, num_out=self.num_logits, fp32=self.fp32_logits))
-        for width in self.widths:
-            found += [Product(dim=self.hidden, num_out=2 * width), Product(dim=width, num_out=self.hidden)]
-        if self.drafts:
-            found.append(Product(dim=2 * self.hidden, num_out=self.hidden))
-        found.append(Product(dim=self.hidden, num_out=self.vocabulary, of="decode"))
-        yield from dict.fromkeys(found)
+
+def _attention(layer: Attention) -> Grouped | Latent | Delta:
+    """Describe a kind of attention. Raises AssertionError for a kind that the bench has no rows for."""
+    if isinstance(layer, Gqa):
+        assert layer.rope is not None, layer
+        assert (layer.sliding_window, layer.bias) == (None, False), layer
+        assert layer.qk_norm in ("head", None), layer
+        return Grouped(
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            dim=layer.head_dim,
+            rotated=layer.rope.dim,
+            normed=layer.qk_norm is not None,
+            gated=layer.output_gate,
+        )
+    if isinstance(layer, Mla):
+        assert (layer.kv_lora_rank, layer.nope_dim, layer.rope_dim, layer.v_dim) == (RANK, NOPE, ROPE, DIM_V), layer
+        interleaved = layer.rope is not None and layer.rope.interleaved
+        return Latent(heads=layer.num_heads, query_rank=layer.q_lora_rank or 0, interleaved=interleaved)
+    if isinstance(layer, Gdn):
+        assert (layer.k_dim, layer.v_dim) == (DELTA_DIM, DELTA_DIM), layer
+        return Delta(op="gdn_step", key_heads=layer.num_k_heads, heads=layer.num_v_heads)
+    assert isinstance(layer, Kda), layer
+    assert layer.head_dim == DELTA_DIM, layer
+    return Delta(op="kda_step", key_heads=layer.num_heads, heads=layer.num_heads)
 
 
-_SOFTMAX = GateRule(top_k=8, scoring="softmax", renormalize=True)
+def _products(model: ModelConfig) -> Iterator[Product]:
+    """Yield the products of a model's weights, with those that the backend joins as it joins them."""
+    spec = model_spec(model, ())
+    for layer in spec.layers:
+        weights = {**layer.attention, **layer.mlp}
+        shared_gate = weights.pop("shared_gate", None)
+        for part, weight in weights.items():
+            if weight.matrix:
+                num_out, dim = weight.shape
+                if shared_gate is not None and part == "gate":
+                    # The backend adds the shared expert's row and pads to 16.
+                    num_out = -(-(num_out + shared_gate.shape[0]) // 16) * 16
+                yield Product(dim=dim, num_out=num_out, fp32=weight.fp32)
+            elif part == "kv_b":
+                yield Product(dim=weight.shape[2], num_out=weight.shape[0] * weight.shape[1], of="prompts")
+    if spec.draft is not None:
+        yield Product(dim=spec.draft.join.shape[1], num_out=spec.draft.join.shape[0])
+    head = spec.lm_head or spec.embed
+    yield Product(dim=head.shape[1], num_out=head.shape[0], of="decode")
 
 
-def _sigmoid(scaling: float, num_groups: int = 1, topk_groups: int = 1) -> GateRule:
-    return GateRule(
-        top_k=8, scoring="sigmoid", renormalize=True, num_groups=num_groups, topk_groups=topk_groups,
-        group_score="top2sum", scaling=scaling,
-    )  # fmt: skip
+def _model_step(name: str, ranks: int) -> ModelStep:
+    model = shape_model(name)
+    if model.num_mtp_layers:
+        model = model.with_drafts()
+    return ModelStep(
+        name=name,
+        hidden=model.hidden_size,
+        vocabulary=model.vocab_size,
+        attention=tuple(map(_attention, model.attention_kinds())),
+        rule=model.gate.rule,
+        num_experts=model.num_experts,
+        inner=model.moe_intermediate_size,
+        shared=model.shared_intermediate_size,
+        dense=model.intermediate_size if len(model.moe_layers) < len(model.attention) else 0,
+        bias=model.gate.bias,
+        fp32_logits=model.gate.fp32_logits,
+        shared_gate=model.shared_gate,
+        fp32_norms=FAMILIES[model.family].names.norms_less_one,
+        products=tuple(dict.fromkeys(_products(model))),
+        ranks=ranks,
+    )
 
 
-_MODELS = (
-    ModelStep(
-        name="Qwen3-30B-A3B", hidden=2048, vocabulary=151936, num_experts=128, inner=768, rule=_SOFTMAX,
-        attention=(Grouped(heads=32, kv_heads=4, normed=True),),
-    ),
-    ModelStep(
-        name="Qwen3-235B-A22B", hidden=4096, vocabulary=151936, num_experts=128, inner=1536, rule=_SOFTMAX,
-        attention=(Grouped(heads=64, kv_heads=4, normed=True),),
-    ),
-    ModelStep(
-        name="Mixtral-8x7B", hidden=4096, vocabulary=32000, num_experts=8, inner=14336,
-        rule=GateRule(top_k=2, scoring="softmax", renormalize=True),
-        attention=(Grouped(heads=32, kv_heads=8, normed=False),),
-    ),
-    ModelStep(
-        name="DeepSeek-V2-Lite", hidden=2048, vocabulary=102400, num_experts=64, inner=1408, shared=2816, dense=10944,
-        fp32_logits=True, rule=GateRule(top_k=6, scoring="softmax", renormalize=False), attention=(Latent(heads=16),),
-    ),
-    ModelStep(
-        name="DeepSeek-V3", hidden=7168, vocabulary=129280, num_experts=256, inner=2048, shared=2048, dense=18432,
-        bias=True, fp32_logits=True, drafts=True, ranks=8, rule=_sigmoid(2.5, 8, 4),
-        attention=(Latent(heads=128, query_rank=1536),),
-    ),
-    ModelStep(
-        name="Kimi-K2", hidden=7168, vocabulary=163840, num_experts=384, inner=2048, shared=2048, dense=18432,
-        bias=True, fp32_logits=True, ranks=8, rule=_sigmoid(2.827), attention=(Latent(heads=64, query_rank=1536),),
-    ),
-    ModelStep(
-        name="Kimi-Linear-48B-A3B", hidden=2304, vocabulary=163840, num_experts=256, inner=1024, shared=1024,
-        dense=9216, bias=True, fp32_logits=True, rule=_sigmoid(2.446),
-        attention=(Delta(op="kda_step", key_heads=32, heads=32), Latent(heads=32, interleaved=False)),
-    ),
-    ModelStep(
-        name="Qwen3.5-35B-A3B", hidden=2048, vocabulary=248320, num_experts=256, inner=512, shared=512,
-        shared_gate=True, fp32_norms=True, drafts=True, rule=_SOFTMAX,
-        attention=(
-            Delta(op="gdn_step", key_heads=16, heads=32),
-            Grouped(heads=16, kv_heads=2, dim=256, rotated=64, normed=True, gated=True),
-        ),
-    ),
-)  # fmt: skip
-MODELS: Mapping[str, ModelStep] = MappingProxyType({model.name: model for model in _MODELS})
+_RANKS = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": 1,
+        "Qwen3-235B-A22B": 1,
+        "Mixtral-8x7B": 1,
+        "DeepSeek-V2-Lite": 1,
+        "DeepSeek-V3": 8,
+        "Kimi-K2": 8,
+        "Kimi-Linear-48B-A3B": 1,
+        "Qwen3.5-35B-A3B": 1,
+    }
+)
+MODELS: Mapping[str, ModelStep] = MappingProxyType({name: _model_step(name, ranks) for name, ranks in _RANKS.items()})

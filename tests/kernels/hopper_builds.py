@@ -1,8 +1,8 @@
-"""The record of what ptxas makes of each op's kernels, by sources: `python -m tests.kernels.hopper_builds` writes it.
+"""The record of what ptxas makes of each op's kernels, by sources.
 
-The record `hopper_builds.json` is part of the tree. The fast tier builds the modules of the bench whose sources have
-changed since; the whole suite builds all of them. This command builds what has changed and writes the record.
-Triton keeps its own cache in `.cache/triton`, so an unchanged kernel costs no compilation.
+`PYTHONPATH=bench python -m tests.kernels.hopper_builds` builds the modules of the bench whose sources have changed and
+writes the record. `hopper_builds.json` is part of the tree; the fast tier builds what differs from it, the whole suite
+builds everything. Triton keeps its own cache in `.cache/triton`, so an unchanged kernel costs no compilation.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from kernel_cases.model_steps import MODELS
 from kernel_times import MODULES
 from tests.imports import ROOT, closure, modules
 
@@ -41,9 +42,16 @@ Build = dict[str, Any]
 
 
 def digest(module: str) -> str:
-    """Return a digest of Triton's version and of all sources that a module of the bench imports."""
-    files = closure(modules()[f"kernel_cases.{module}"])
-    h = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes())
+    """Return a digest of Triton's version, the models' sizes and the kernels' sources that a module imports.
+
+    The worker's sources count only through the sizes that the bench takes from them.
+    """
+    files = {
+        file
+        for file in closure(modules()[f"kernel_cases.{module}"])
+        if file.is_relative_to(ROOT / "kernels") or file.is_relative_to(ROOT / "bench")
+    }
+    h = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes() + repr(sorted(MODELS.items())).encode())
     for file in sorted(files):
         h.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return h.hexdigest()[:16]

@@ -291,7 +291,7 @@ def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
     commands = [
         (path.name, command)
         for path in sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
-        for command in re.findall(r"moeyard_kernels\.bench (--op[^`]*)`", path.read_text())
+        for command in re.findall(r"kernel_times\.py (--op[^`]*)`", path.read_text())
     ]
     assert len(commands) > 3
     for where, command in commands:

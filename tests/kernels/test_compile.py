@@ -22,7 +22,7 @@ def built(request: pytest.FixtureRequest) -> list[hopper_builds.Build]:
 
 @pytest.mark.slow
 def test_the_record_is_up_to_date(built: list[hopper_builds.Build]) -> None:
-    """`python -m tests.kernels.hopper_builds` writes it."""
+    """`PYTHONPATH=bench python -m tests.kernels.hopper_builds` writes it."""
     assert hopper_builds.changed() == []
     assert built == [line for name in hopper_builds.MODULES for line in hopper_builds.recorded()[name]["builds"]]
 

@@ -10,30 +10,18 @@ from pathlib import Path
 import pytest
 from kernel_cases.model_steps import (
     DECODE_ROWS,
-    DELTA_DIM,
     DIM_V,
     MODELS,
     NOPE,
     PROMPT_ROWS,
-    RANK,
     ROPE,
     Delta,
     Grouped,
     Latent,
     ModelStep,
-    Product,
 )
 
 from moeyard_kernels.types.expert_layout import FEW_PAIRS
-from moeyard_worker.layers.attention import Attention
-from moeyard_worker.layers.gdn import Gdn
-from moeyard_worker.layers.gqa import Gqa
-from moeyard_worker.layers.kda import Kda
-from moeyard_worker.layers.mla import Mla
-from moeyard_worker.models.families import FAMILIES
-from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.models.shapes import shape_model
-from moeyard_worker.models.spec import model_spec
 
 # In a process of its own, which comes to believe in a GPU: op and shape of every row.
 LIST = """
@@ -50,79 +38,11 @@ with NoStorage():
 """
 
 
-def served(name: str) -> ModelConfig:
-    """With a layer that drafts, where there is one."""
-    found = shape_model(name)
-    return found.with_drafts() if found.num_mtp_layers else found
-
-
-def of_worker(kind: Attention) -> Grouped | Latent | Delta:
-    """As the bench has it; what it takes for granted is asserted."""
-    if isinstance(kind, Gqa):
-        assert (kind.rope is not None, kind.sliding_window, kind.bias, kind.qk_norm) in (
-            (True, None, False, "head"),
-            (True, None, False, None),
-        )
-        return Grouped(
-            heads=kind.num_heads, kv_heads=kind.num_kv_heads, dim=kind.head_dim, rotated=kind.rope.dim,
-            normed=kind.qk_norm is not None, gated=kind.output_gate,
-        )  # fmt: skip
-    if isinstance(kind, Mla):
-        assert (kind.kv_lora_rank, kind.nope_dim, kind.rope_dim, kind.v_dim) == (RANK, NOPE, ROPE, DIM_V)
-        interleaved = kind.rope is not None and kind.rope.interleaved
-        return Latent(heads=kind.num_heads, query_rank=kind.q_lora_rank or 0, interleaved=interleaved)
-    if isinstance(kind, Gdn):
-        assert (kind.k_dim, kind.v_dim) == (DELTA_DIM, DELTA_DIM)
-        return Delta(op="gdn_step", key_heads=kind.num_k_heads, heads=kind.num_v_heads)
-    assert isinstance(kind, Kda)
-    assert kind.head_dim == DELTA_DIM
-    return Delta(op="kda_step", key_heads=kind.num_heads, heads=kind.num_heads)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sizes_are_the_worker_s(name: str) -> None:
-    model = served(name)
-    dense = len(model.moe_layers) < len(model.attention)
-    assert MODELS[name] == ModelStep(
-        name=name, hidden=model.hidden_size, vocabulary=model.vocab_size, rule=model.gate.rule, bias=model.gate.bias,
-        attention=tuple(map(of_worker, model.attention_kinds())), num_experts=model.num_experts,
-        inner=model.moe_intermediate_size, shared=model.shared_intermediate_size, shared_gate=model.shared_gate,
-        dense=model.intermediate_size if dense else 0, fp32_logits=model.gate.fp32_logits,
-        fp32_norms=FAMILIES[model.family].names.norms_less_one, drafts=model.drafts, ranks=MODELS[name].ranks,
-    )  # fmt: skip
-
-
-def worker_products(name: str) -> set[Product]:
-    """From the weights of the model: matrices, the decompression of keys and values, the gate with what it is given."""
-    spec = model_spec(served(name), ())
-    found = set()
-    for layer in spec.layers:
-        weights = {**layer.attention, **layer.mlp}
-        shared_gate = weights.pop("shared_gate", None)
-        for part, weight in weights.items():
-            if weight.matrix:
-                num_out, dim = weight.shape
-                if shared_gate is not None and part == "gate":
-                    num_out = -(-(num_out + shared_gate.shape[0]) // 16) * 16
-                found.add(Product(dim=dim, num_out=num_out, fp32=weight.fp32))
-            elif part == "kv_b":
-                found.add(Product(dim=weight.shape[2], num_out=weight.shape[0] * weight.shape[1], of="prompts"))
-    if spec.draft is not None:
-        found.add(Product(dim=spec.draft.join.shape[1], num_out=spec.draft.join.shape[0]))
-    head = spec.lm_head or spec.embed
-    return found | {Product(dim=head.shape[1], num_out=head.shape[0], of="decode")}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_products_are_the_worker_s(name: str) -> None:
-    assert set(MODELS[name].products()) == worker_products(name)
-
-
 def expected(model: ModelStep) -> set[tuple[str, str]]:
     """(op, beginning of the row's name) of everything that a step launches."""
     rows = (*DECODE_ROWS, *PROMPT_ROWS)
     found = set()
-    for product in worker_products(model.name):
+    for product in model.products:
         for m in {"all": rows, "decode": DECODE_ROWS, "prompts": PROMPT_ROWS}[product.of]:
             found.add(("linear", f"M{m} {product.dim}x{product.num_out}{' fp32 sums' * product.fp32}"))
     top_k, hidden, here = model.rule.top_k, model.hidden, model.num_experts // model.ranks
@@ -197,8 +117,16 @@ def test_no_launch_of_a_step_lacks_a_row(name: str, rows: dict[str, set[tuple[st
 
 
 def test_a_model_of_other_sizes_is_noticed() -> None:
-    """What makes these tests fail: another head, another expert, another vocabulary."""
+    """A model of other experts makes the test above fail."""
     model = MODELS["Mixtral-8x7B"]
-    assert replace(model, vocabulary=32001) != model
-    assert set(replace(model, vocabulary=32001).products()) != worker_products("Mixtral-8x7B")
     assert expected(replace(model, num_experts=16)) - expected(model)
+
+
+def test_products_of_a_model() -> None:
+    """Qwen3-30B-A3B, by hand: queries, keys and values; their output; the gate; the head."""
+    assert {(product.dim, product.num_out, product.of) for product in MODELS["Qwen3-30B-A3B"].products} == {
+        (2048, (32 + 2 * 4) * 128, "all"),
+        (32 * 128, 2048, "all"),
+        (2048, 128, "all"),
+        (2048, 151936, "decode"),
+    }
