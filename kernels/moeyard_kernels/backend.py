@@ -98,13 +98,9 @@ class KdaMix(Protocol):
 
 
 class Gate(Protocol):
-    """How one layer's rows choose their experts: the norm before the experts, the router's product, the choice."""
+    """How one layer's rows choose their experts: the router's product and the choice."""
 
     takes_shared: bool  # whether who computes the routed experts of a deferred choice computes shared ones, too
-
-    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Own) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [num_rows, H] (what attention gave) and residual -> normalised rows and their new residual."""
-        ...
 
     def choose(self, x: torch.Tensor, plan: Own, *, defer: bool) -> Chosen:
         """The choice of normalised rows x [num_rows, H]: of T' rows, T <= T' <= num_rows; ids of padding are -1.
@@ -279,12 +275,12 @@ class Backend(Protocol):
         ...
 
     def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
         shared_gate: torch.Tensor | None = None, shared: tuple[Own, Own] | None = None,
     ) -> Gate:  # fmt: skip
-        """weight [E, H], fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only; norm
-        [H], in the dtype of the rows, is applied before; shared_gate [1, H] gives the logit of a shared expert, and
-        `shared` are its gate_up [2 I, H] and down [H, I]."""
+        """weight [E, H] is fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only.
+        `dtype` is that of the rows; shared_gate [1, H] gives the logit of a shared expert, and `shared` are its gate_up
+        [2 I, H] and down [H, I]."""
         ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Own) -> Callable[[], torch.Tensor]:

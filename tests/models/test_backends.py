@@ -134,7 +134,7 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         on = [t.to(backend.device) for t in (weight, norm, shared, x)]
         entries = torch.tensor([3, -1, 0, 7, 8], device=backend.device)
         plan: Any = SimpleNamespace(num_rows=5, num_tokens=5, entries=entries)
-        gates = [backend.gate(on[0], None, rule, norm=on[1], eps=1e-6, shared_gate=gate) for gate in (on[2], None)]
+        gates = [backend.gate(on[0], None, rule, dtype=on[1].dtype, shared_gate=gate) for gate in (on[2], None)]
         found_beside, alone = (gate.choose(on[3], plan, defer=True) for gate in gates)
         weights, ids, logits = found_beside.weights, found_beside.ids, found_beside.shared_gate
         assert torch.equal(ids, alone.ids)

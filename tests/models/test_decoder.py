@@ -27,11 +27,11 @@ def test_one_layer_of_each_kind(
         decoder = rank.worker.runner.model
         for i, layer in enumerate(decoder._layers):
 
-            def transform(*args: Any, i: int = i, whole: Any = layer.transform) -> Any:
+            def forward(*args: Any, i: int = i, whole: Any = layer.forward) -> Any:
                 ran.append(i)
                 return whole(*args)
 
-            monkeypatch.setattr(layer, "transform", transform)
+            monkeypatch.setattr(layer, "forward", forward)
         with decoder.one_layer_of_each_kind():
             rank.run(asked)
         assert sorted(set(ran)) == kinds

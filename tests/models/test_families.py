@@ -373,7 +373,7 @@ def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, s
     seed += family == "kimi_linear"  # two of eight experts have no row in a layer under the test's own seed
     directory = make_checkpoint(tmp_path, family, seed=seed)
     runner = local_runner(directory, dtype=torch.float32, num_pages=4)
-    experts = runner.model._layers[-1].moe._experts  # type: ignore[union-attr]
+    experts = runner.model._layers[-1].block._experts  # type: ignore[union-attr]
     seen: list[tuple[int, ...]] = []
     run = experts.run
 

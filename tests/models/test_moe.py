@@ -16,6 +16,7 @@ from moeyard_worker.exchange.nvlink import NvlinkExchange
 from moeyard_worker.exchange.staged import StagedExchange
 from moeyard_worker.exchange.zmq_exchange import ZmqExchange
 from moeyard_worker.layers.moe import Moe
+from moeyard_worker.layers.residual import AddNormStreams
 
 HIDDEN, EXPERTS, WIDE_EXPERTS = 8, 4, 16
 RULE = GateRule(top_k=2, scoring="softmax", renormalize=True)
@@ -28,9 +29,6 @@ class Gate:
 
     def __init__(self, *, takes_shared: bool) -> None:
         self.takes_shared = takes_shared
-
-    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, residual
 
     def choose(self, x: torch.Tensor, plan: Any, *, defer: bool) -> Chosen:
         self.asked = defer
@@ -75,36 +73,33 @@ class Experts:
 def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: str | None, deferred: bool) -> None:
     gate, exchange = Gate(takes_shared=shared == "with them"), LocalExchange()
     experts, exchange.stays = Experts(takes_choices=takes_choices), stays
-    besides = list[Any]()
-
-    def reduce_add_norm(routed: torch.Tensor, _: Any, shared: Any, *__: Any, **___: Any) -> tuple[Any, ...]:
-        besides.append(shared)
-        return routed[:, 0], routed[:, 0]
-
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.T,
         silu_mul=lambda x: x[:, : x.shape[1] // 2],
         beside=lambda run, _: run,
-        reduce_add_norm=reduce_add_norm,
     )
     weights: dict[str, Any] = {}
     if shared:
         weights = {"shared_gate_up": torch.ones(2 * HIDDEN, HIDDEN), "shared_down": torch.ones(HIDDEN, HIDDEN)}
     moe = Moe(
-        backend, RULE, layer=0, norm=torch.ones(HIDDEN), eps=1e-6, exchange=exchange, experts=experts,
-        gate=torch.ones(EXPERTS, HIDDEN), **weights,
-    )  # fmt: skip
+        backend,
+        RULE,
+        layer=0,
+        dtype=torch.float32,
+        exchange=exchange,
+        experts=experts,
+        gate=torch.ones(EXPERTS, HIDDEN),
+        **weights,
+    )
     plan: Any = SimpleNamespace(num_rows=num_rows, num_tokens=num_rows, num_prompt=0)
-    x = torch.ones(num_rows, HIDDEN)
-    moe.forward(x, x, torch.ones(HIDDEN), plan)
+    parts = moe.forward(torch.ones(num_rows, HIDDEN), plan)
     assert gate.asked is deferred
     assert experts.given is not None
     assert (experts.given.choice is not None) == deferred
     # Those that came with the choice are less than 0.
-    assert [None if each is None else each.sign().unique().item() for each in besides] == (
-        [None] if shared is None else [-1 if deferred else 1]
-    )
+    sign = None if parts.shared is None else parts.shared.sign().unique().item()
+    assert sign == (None if shared is None else -1 if deferred else 1)
     if experts.given.choice is not None:
         assert experts.given.choice.ids is experts.given.experts, "they are written where the experts' ids are read"
 
@@ -148,17 +143,17 @@ def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dt
     shared = {"shared_gate_up": normal(2 * inner, 128), "shared_down": normal(128, inner)}
     if gated:
         shared["shared_gate"] = normal(1, 128)
-    x, residual = normal(1, 128), normal(1, 128)
+    x, stream = normal(1, 128), normal(1, 128)
     plan: Any = SimpleNamespace(num_rows=1, num_tokens=1, num_prompt=0, entries=torch.zeros(1, dtype=torch.int64))
     plan.entries = plan.entries.to(device)
     results = []
     for takes_choices in (True, False):
         exchange: Any = LocalExchange()
-        moe = Moe(
-            backend, RULE, layer=0, norm=norm, eps=1e-6, exchange=exchange, gate=gate,
-            experts=Slots(slots, takes_choices=takes_choices), **shared,
-        )  # fmt: skip
+        chosen_late = Slots(slots, takes_choices=takes_choices)
+        moe = Moe(backend, RULE, layer=0, dtype=x.dtype, exchange=exchange, gate=gate, experts=chosen_late, **shared)
         assert moe._gate.takes_shared == (inner == 64)
-        results.append(moe.forward(x, residual, following, plan))
+        residual = AddNormStreams(backend, 1e-6).begin(stream, plan)
+        rows = residual.leave(moe.forward(residual.leave(x, norm), plan), following)
+        results.append((rows, residual.leave(x, norm)))
     for with_them, beside in zip(*results, strict=True):
         assert torch.equal(with_them, beside)

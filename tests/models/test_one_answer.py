@@ -173,7 +173,7 @@ def test_scores_of_a_prompt(runner: Runner, prompts: list[list[int]]) -> None:
 
 def test_idle_step_takes_part_in_every_exchange(tmp_path: Path) -> None:
     runner = local_runner(make_checkpoint(tmp_path, "deepseek_v3"), dtype=torch.float32, num_pages=1)
-    exchange = runner.model._layers[1].moe._exchange  # type: ignore[union-attr]
+    exchange = runner.model._layers[1].block._exchange  # type: ignore[union-attr]
     calls: list[tuple[str, int]] = []
     dispatch, combine = exchange.dispatch, exchange.combine
 

@@ -32,16 +32,12 @@ class CpuGate:
     takes_shared = False
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
         shared_gate: torch.Tensor | None = None, shared: object = None,
     ) -> None:  # fmt: skip
-        self._weight, self._top_k, self._norm, self._eps = weight, rule.top_k, norm, eps
+        self._weight, self._top_k = weight, rule.top_k
         self._shared_gate = shared_gate
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
-
-    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CpuPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Gate.norm`."""
-        return add_rms_norm(x, residual, self._norm, self._eps) if plan.num_tokens else (x, residual)
 
     def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool) -> Chosen:
         """See `Gate.choose`; of the T real rows, at once."""

@@ -42,11 +42,10 @@ class CudaGate:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, norm: torch.Tensor, eps: float,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
         choices: CudaChoices, shared_gate: torch.Tensor | None = None,
         shared: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self._norm, self._eps = norm, eps
         self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
@@ -54,8 +53,8 @@ class CudaGate:
             # One product gives both, in rows of a multiple of 16 logits: of such strides Triton reads many at once.
             padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
             weight = torch.cat((weight, shared_gate.to(weight.dtype), padding))
-        # A weight in another dtype than fp32 is in the rows'; so is a norm.
-        rounded = weight.to(norm.dtype if self._fp32_logits else weight.dtype)
+        # A weight in another dtype than fp32 is in the rows'.
+        rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
         self._defers = rule.top_k <= ops.FEW_PAIRS
@@ -65,10 +64,6 @@ class CudaGate:
             and self._defers and ops.can_share(shared[1].shape[1])
         )  # fmt: skip
         self._shared = shared if self.takes_shared else None
-
-    def norm(self, x: torch.Tensor, residual: torch.Tensor, plan: CudaPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Gate.norm`."""
-        return ops.add_rms_norm(x, residual, self._norm, self._eps) if plan.num_rows else (x, residual)
 
     def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:
         """See `Gate.choose`."""

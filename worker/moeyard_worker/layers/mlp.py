@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moeyard_kernels.backend import Backend
+from moeyard_kernels.backend import Backend, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ class Mlp:
     def __init__(self, backend: Backend, *, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         self._backend, self._gate_up, self._down = backend, gate_up, down
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, H] -> [M, H]."""
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
         backend = self._backend
         return backend.linear(backend.silu_mul(backend.linear(x, self._gate_up)), self._down)

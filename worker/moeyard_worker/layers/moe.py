@@ -11,6 +11,7 @@ from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.exchange.base import Dispatched, Exchange
 from moeyard_worker.layers.mlp import Mlp
+from moeyard_worker.layers.residual import ExpertParts
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,10 @@ class Experts(Protocol):
 
 
 class Moe:
-    """norm [H] before the experts; gate [E, H], in fp32 where the family computes its logits so; gate_bias [E] fp32;
-    shared experts are one MLP, of which shared_gate [1, H] lets through a part."""
+    """The gate [E, H] is fp32 where the family computes its logits so; gate_bias [E] is fp32; `dtype` is that of rows.
+
+    All shared experts are one MLP. shared_gate [1, H] gives the logit that scales its output.
+    """
 
     def __init__(
         self,
@@ -47,8 +50,7 @@ class Moe:
         rule: GateRule,
         *,
         layer: int,
-        norm: torch.Tensor,
-        eps: float,
+        dtype: torch.dtype,
         exchange: Exchange,
         experts: Experts,
         gate: torch.Tensor,
@@ -57,23 +59,20 @@ class Moe:
         shared_down: torch.Tensor | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> None:
-        self._backend, self._layer, self._eps = backend, layer, eps
+        self._backend, self._layer = backend, layer
         self._exchange, self._experts = exchange, experts
         self._shared: Mlp | None = None
         weights = None
         if shared_gate_up is not None and shared_down is not None:
             weights = (shared_gate_up, shared_down)
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
-        self._gate = backend.gate(gate, gate_bias, rule, norm=norm, eps=eps, shared_gate=shared_gate, shared=weights)
+        self._gate = backend.gate(gate, gate_bias, rule, dtype=dtype, shared_gate=shared_gate, shared=weights)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention gave and the residual, [num_rows, H], -> rows normalised by `following` and their residual.
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> ExpertParts:
+        """Return the unreduced results of normalised rows x [num_rows, H].
 
         Every rank calls this in every step, also without a row.
         """
-        x, residual = self._gate.norm(x, residual, plan)
         alone = plan.num_rows == 1
         defer = alone and self._exchange.stays and self._experts.takes_choices
         # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
@@ -91,12 +90,10 @@ class Moe:
             dispatched = replace(dispatched, choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = chosen.shared if shared is None else shared()
-        return self._backend.reduce_add_norm(
-            routed, chosen.weights, beside, residual, following, self._eps, plan, shared_gate=chosen.shared_gate
-        )
+        return ExpertParts(routed=routed, weights=chosen.weights, shared=beside, shared_gate=chosen.shared_gate)
 
     def _share(self, x: torch.Tensor, plan: StepPlan) -> Callable[[], torch.Tensor] | None:
         """What gives the shared experts' output of normalised rows x [num_rows, H]."""
         if self._shared is None or not plan.num_tokens:
             return None
-        return self._backend.beside(partial(self._shared.forward, x), plan)
+        return self._backend.beside(partial(self._shared.forward, x, plan), plan)

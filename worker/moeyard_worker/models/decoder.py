@@ -1,4 +1,4 @@
-"""The decoder that all families share: embedding, layers of norm, attention, norm, MLP or MoE, final norm, head."""
+"""The decoder of all families: embedding, layers of attention and MLP or experts, head, joined by a residual."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.mlp import Mlp
 from moeyard_worker.layers.moe import Experts, Moe
+from moeyard_worker.layers.residual import AddNormStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import LayerSpec, ModelSpec
@@ -18,39 +19,52 @@ Load = Callable[[Weight], torch.Tensor]
 Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 
 
+def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+    """Return the loaded weights under the same names."""
+    return {name: load(weight) for name, weight in weights.items()}
+
+
 class DecoderLayer:
-    """One layer: `attention` of normalised rows, then `transform`, which ends in the norm of the layer behind."""
+    """Attention, then `block`: an MLP, or experts. `site` stands in front of the attention."""
 
     def __init__(
-        self, spec: ModelSpec, layer: LayerSpec, *, index: int, backend: Backend, load: Load, exchange: Exchange,
-        experts: Experts, state: Mapping[str, torch.Tensor], rope: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self._backend, self._eps = backend, spec.config.rms_eps
-        self.input_norm, self._post_norm = load(layer.input_norm), load(layer.post_norm)
-        weights = {name: load(weight) for name, weight in layer.attention.items()}
-        attention = spec.config.attention[index]
-        self.attention = attention.build(backend, weights=weights, state=state, rope=rope)
-        self.moe: Moe | None = None
-        self._mlp: Mlp | None = None
-        weights = {name: load(weight) for name, weight in layer.mlp.items()}
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        *,
+        index: int,
+        backend: Backend,
+        load: Load,
+        streams: Streams,
+        exchange: Exchange,
+        experts: Experts,
+        state: Mapping[str, torch.Tensor],
+        rope: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        config = spec.config
+        self.site = streams.site(load_all(load, layer.attention_site))
+        self._mlp_site = streams.site(load_all(load, layer.mlp_site))
+        weights = load_all(load, layer.attention)
+        self._attention = config.attention[index].build(backend, weights=weights, state=state, rope=rope)
+        weights = load_all(load, layer.mlp)
+        self.block: Mlp | Moe
         if layer.experts is None:
-            self._mlp = Mlp(backend, **weights)
+            self.block = Mlp(backend, **weights)
         else:
-            rule = spec.config.gate.rule
-            self.moe = Moe(
-                backend, rule, layer=index, norm=self._post_norm, eps=self._eps, exchange=exchange, experts=experts,
-                **weights,
-            )  # fmt: skip
+            self.block = Moe(
+                backend, config.gate.rule, layer=index, dtype=dtype, exchange=exchange, experts=experts, **weights
+            )
 
-    def transform(
-        self, x: torch.Tensor, residual: torch.Tensor, following: torch.Tensor, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm, then MLP or MoE, then the norm with the weight `following`: (rows, residual), [num_rows, H] each."""
-        if self.moe is not None:
-            return self.moe.forward(x, residual, following, plan)
-        assert self._mlp is not None
-        x, residual = self._backend.add_rms_norm(x, residual, self._post_norm, self._eps)
-        return self._backend.add_rms_norm(self._mlp.forward(x), residual, following, self._eps)
+    def forward(self, x: torch.Tensor, residual: Residual, following: object, plan: StepPlan) -> torch.Tensor:
+        """Rows x [num_rows, H] of `site` -> the rows that the site `following` reads."""
+        x = residual.leave(self._attention.forward(x, plan), self._mlp_site)
+        return residual.leave(self.block.forward(x, plan), following)
+
+    def idle(self, nothing: torch.Tensor, plan: StepPlan) -> None:
+        """Take part in the exchange of a step in which this rank has no row; `nothing` is [0, H]."""
+        if isinstance(self.block, Moe):
+            self.block.forward(nothing, plan)
 
 
 class Decoder:
@@ -61,6 +75,7 @@ class Decoder:
     ) -> None:
         config = spec.config
         self._backend, self.eps = backend, config.rms_eps
+        self.streams: Streams = AddNormStreams(backend, config.rms_eps)
         self._embed = load(spec.embed)
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
@@ -71,43 +86,47 @@ class Decoder:
                 index=i,
                 backend=backend,
                 load=load,
+                streams=self.streams,
                 exchange=exchange,
                 experts=experts,
                 state=allocate(i),
                 rope=None if attention.rope is None else ropes[attention.rope],
+                dtype=self._embed.dtype,
             )
             for i, (layer, attention) in enumerate(zip(spec.layers, config.attention, strict=True))
         ]
         # Behind the model's own there may be one that `drafter` is given.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
-        # With the norm behind each layer: of the next, or the last of all.
-        following = [*(layer.input_norm for layer in self._layers[1:]), load(spec.norm)]
-        self._walk = [*zip(self._layers, following, strict=True)]
-        kind = [(config.attention[i], layer.moe is None) for i, layer in enumerate(self._layers)]
+        # With the site behind each layer: of the next layer, or of the head.
+        head_site = self.streams.site(load_all(load, spec.head_site))
+        self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), head_site], strict=True)]
+        kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         self._one_of_each = [walked for i, walked in enumerate(self._walk) if kind[i] not in kind[:i]]
         self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 logits [num_sampled or more, V] of the plan's sample rows; what lies behind num_sampled is garbage.
+        """fp32 logits [num_sampled or more, V] of the plan's sample rows; rows from num_sampled on are garbage.
 
         Into `out` [num_sampled, V] if given, where a backend has no more rows than that.
         """
         return self.sampled(self.hidden(plan), plan, out)
 
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """[num_rows, H]: what the head reads, of every row of the step."""
+        """Return the rows [num_rows, H] of the step that the head reads."""
         if not plan.num_tokens:
-            return self._idle(plan)
-        residual = self.embed(plan.token_ids)
-        x = self._backend.rms_norm(residual, self._layers[0].input_norm, self.eps)
+            nothing = self._embed.new_empty(0, self._embed.shape[1])
+            for layer, _ in self._walk:
+                layer.idle(nothing, plan)
+            return nothing
+        residual = self.streams.begin(self.embed(plan.token_ids), plan)
+        x = residual.enter(self._layers[0].site)
         for layer, following in self._walk:
-            x = layer.attention.forward(x, plan)
-            x, residual = layer.transform(x, residual, following, plan)
+            x = layer.forward(x, residual, following, plan)
         return x
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile steps run through no more than these: they launch whatever kernels all launch."""
+        """Meanwhile steps run through one layer of each kind: they launch every kernel that all layers launch."""
         whole, self._walk = self._walk, self._one_of_each
         try:
             yield
@@ -123,18 +142,10 @@ class Decoder:
         return self._backend.linear(x, self._lm_head)
 
     def sampled(self, x: torch.Tensor, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of `forward`, of its `hidden` rows x."""
+        """Return the logits of `forward` for its `hidden` rows x."""
         if not plan.num_sampled:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
         if plan.sample_rows is not None:
             x = x.index_select(0, plan.sample_rows)
         logits = self.head(x)
         return logits.float() if out is None else out.copy_(logits)
-
-    def _idle(self, plan: StepPlan) -> torch.Tensor:
-        """A step without rows: only the exchanges, which every rank takes part in."""
-        x = self._embed.new_empty(0, self._embed.shape[1])
-        for layer, following in self._walk:
-            if layer.moe is not None:
-                layer.moe.forward(x, x, following, plan)
-        return x

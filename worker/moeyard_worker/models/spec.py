@@ -30,10 +30,13 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. `attention` and `mlp` are keyed by the argument names of their layer classes."""
+    """One decoder layer. `attention` and `mlp` are keyed by the argument names of their layer classes.
 
-    input_norm: Weight
-    post_norm: Weight
+    The sites hold what the residual needs in front of each block (`layers/residual.py`).
+    """
+
+    attention_site: Mapping[str, Weight]
+    mlp_site: Mapping[str, Weight]
     attention: Mapping[str, Weight]
     mlp: Mapping[str, Weight]
     experts: ExpertNames | None
@@ -41,16 +44,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """What a layer of multi-token prediction has beside what every layer has.
+    """The weights of a layer of multi-token prediction that other layers lack.
 
-    The norms of the embedding and of the hidden state, the product that joins them [H, 2 H], and the norm before the
-    head; embedding and head are the model's own.
+    The norms of the embedding and of the hidden state, the product that joins them [H, 2 H], and the site in front of
+    the head. Embedding and head are the model's own.
     """
 
     token_norm: Weight
     hidden_norm: Weight
     join: Weight
-    norm: Weight
+    head_site: Mapping[str, Weight]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class ModelSpec:
     config: ModelConfig
     names: Names
     embed: Weight
-    norm: Weight
+    head_site: Mapping[str, Weight]
     lm_head: Weight | None
     layers: tuple[LayerSpec, ...]
     draft: DraftSpec | None = None
@@ -72,15 +75,16 @@ class ModelSpec:
         """All weights that every rank holds, in the order they are loaded."""
         yield self.embed
         for layer in self.layers:
-            yield layer.input_norm
-            yield layer.post_norm
+            yield from layer.attention_site.values()
+            yield from layer.mlp_site.values()
             yield from layer.attention.values()
             yield from layer.mlp.values()
-        yield self.norm
+        yield from self.head_site.values()
         if self.lm_head is not None:
             yield self.lm_head
         if self.draft is not None:
-            yield from (self.draft.token_norm, self.draft.hidden_norm, self.draft.join, self.draft.norm)
+            yield from (self.draft.token_norm, self.draft.hidden_norm, self.draft.join)
+            yield from self.draft.head_site.values()
 
     def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
         """Bytes of everything that every rank holds but experts and state, served in values of `itemsize` bytes.
@@ -124,7 +128,7 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
         config=config,
         names=names,
         embed=weight(names.embed, config.vocab_size, hidden),
-        norm=norm(names.norm, hidden, less_one=names.norms_less_one),
+        head_site={"norm": norm(names.norm, hidden, less_one=names.norms_less_one)},
         lm_head=lm_head,
         layers=tuple(_layer(config, names, i, keys) for i in range(len(config.attention))),
         draft=_draft(config, names) if config.drafts else None,
@@ -137,7 +141,7 @@ def _draft(config: ModelConfig, names: Names) -> DraftSpec:
         token_norm=norm(at + names.token_norm, hidden, less_one=less_one),
         hidden_norm=norm(at + names.hidden_norm, hidden, less_one=less_one),
         join=matrix(at + names.join, hidden, 2 * hidden),
-        norm=norm(at + names.draft_norm, hidden, less_one=less_one),
+        head_site={"norm": norm(at + names.draft_norm, hidden, less_one=less_one)},
     )
 
 
@@ -156,8 +160,8 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
     attention, less_one = config.attention[index], names.norms_less_one
     at = prefix + (names.linear if attention.state().slots else names.attention)
     return LayerSpec(
-        input_norm=norm(prefix + names.input_norm, config.hidden_size, less_one=less_one),
-        post_norm=norm(prefix + names.post_norm, config.hidden_size, less_one=less_one),
+        attention_site={"norm": norm(prefix + names.input_norm, config.hidden_size, less_one=less_one)},
+        mlp_site={"norm": norm(prefix + names.post_norm, config.hidden_size, less_one=less_one)},
         attention=attention.weights(config.hidden_size, at),
         mlp=mlp,
         experts=experts,

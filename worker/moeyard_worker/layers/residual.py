@@ -1,0 +1,96 @@
+"""The residual: what carries rows past the blocks, with the norm in front of each block. Pure.
+
+A block (attention, MLP, experts) reads normalised rows and returns its result. It never sees the residual. A model has
+one kind of residual (`Streams`), which begins a `Residual` in every step. A site is the place in front of a block: it
+holds whatever weights the kind needs there. The last site stands in front of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeyard_kernels.backend import Backend, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts:
+    """The results of an MoE block before their sum: routed [T', K, H] and weights [T', K] fp32, T' of `Chosen`.
+
+    shared [num_rows, H]: the shared experts' output, times the sigmoid of shared_gate [num_rows] if there is one.
+    """
+
+    routed: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None
+    shared_gate: torch.Tensor | None
+
+
+class Residual(Protocol):
+    """The residual of one step's rows."""
+
+    def enter(self, site: Any) -> torch.Tensor:
+        """Return the rows [num_rows, H] that the first block reads."""
+        ...
+
+    def leave(self, result: torch.Tensor | ExpertParts, site: Any) -> torch.Tensor:
+        """Take a block's result, rows [num_rows, H] or unreduced parts, and return the rows that `site` reads."""
+        ...
+
+
+class Streams(Protocol):
+    """A model's kind of residual."""
+
+    def site(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """Return a site made of the weights that the model's spec names for it."""
+        ...
+
+    def begin(self, rows: torch.Tensor, plan: StepPlan) -> Residual:
+        """Return the residual of a step, which starts as rows [num_rows, H]."""
+        ...
+
+
+class AddNormStreams:
+    """One stream: a block's result is added to it, and an RMS norm follows. Both are one launch on a GPU."""
+
+    def __init__(self, backend: Backend, eps: float) -> None:
+        self._backend, self._eps = backend, eps
+
+    def site(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight of the norm, [H]."""
+        return weights["norm"]
+
+    def begin(self, rows: torch.Tensor, plan: StepPlan) -> AddNormResidual:
+        return AddNormResidual(self._backend, self._eps, rows, plan)
+
+
+class AddNormResidual:
+    """The stream [num_rows, H] of one step."""
+
+    __slots__ = ("_backend", "_eps", "_plan", "_stream")
+
+    def __init__(self, backend: Backend, eps: float, rows: torch.Tensor, plan: StepPlan) -> None:
+        self._backend, self._eps, self._stream, self._plan = backend, eps, rows, plan
+
+    def enter(self, site: torch.Tensor) -> torch.Tensor:
+        return self._backend.rms_norm(self._stream, site, self._eps)
+
+    def leave(self, result: torch.Tensor | ExpertParts, site: torch.Tensor) -> torch.Tensor:
+        if isinstance(result, ExpertParts):
+            rows, self._stream = self._backend.reduce_add_norm(
+                result.routed,
+                result.weights,
+                result.shared,
+                self._stream,
+                site,
+                self._eps,
+                self._plan,
+                shared_gate=result.shared_gate,
+            )
+        else:
+            rows, self._stream = self._backend.add_rms_norm(result, self._stream, site, self._eps)
+        return rows
