@@ -22,14 +22,12 @@ from moeyard.clients.bench.figures import (
     beside_replay,
     floor_bytes,
     full_steps,
-    milliseconds,
     missed,
     of_bound,
-    percentiles,
     shares,
-    table,
 )
 from moeyard.clients.bench.profile import chain
+from moeyard.clients.bench.report import table
 from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
@@ -40,14 +38,6 @@ from moeyard_worker.protocol import SamplingParams, Tokens
 
 def parse(*flags: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", "engine", *flags])
-
-
-def test_percentiles_are_nearest_ranks() -> None:
-    assert percentiles([]) == {}
-    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
-    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
-    assert percentiles([4.0, 1.0, 2.0, 3.0]) == {"p50": 2.0, "p90": 4.0, "p99": 4.0}
-    assert milliseconds([0.25, None, 0.5]) == {"p50": 250.0, "p90": 500.0, "p99": 500.0}
 
 
 def test_course_of_a_request() -> None:

@@ -6,11 +6,19 @@ import statistics
 
 import pytest
 
-from moeyard.clients.bench.server.answer import Answer, EventStream
-from moeyard.clients.bench.server.drive import Course
-from moeyard.clients.bench.server.figures import errors, figures, is_good, latencies, parse_slo, per_second, summary
-from moeyard.clients.bench.server.report import compare, describe
-from moeyard.clients.bench.server.run import fit
+from moeyard.clients.bench.figures import (
+    LoadRun,
+    errors,
+    figures,
+    is_good,
+    latencies,
+    parse_slo,
+    per_second,
+    summary,
+)
+from moeyard.clients.bench.http_client import Answer, EventStream
+from moeyard.clients.bench.report import compare, describe
+from moeyard.clients.bench.server import fit
 from moeyard.clients.bench.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths
 from moeyard.clients.target_config import parse_target
 
@@ -40,7 +48,7 @@ def test_latencies_of_an_answer() -> None:
 def test_figures_of_a_run() -> None:
     whole = [answer(sent=i, times=(i + 0.1, i + 0.3), ended=i + 0.5, tokens=2) for i in range(4)]
     late = Answer(0.0, sent=0.25, ended=1.0, status=429, error="the queue of cmpl-123abc is full")
-    found = figures(Course(begun=0, ended=4.0, cpu_seconds=0.04, answers=[*whole, late]), {"ttft": 0.2, "tpot": 0.1})
+    found = figures(LoadRun(begun=0, ended=4.0, cpu_seconds=0.04, answers=[*whole, late]), {"ttft": 0.2, "tpot": 0.1})
     assert (found["completed"], found["failed"]) == (4, 1)
     assert found["output_tokens_per_s"] == pytest.approx(2)
     assert found["total_tokens_per_s"] == pytest.approx(9)
@@ -156,7 +164,7 @@ def test_two_results_side_by_side() -> None:
     def result(seconds: float) -> dict[str, object]:
         answers = [answer(sent=0, times=(seconds, 2 * seconds), ended=3 * seconds, tokens=2)]
         facts = {"url": "u", "model": "m", "load": "l", "lengths": "d", "interrupted": False}
-        return {"facts": facts, "figures": figures(Course(0.0, 3 * seconds, 0.001, False, answers), {}), "errors": []}
+        return {"facts": facts, "figures": figures(LoadRun(0.0, 3 * seconds, 0.001, False, answers), {}), "errors": []}
 
     lines = compare(result(0.1), result(0.2), ("one.json", "two.json")).splitlines()
     (row,) = [line.split() for line in lines if "TTFT median" in line]

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_target_arguments(server)
     add_options(server, ServerBenchConfig)
-    server.set_defaults(run=Late("moeyard.clients.bench.server.run", "bench_server"))
+    server.set_defaults(run=Late("moeyard.clients.bench.server", "bench_server"))
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
     engine.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (or --shape)")
     add_options(engine, ServeConfig, only=("revision",))

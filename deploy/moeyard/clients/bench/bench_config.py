@@ -28,6 +28,7 @@ def json_object(text: str) -> dict[str, Any]:
 class ServerBenchConfig:
     """Requests to a server: what they ask for, when they are sent, and where figures go."""
 
+    model: str = ""
     endpoint: str = option(
         "chat", "/v1/chat/completions or /v1/completions (default chat)", choices=("chat", "completions")
     )
@@ -69,6 +70,11 @@ class ServerBenchConfig:
     compare: tuple[Path, ...] = option(
         (), "with one result of --json: beside this run; with two: those, and nothing is run", nargs="+"
     )
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether requests are chats, not completions."""
+        return self.endpoint == "chat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

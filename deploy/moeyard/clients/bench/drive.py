@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moeyard import __version__
-from moeyard.clients.bench.figures import Course, StepRecord, milliseconds
+from moeyard.clients.bench.figures import Course, StepRecord, summary
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
@@ -144,11 +144,11 @@ class Run:
         courses = [course.until(end) for course in self.courses.values()]
         records = [record for record in self.records if record.at <= end]
         return {
-            "ttft_ms": milliseconds(c.first for c in courses),
-            "tpot_ms": milliseconds(c.per_token for c in courses),
-            "itl_ms": milliseconds(gap for c in courses for gap in c.gaps()),
-            "host_ms": milliseconds(record.host for record in records),
-            "device_ms": milliseconds(record.device for record in records),
+            "ttft_ms": summary(c.first for c in courses),
+            "tpot_ms": summary(c.per_token for c in courses),
+            "itl_ms": summary(gap for c in courses for gap in c.gaps()),
+            "host_ms": summary(record.host for record in records),
+            "device_ms": summary(record.device for record in records),
             "steps": len(records),
         }
 

@@ -18,8 +18,9 @@ import torch
 
 from moeyard.clients.bench.bandwidth import COPY_BYTES, copy_bandwidth, host_copy_bandwidth, link_bandwidth
 from moeyard.clients.bench.drive import Subject
-from moeyard.clients.bench.figures import of_bound, table
+from moeyard.clients.bench.figures import of_bound
 from moeyard.clients.bench.profile import profiled
+from moeyard.clients.bench.report import table
 from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.local.model_source import checkpoint
 from moeyard.options import DEFAULTS

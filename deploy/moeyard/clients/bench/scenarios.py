@@ -1,5 +1,6 @@
 """What a bench of an engine measures: streams that decode, prompts alone, prompts that arrive among streams."""
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,9 @@ from moeyard.clients.bench.figures import (
     beside_replay,
     floor_bytes,
     full_steps,
-    milliseconds,
     missed,
-    percentiles,
     shares,
+    summary,
 )
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.exchange.base import Dispatched
@@ -108,7 +108,7 @@ class Decode:
         )  # fmt: skip
         steps = [record for record in run.records if record.at <= ends[0]]
         counts = {name: counted[name] - before[name] for name in counted}
-        times, found = milliseconds(full_steps(steps, self.streams)), run.figures(ends[0])
+        times, found = summary(full_steps(steps, self.streams)), run.figures(ends[0])
         return {
             "case": f"decode {self.streams}x{self.prompt}+{self.output}"
             + (f" kept {self.budget}" if self.budget else ""),
@@ -177,12 +177,12 @@ class Prefill:
                 end = max(c.tokens[0] for c in courses)
                 rates.append(self.count * self.length / (end - courses[0].submitted))
                 firsts += [c.first for c in courses]
-        rate = percentiles(rates)["p50"]
+        rate = statistics.median(rates)
         return {
             "case": f"prefill {self.count}x{self.length}",
             "prompt_tok_s": rate,
             "took_ms": self.count * self.length / rate * 1e3,
-            "ttft_ms": milliseconds(firsts),
+            "ttft_ms": summary(firsts),
             # Of the last round.
             "steps": len(run.records),
             **misses.row(1, ceilings.link),
@@ -226,11 +226,11 @@ class Mixed:
         together = max(c.tokens[0] for c in decoding)
         return {
             "case": f"mixed {self.streams} + {self.count}x{self.length} by {self.chunk}",
-            "itl_ms": milliseconds(gap for c in decoding for gap in c.until(ended).gaps(begun)),
-            "itl_alone_ms": milliseconds(gap for c in decoding for gap in c.until(begun).gaps(together)),
+            "itl_ms": summary(gap for c in decoding for gap in c.until(ended).gaps(begun)),
+            "itl_alone_ms": summary(gap for c in decoding for gap in c.until(begun).gaps(together)),
             "prompt_tok_s": self.count * self.length / (ended - begun),
-            "ttft_ms": milliseconds(c.first for c in arrived),
-            "host_ms": milliseconds(record.host for record in run.records),
+            "ttft_ms": summary(c.first for c in arrived),
+            "host_ms": summary(record.host for record in run.records),
         }
 
 

@@ -1,9 +1,11 @@
-"""A run's figures in words, and two runs side by side."""
+"""Figures of a bench in words, side by side, as a table and as a picture."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from moeyard.clients.bench.figures import table
+from moeyard.clients.bench.figures import per_second
+from moeyard.entry import load
 
 BUSY_CLIENT = 0.7
 COLUMNS = (
@@ -94,8 +96,50 @@ def _verdict(ratio: float | None, more_is_better: bool | None) -> str | None:
     return "better" if (ratio > 1) == more_is_better else "worse"
 
 
-def _at(figures: Mapping[str, Any], key: str) -> float | None:
-    value: Any = figures
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Write a PNG of three: shares of requests by TTFT and by TPOT in ms, and output tokens of each second."""
+    figure = load("matplotlib.figure").Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis, name in zip(axes, ("ttft", "tpot"), strict=False):
+        values = sorted(row[name] * 1e3 for row in result["requests"] if row["error"] is None and row[name] is not None)
+        shares = [(i + 1) / len(values) * 100 for i in range(len(values))]
+        axis.step(values, shares, where="post")
+        limit = result["figures"].get("goodput", {}).get("slo_s", {}).get(name)
+        if limit is not None:
+            axis.axvline(limit * 1e3, linestyle="--", color="tab:red", label=f"objective {limit * 1e3:g} ms")
+            axis.legend(loc="lower right")
+        axis.set(xlabel=f"{name.upper()} in ms", ylabel="% of requests", ylim=(0, 102))
+    rates = per_second(result["requests"])
+    axes[2].step([*range(len(rates) + 1)], [*rates, rates[-1]] if rates else [0.0], where="post")
+    axes[2].set(xlabel="s", ylabel="output tokens/s", ylim=(0, None))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{result['facts']['model']}: {result['facts']['load']}, {result['facts']['lengths']}")
+    figure.savefig(path, format="png")
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]]) -> str:
+    """Rows as aligned text under the heads of `columns` (key of a row, head); a key may lead into a dict: "itl_ms.p99".
+
+    A column that no row has is left out, a row that lacks one leaves it empty.
+    """
+    cells = [[_cell(_at(row, key)) for row in rows] for key, _ in columns]
+    kept = [(head, column) for (_, head), column in zip(columns, cells, strict=True) if any(column)]
+    widths = [max(len(text) for text in (head, *column)) for head, column in kept]
+    lines = [[head for head, _ in kept], *([column[i] for _, column in kept] for i in range(len(rows)))]
+    return "\n".join("  ".join(f"{text:>{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _at(row: Mapping[str, Any], key: str) -> Any:
+    value: Any = row
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+    return str(value)
