@@ -5,7 +5,7 @@
 Every part has a time limit of its own and is reported when it fails. FOLDER gets two files: `nvlink.json`, all that was
 measured, and `nvlink.txt`, what was printed; the logs of ranks lie in /tmp/nvlink-logs, their ends are printed when a
 part fails.
-Equality is with the oracle (`moeyard_kernels.ref.peer_exchange`), which every process runs for all ranks on its CPU:
+Equality is with the oracle (references of `moeyard_kernels.ops`), which every process runs for all ranks on its CPU:
 launch by launch with uneven steps; in graphs of other sizes on every rank of a step; and thousands of replays with
 ranks held up at random, whose results must not change. Then a rank that does not send: named in time, by a limit and by
 the host's word, the device usable afterwards. Times are of a graph of 20 exchanges, the median of the slowest rank's
@@ -35,9 +35,9 @@ sys.path[:0] = [str(ROOT / "kernels")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from moeyard_kernels import ops  # noqa: E402
 from moeyard_kernels.experts import peer_exchange  # noqa: E402
 from moeyard_kernels.peers import Peers  # noqa: E402
-from moeyard_kernels.ref import peer_exchange as oracle  # noqa: E402
 from moeyard_kernels.types import peer_window as fields  # noqa: E402
 from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window  # noqa: E402
 
@@ -227,14 +227,14 @@ class Oracle:
         at: dict[str, Any] = {"layer": 0, "max_rows": most}
         for send in (True, False):
             got = [
-                oracle.dispatch_rows(x, i, w, send=send, wait=not send, **at)
+                ops.dispatch_rows.reference(x, i, w, send=send, wait=not send, **at)
                 for x, i, w in zip(xs, ids, self.windows, strict=True)
             ]
         got = [(rows.clone(), here.clone()) for rows, here in got]
         outs = [answers(rows, here, r) for r, (rows, here) in enumerate(got)]
         for send in (True, False):
             home = [
-                oracle.combine_rows(out, w, layer=0, num_tokens=len(i), send=send, wait=not send)
+                ops.combine_rows.reference(out, w, layer=0, num_tokens=len(i), send=send, wait=not send)
                 for out, i, w in zip(outs, ids, self.windows, strict=True)
             ]
         return [(rows, here, h.clone()) for (rows, here), h in zip(got, home, strict=True)]

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.expert_cache import MODELS, Pinned
+from moeyard_kernels import ops
 from moeyard_kernels.experts import fetch_experts
-from moeyard_kernels.ref import fetch_experts as oracle
 from moeyard_kernels.types.expert_residency import NUM_COUNTS
 from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.fetch_window import FetchWindow, open_fetch
@@ -102,7 +103,8 @@ def _prove(count: int, config: fetch_experts.FetchConfig) -> None:
     table[:count] = torch.arange(count, dtype=torch.int32, device="cuda") + 3
     tables = (table, torch.full_like(table, -1))
     ours, theirs = (Ranks(2, hidden, inner) for _ in range(2))
-    for kernels, ranks in ((fetch_experts, ours), (oracle, theirs)):
+    reference = SimpleNamespace(fetch_experts=ops.fetch_experts.reference)
+    for kernels, ranks in ((fetch_experts, ours), (reference, theirs)):
         how = {"config": config} if kernels is fetch_experts else {}
         for part in ("tell", "read", "move"):
             for rank, each in enumerate(tables):

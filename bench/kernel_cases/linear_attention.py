@@ -12,8 +12,6 @@ from kernel_cases.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels import ops
 from moeyard_kernels.elementwise import gated_rms_norm
 from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent, restore_slots
-from moeyard_kernels.ref import causal_conv1d as conv_reference
-from moeyard_kernels.ref import delta_recurrent as rule_reference
 from moeyard_kernels.types.prompt_chunks import PromptChunks
 from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
 
@@ -127,7 +125,7 @@ def _rule(op: str, batch: int, queries: int, k_heads: int, heads: int) -> Case:
         alone = partial(run.func, qkv[:queries].clone(), b[:queries], a[:queries], a_log, dt_bias, state, slots=one)
         out, left = _with_state(alone, state)
         assert_bits("sequence alone", (out, left[slot]), (whole[0][:queries], whole[1][slot]))
-        reference = getattr(rule_reference, op)
+        reference = getattr(ops, op).reference
         exact = state.cpu().double()
         wanted = reference(*(x[:queries].cpu().double() for x in (qkv, b, a)), a_log.cpu(), dt_bias.cpu(), exact,
                            slots=_on_cpu(one))  # fmt: skip
@@ -175,7 +173,7 @@ def _conv(batch: int, queries: int, channels: int) -> Case:
         out, left = _with_state(partial(kernel, x[:queries].clone(), weight, window, slots=one), window)
         assert_bits("sequence alone", (out, left[slot]), (whole[0][:queries], whole[1][slot]))
         kept = window.cpu()
-        wanted = conv_reference.causal_conv1d_update(x[:queries].cpu(), weight.cpu(), kept, slots=_on_cpu(one))
+        wanted = ops.causal_conv1d_update.reference(x[:queries].cpu(), weight.cpu(), kept, slots=_on_cpu(one))
         assert_bits("window", left[slot].cpu(), kept[slot.cpu()])
         error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
         assert error < 5e-3, f"relative error {error:.2e}"

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import ModelStep
+from moeyard_kernels import ops
 from moeyard_kernels.elementwise import silu_mul
 from moeyard_kernels.experts import expert_layout, grouped_gemm, topk_gate
 from moeyard_kernels.experts.grouped_configs import slices_of_choice
 from moeyard_kernels.linear import linear
-from moeyard_kernels.ops import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
-from moeyard_kernels.ref import expert_layout as layout_reference
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.gate import GateRule, SharedRow, TokenChoice
 
 OPS = ("expert_layout", "grouped_gemm")
@@ -106,9 +106,7 @@ def _layout_case(num_tokens: int, num_experts: int, top_k: int = TOP_K, *, of: s
 
     def prove() -> None:
         got = _lay_out(topk_ids, slots)
-        wanted = layout_reference.expert_layout(
-            topk_ids.cpu(), slots.cpu(), num_slots=num_experts, block_rows=block_rows
-        )
+        wanted = ops.expert_layout.reference(topk_ids.cpu(), slots.cpu(), num_slots=num_experts, block_rows=block_rows)
         used = int(wanted.num_blocks)
         assert_bits("num_blocks", got.num_blocks.cpu(), wanted.num_blocks)
         assert_bits("counts", got.counts.cpu(), wanted.counts)

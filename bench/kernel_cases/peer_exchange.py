@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kernel_cases.case import Case, Target, assert_bits
+from moeyard_kernels import ops
 from moeyard_kernels.experts import peer_exchange
-from moeyard_kernels.ref import peer_exchange as oracle
 from moeyard_kernels.types.peer_window import PeerShape, PeerWindow, open_window
 
 OPS = ("dispatch_rows", "combine_rows")
@@ -79,7 +80,8 @@ def _prove(hidden: int, num_tokens: int) -> None:
     xs = [torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in ours]
     ids = [torch.rand(num_tokens, _NUM_EXPERTS, device="cuda").argsort(1)[:, :_TOP_K].contiguous() for _ in ours]
     out = torch.randn(2 * num_tokens * _TOP_K, hidden, dtype=torch.bfloat16, device="cuda")
-    for kernels, windows in ((peer_exchange, ours), (oracle, theirs)):
+    reference = SimpleNamespace(dispatch_rows=ops.dispatch_rows.reference, combine_rows=ops.combine_rows.reference)
+    for kernels, windows in ((peer_exchange, ours), (reference, theirs)):
         for send in (True, False):
             for x, chosen, window in zip(xs, ids, windows, strict=True):
                 kernels.dispatch_rows(x, chosen, window, layer=0, max_rows=num_tokens, send=send, wait=not send)

@@ -10,8 +10,6 @@ from kernel_cases.model_steps import MODELS, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.elementwise import scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
-from moeyard_kernels.ref import moe_weighted_reduce as reduce_reference
-from moeyard_kernels.ref import scale_rows as scale_reference
 
 OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_")
 
@@ -57,7 +55,7 @@ def _reduce(num_tokens: int, top_k: int, hidden: int, *, with_residual: bool | N
     def prove() -> None:
         some = slice(num_tokens // 2, num_tokens // 2 + 32)
         args = [x[some] for x in (parts, weights, shared, residual)]
-        chain = reduce_reference.moe_weighted_reduce(*(x.cpu() for x in args[:3]))
+        chain = ops.moe_weighted_reduce.reference(*(x.cpu() for x in args[:3]))
         assert_bits("sequential fma chain", ops.moe_weighted_reduce(*args[:3]).cpu(), chain)
         assert_bits("residual after", ops.moe_weighted_reduce(*args).cpu(), args[3].cpu() + chain)
         assert_bits("rows alone", ops.moe_weighted_reduce(parts, weights, shared)[some].cpu(), chain)
@@ -129,7 +127,7 @@ def _scale(num_rows: int, hidden: int) -> Case:
 
     def prove() -> None:
         factor = torch.rand(32, device="cuda").to(x.dtype)
-        wanted = scale_reference.scale_rows_(x[:32].cpu(), factor.cpu())
+        wanted = ops.scale_rows_.reference(x[:32].cpu(), factor.cpu())
         assert_bits("rounded product", ops.scale_rows_(x[:32].clone(), factor).cpu(), wanted)
         assert_bits("row alone", ops.scale_rows_(x[5:6].clone(), factor[5:6]).cpu(), wanted[5:6])
 

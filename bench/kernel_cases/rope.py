@@ -10,7 +10,6 @@ from kernel_cases.model_steps import Grouped, Latent, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.attention import rope, rope_cache_write
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS
-from moeyard_kernels.ref import rope as rope_reference
 
 OPS = ("rope", "rope_cache_write_mla", "rope_cache_write_gqa")
 _EPS = 1e-6
@@ -65,7 +64,7 @@ def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
 
     def prove() -> None:
         whole, some = run(), slice(num_tokens // 2, num_tokens // 2 + 32)
-        wanted = rope_reference.rope(x[some].cpu(), cos[some].cpu(), sin[some].cpu(), interleaved=interleaved)
+        wanted = ops.rope.reference(x[some].cpu(), cos[some].cpu(), sin[some].cpu(), interleaved=interleaved)
         assert_bits("reference", whole[some].cpu(), wanted)
         assert_bits("row alone", ops.rope(x[-1:], cos[-1:], sin[-1:], interleaved=interleaved), whole[-1:])
 

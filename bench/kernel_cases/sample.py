@@ -9,7 +9,6 @@ import torch
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import DECODE_ROWS, ModelStep
 from moeyard_kernels import ops
-from moeyard_kernels.ref import sample as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import SampledTokens
@@ -77,7 +76,7 @@ def _prove(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
     def prove() -> None:
         whole = ops.sample(logits, **options)
         count = min(PROVEN, logits.shape[0])
-        wanted = reference.sample(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
+        wanted = ops.sample.reference(logits[:count].cpu(), **_rows_of(options, slice(count), "cpu"))
         for name in _EXACT:
             assert_bits(f"{name}, against float64", _part(whole, name, slice(count), "cpu"), getattr(wanted, name))
         for name in ("logprobs", "top_logprobs"):

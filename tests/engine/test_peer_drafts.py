@@ -13,8 +13,7 @@ import torch
 from tests.engine.test_peer_steps import Fleet, Starter, config, house, start
 from tests.engine.test_speculation import DEMO, prompts
 
-from moeyard_kernels.ref import grouped_gemm as grouped_oracle
-from moeyard_kernels.ref import linear as linear_oracle
+from moeyard_kernels import ops
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
@@ -80,15 +79,14 @@ def settings(case: Case) -> EngineConfig:
 @pytest.fixture(autouse=True)
 def _rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's bits must not depend on the rows beside it, as on a GPU."""
-    for module in (linear_oracle, grouped_oracle):
-        monkeypatch.setattr(module, "linear", by_row)
+    monkeypatch.setattr(ops.linear, "reference", by_row)
 
 
 def by_row(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`ref.linear.linear`, a row at a time: products of other sizes add in another order on a CPU."""
+    """`ops.linear`, a row at a time: products of other sizes add in another order on a CPU."""
     y = torch.stack([weight.float() @ row for row in x.float()]) if len(x) else x.new_empty(0, len(weight)).float()
     return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
 

@@ -18,8 +18,7 @@ from tests.exchange.meshes import connect_all
 from tests.exchange.test_staged_exchange import backend, check_alone, fleet_of, rank_runner, run_steps, steps_of
 from tests.limits import HANG_SECONDS
 
-from moeyard_kernels.ref import fetch_experts as fetch_oracle
-from moeyard_kernels.ref import peer_exchange as oracle
+from moeyard_kernels import ops
 from moeyard_kernels.types.fetch_window import SHARED, FetchWindow
 from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
 from moeyard_kernels.types.peer_window import (
@@ -61,10 +60,10 @@ class Turns:
         self.num_fetches = 0
 
     def dispatch_rows(self, x: torch.Tensor, ids: torch.Tensor, window: PeerWindow, **at: int) -> Any:
-        return self._run(oracle.dispatch_rows, window, x, ids, window, **at)
+        return self._run(ops.dispatch_rows.reference, window, x, ids, window, **at)
 
     def combine_rows(self, out: torch.Tensor, window: PeerWindow, **at: int) -> Any:
-        return self._run(oracle.combine_rows, window, out, window, **at)
+        return self._run(ops.combine_rows.reference, window, out, window, **at)
 
     def _run(self, op: Callable[..., Any], window: PeerWindow, *given: Any, **at: int) -> Any:
         if window.state[POISONED]:
@@ -79,12 +78,12 @@ class Turns:
         """Ranks that share tell, read and move in turn, and count how often."""
         window: FetchWindow = given[-1]
         if not window.state[SHARED] or window.peer.state[POISONED]:
-            fetch_oracle.fetch_experts(*given, tell=True, read=True, move=True, **at)
+            ops.fetch_experts.reference(*given, tell=True, read=True, move=True, **at)
             return
         self.num_fetches += window.peer.rank == 0
         for part in ("tell", "read", "move"):
             with self._lock:
-                fetch_oracle.fetch_experts(*given, **{"tell": False, "read": False, "move": False, part: True}, **at)
+                ops.fetch_experts.reference(*given, **{"tell": False, "read": False, "move": False, part: True}, **at)
             self._barrier.wait()
 
 

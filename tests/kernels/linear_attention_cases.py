@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
+from moeyard_kernels.ops.linear_attention import gated_delta_rule
 from moeyard_kernels.types.state_slots import StateSlots
 
 # Key heads, value heads, Dk, Dv.

@@ -146,9 +146,9 @@ def test_ranks_are_below_63_bits_for_years() -> None:
 def test_bad_arguments_are_named() -> None:
     state = start_residency("lru", num_layers=2, num_experts=4, num_slots=3, device=DEVICE)
     ids = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match=r"ids must be int64 or int32 \[T, K\], got float32"):
+    with pytest.raises(ValueError, match=r"ids float32 \[2, 2\], expected int64 or int32 \[T, K\]"):
         ops.cache_access(ids.float(), state, layer=0)
-    with pytest.raises(ValueError, match="layer 2 of 2"):
+    with pytest.raises(ValueError, match=r"layer 2, L 2 of state\.slot_of int32 \[2, 4\], expected 0 <= layer < L"):
         ops.cache_access(ids, state, layer=2)
     with pytest.raises(ValueError, match="num_needed 0"):
         ops.cache_access(ids, state, layer=0, num_needed=0)

@@ -8,7 +8,7 @@ from tests.kernels.linear_attention_cases import relative, slots_of
 from moeyard_kernels import ops
 from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.linear_attention import causal_conv1d as triton_kernel
-from moeyard_kernels.ops import StateSlots
+from moeyard_kernels.types.state_slots import StateSlots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -140,11 +140,15 @@ def test_a_graph_replays_it(batch: int) -> None:
 def test_bad_arguments_are_named() -> None:
     x, weight, window = make_inputs(2, torch.float32)
     slots = slots_of([0, 1], [[0], [1]])
-    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[2, C\], got float32 \[1, 150\]"):
+    with pytest.raises(
+        ValueError, match=r"T 1 of x float32 \[1, 150\], slots\.num_rows 2, expected T == slots\.num_rows"
+    ):
         ops.causal_conv1d_update(x[:1], weight, window, slots=slots)
-    with pytest.raises(ValueError, match=r"weight bfloat16 \[150, 4\] does not fit x float32 \[2, 150\]"):
+    with pytest.raises(
+        ValueError, match=r"weight bfloat16 \[150, 4\], expected float32 \[150, K\] for x float32 \[2, 150\]"
+    ):
         ops.causal_conv1d_update(x, weight.bfloat16(), window, slots=slots)
-    with pytest.raises(ValueError, match=r"window float32 \[9, 2, 150\] does not fit weight float32 \[150, 4\]"):
+    with pytest.raises(ValueError, match=r"window float32 \[9, 2, 150\]"):
         ops.causal_conv1d_update(x, weight, window[:, 1:], slots=slots)
     with pytest.raises(ValueError, match=r"read int64 \[2\] holds 0 to 9, outside -1 to 8"):
         ops.causal_conv1d_update(x, weight, window, slots=slots_of([0, 9], [[0], [1]]))

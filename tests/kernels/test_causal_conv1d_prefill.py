@@ -10,8 +10,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import causal_conv1d
 from moeyard_kernels.linear_attention import causal_conv1d_prefill as triton_kernel
 from moeyard_kernels.linear_attention.causal_conv1d_prefill import ConvConfig
-from moeyard_kernels.ops import PromptChunks
-from moeyard_kernels.types.prompt_chunks import PADDING, chunks_of
+from moeyard_kernels.types.prompt_chunks import PADDING, PromptChunks, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS = 150
@@ -137,9 +136,11 @@ def test_chunks_are_counted_from_the_start_of_each_prompt() -> None:
 def test_bad_arguments_are_named() -> None:
     x, weight, window = (y.cpu() for y in make_inputs(3, torch.float32))
     chunks = PromptChunks.plan([3], [0], [9], device="cpu")
-    with pytest.raises(ValueError, match=r"slot 9 is none of window float32 \[9, 3, 150\]"):
+    with pytest.raises(ValueError, match=r"chunks\.last_slot 9, num_slots 9 of window float32 \[9, 3, 150\]"):
         ops.causal_conv1d_prefill(x, weight, window, chunks=chunks)
-    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[3, C\], got float32 \[2, 150\]"):
+    with pytest.raises(
+        ValueError, match=r"T 2 of x float32 \[2, 150\], chunks\.num_rows 3, expected T == chunks\.num_rows"
+    ):
         ops.causal_conv1d_prefill(x[:2], weight, window, chunks=chunks)
     for message, arguments in (
         (r"a prompt of 3 positions from 7 on: at least one, from a multiple of 64", ([3], [7], [0])),

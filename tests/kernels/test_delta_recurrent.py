@@ -8,7 +8,7 @@ from tests.kernels.linear_attention_cases import Heads, Rows, exact_rule, make_r
 from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import delta_recurrent as triton_kernel
 from moeyard_kernels.linear_attention.delta_recurrent import RecurrentConfig
-from moeyard_kernels.ops import StateSlots
+from moeyard_kernels.types.state_slots import StateSlots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
@@ -173,16 +173,25 @@ def test_bad_arguments_are_named() -> None:
     slots = slots_of([0, 1], [[0], [1]])
     args = dict(zip(("qkv", "b", "a", "a_log", "dt_bias", "state"), rows.args, strict=True))
     for message, change in (
-        (r"gdn_recurrent: state must be fp32 \[slots, Hv, Dk, Dv\], got bfloat16", {"state": rows.state.bfloat16()}),
-        (r"gdn_recurrent: qkv float32 \[2, 60\] does not fit state float32 \[9, 2, 16, 16\]", {"qkv": rows.qkv[:, 4:]}),
-        (r"gdn_recurrent: a float32 \[2, 1\], expected fp32 or bf16 \[2, 2\]", {"a": rows.a[:, :1]}),
-        (r"gdn_recurrent: dt_bias bfloat16 \[2\], expected fp32 \[2\]", {"dt_bias": rows.dt_bias.bfloat16()}),
+        (
+            r"gdn_recurrent: state bfloat16 \[9, 2, 16, 16\], expected float32 \[num_slots, Hv, Dk, Dv\]",
+            {"state": rows.state.bfloat16()},
+        ),
+        (
+            r"gdn_recurrent: W 60 of qkv float32 \[2, 60\], Hv 2 of state float32 \[9, 2, 16, 16\], Dv 16 of state",
+            {"qkv": rows.qkv[:, 4:]},
+        ),
+        (r"gdn_recurrent: a float32 \[2, 1\]", {"a": rows.a[:, :1]}),
+        (r"gdn_recurrent: dt_bias bfloat16 \[2\], expected float32 \[2\]", {"dt_bias": rows.dt_bias.bfloat16()}),
     ):
         with pytest.raises(ValueError, match=message):
             ops.gdn_recurrent(**(args | change), slots=slots)
-    with pytest.raises(ValueError, match=r"kda_recurrent: a float32 \[2, 2\], expected fp32 or bf16 \[2, 32\]"):
+    with pytest.raises(ValueError, match=r"kda_recurrent: a float32 \[2, 2\]"):
         ops.kda_recurrent(**args, slots=slots)
-    with pytest.raises(ValueError, match=r"gdn_recurrent: the slots are for 1 rows, qkv is float32 \[2, 64\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"gdn_recurrent: T 2 of qkv float32 \[2, 64\], slots\.num_rows 1, expected T == slots\.num_rows",
+    ):
         ops.gdn_recurrent(**args, slots=slots_of([0], [[0]]))
     with pytest.raises(ValueError, match=r"gdn_recurrent: write int64 \[2, 1\] holds 0 to 9, outside -1 to 8"):
         ops.gdn_recurrent(**args, slots=slots_of([0, 1], [[0], [9]]))

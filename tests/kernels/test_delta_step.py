@@ -10,7 +10,7 @@ from tests.kernels.linear_attention_cases import Heads, make_rows, relative, slo
 from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import delta_step as triton_kernel
 from moeyard_kernels.linear_attention.delta_step import Chain, TwoLaunches
-from moeyard_kernels.ops import StateSlots
+from moeyard_kernels.types.state_slots import StateSlots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
@@ -152,14 +152,22 @@ def test_a_graph_replays_it(batch: int, by_row: bool) -> None:
 def test_bad_arguments_are_named() -> None:
     step, slots = make_step(2, (1, 2, 16, 16), by_row=False), slots_of([0, 1], [[0], [1]])
     for message, change in (
-        (r"gdn_step: a float32 \[2, 1\], expected fp32 or bf16 \[2, 2\]", {"a": step["a"][:, :1]}),
-        (r"gdn_step: weight float32 \[64, 9\] does not fit x float32 \[2, 64\]", {"conv": torch.zeros(64, 9)}),
-        (r"gdn_step: window float32 \[8, 3, 64\] has other slots than state", {"window": step["window"][1:]}),
-        (r"gdn_step: gate float32 \[2, 31\] does not fit x float32 \[2, 2, 16\]", {"gate": step["gate"][:, 1:]}),
-        (r"gdn_step: weight float32 \[15\] does not fit x", {"norm": step["norm"][1:]}),
+        (r"gdn_step: a float32 \[2, 1\]", {"a": step["a"][:, :1]}),
+        (
+            r"gdn_step: window float32 \[9, 3, 64\], expected float32 \[9, 8, 64\] for conv float32 \[64, 9\]",
+            {"conv": torch.zeros(64, 9)},
+        ),
+        (r"gdn_step: window float32 \[8, 3, 64\]", {"window": step["window"][1:]}),
+        (r"gdn_step: gate float32 \[2, 31\]", {"gate": step["gate"][:, 1:]}),
+        (
+            r"gdn_step: norm float32 \[15\], expected float32 \[16\] for state float32 \[9, 2, 16, 16\]",
+            {"norm": step["norm"][1:]},
+        ),
         (r"gdn_step: rows int64 \[1\], expected int64 \[2\]", {"rows": torch.zeros(1, dtype=torch.int64)}),
     ):
         with pytest.raises(ValueError, match=message):
             ops.gdn_step(**(step | change), slots=slots)
-    with pytest.raises(ValueError, match=r"kda_step: the slots are for 1 rows, qkv is float32 \[2, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"kda_step: T 2 of qkv float32 \[2, 64\], slots\.num_rows 1, expected T == slots\.num_rows"
+    ):
         ops.kda_step(**make_step(2, (1, 2, 16, 16), by_row=True), slots=slots_of([0], [[0]]))

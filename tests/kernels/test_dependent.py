@@ -14,6 +14,7 @@ from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.linear import linear
 from moeyard_kernels.linear.linear_configs import CONFIGS, LinearConfig, Skinny
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs
 from moeyard_kernels.types.gate import GateRule, TokenChoice
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 1024, 256, 16, 4, 6
@@ -63,9 +64,9 @@ def chain(
             assert can_choose(choice, w["experts_up"], w["experts_down"])
         else:
             weights, ids = done(ops.topk_gate(logits, top_k=TOP_K, scoring="softmax", renormalize=True))
-        layout: ops.ExpertLayout | ops.ExpertPairs
-        layout = ops.ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=EXPERTS, choice=choice)
-        if ids.numel() > ops.FEW_PAIRS:
+        layout: ExpertLayout | ExpertPairs
+        layout = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=EXPERTS, choice=choice)
+        if ids.numel() > FEW_PAIRS:
             layout = done(ops.expert_layout(ids, slots, num_slots=EXPERTS, block_rows=16))
         routed = done(ops.grouped_gemm(normed, w["experts_up"], w["experts_down"], layout, top_k=TOP_K))
         routed = done(ops.moe_weighted_reduce(routed.view(len(x), TOP_K, HIDDEN), weights, shared))

@@ -9,7 +9,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.common import launch
 from moeyard_kernels.experts import expert_layout as triton_kernel
-from moeyard_kernels.ops import ExpertLayout
+from moeyard_kernels.types.expert_layout import ExpertLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -149,11 +149,11 @@ def test_a_graph_replays_it(num_tokens: int) -> None:
 
 def test_bad_arguments_are_named() -> None:
     ids, slots = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"topk_ids must be int64 or int32 \[T, K\], got float32 \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"topk_ids float32 \[2, 3\], expected int64 or int32 \[T, K\]"):
         ops.expert_layout(ids.float(), slots, num_slots=4, block_rows=16)
-    with pytest.raises(ValueError, match=r"slot_of_expert must be int32 \[E\], got int64 \[4\]"):
+    with pytest.raises(ValueError, match=r"slot_of_expert int64 \[4\], expected int32 \[E\]"):
         ops.expert_layout(ids, slots.long(), num_slots=4, block_rows=16)
-    with pytest.raises(ValueError, match=r"4 slots in blocks of 24 rows, expected \(16, 32, 64, 128\)"):
+    with pytest.raises(ValueError, match=r"block_rows 24, expected block_rows in \(16, 32, 64, 128\)"):
         ops.expert_layout(ids, slots, num_slots=4, block_rows=24)
     with pytest.raises(ValueError, match="not contiguous"):
         triton_kernel.expert_layout(ids.T.to(DEVICE), slots.to(DEVICE), num_slots=4, block_rows=16)

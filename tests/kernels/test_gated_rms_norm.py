@@ -85,9 +85,13 @@ def test_a_graph_replays_it(num_rows: int) -> None:
 
 def test_bad_arguments_are_named() -> None:
     x, gate, weight = torch.zeros(2, 3, 4), torch.zeros(2, 12), torch.zeros(4)
-    with pytest.raises(ValueError, match=r"gated_rms_norm: x must be fp32 or bf16 \[T, H, D\], got float32 \[3, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"gated_rms_norm: x float32 \[3, 4\], expected float32 or bfloat16 \[T, H, D\]"
+    ):
         ops.gated_rms_norm(x[0], gate, weight, 1e-6)
-    with pytest.raises(ValueError, match=r"gate float32 \[2, 11\] does not fit x float32 \[2, 3, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"gate float32 \[2, 11\], expected float32 or bfloat16 \[2, 12\] for x float32 \[2, 3, 4\]"
+    ):
         ops.gated_rms_norm(x, gate[:, 1:], weight, 1e-6)
-    with pytest.raises(ValueError, match=r"weight bfloat16 \[4\] does not fit x float32 \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"weight bfloat16 \[4\], expected float32 \[4\] for x float32 \[2, 3, 4\]"):
         ops.gated_rms_norm(x, gate, weight.bfloat16(), 1e-6)

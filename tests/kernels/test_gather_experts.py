@@ -46,11 +46,15 @@ def test_bad_arguments_are_named() -> None:
     ops.gather_experts(store, table, gate_up, down, layer=1)
     with pytest.raises(ValueError, match=r"counts int64 \[3\], expected int64"):
         ops.gather_experts(store, table, gate_up, down, layer=1, counts=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"store float32 \[4, 12\] for layer 2 of 2 x 12"):
+    with pytest.raises(ValueError, match=r"layer 2, E 2 of table int32 \[2\], rows 4 of store float32 \[4, 12\]"):
         ops.gather_experts(store, table, gate_up, down, layer=2)
-    with pytest.raises(ValueError, match=r"table must be int32 \[E\]"):
+    with pytest.raises(ValueError, match=r"table int64 \[2\], expected int32 \[E\]"):
         ops.gather_experts(store, table.long(), gate_up, down, layer=0)
-    with pytest.raises(ValueError, match=r"store torch.bfloat16, gate_up torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"store bfloat16 \[4, 12\], expected float32 \[rows, 12\] for gate_up float32 \[3, 4, 2\]"
+    ):
         ops.gather_experts(store.bfloat16(), table, gate_up, down, layer=0)
-    with pytest.raises(ValueError, match=r"expected \[S, ...\] of each"):
+    with pytest.raises(
+        ValueError, match=r"down float32 \[2, 2, 2\], expected float32 \[3, X, Y\] for gate_up float32 \[3, 4, 2\]"
+    ):
         ops.gather_experts(store, table, gate_up, down[:2], layer=0)

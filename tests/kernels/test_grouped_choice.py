@@ -16,7 +16,7 @@ from moeyard_kernels.experts import grouped_gemm as experts
 from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.experts.grouped_configs import SLICE, slice_fits, slices_of_choice
 from moeyard_kernels.experts.topk_gate import topk_gate
-from moeyard_kernels.types.expert_layout import can_share
+from moeyard_kernels.types.expert_layout import ExpertPairs, can_share
 from moeyard_kernels.types.gate import GateRule, SharedRow, TokenChoice
 
 GPU = torch.cuda.is_available()
@@ -95,8 +95,8 @@ class Layer:
             more["shared"] = SharedRow(gate_up=self.row, down=self.shared, out=torch.full_like(self.x, -7))
         return TokenChoice(rule=self.rule, logits=self.logits, bias=self.bias, weights=weights, ids=ids, **more)
 
-    def pairs(self, ids: torch.Tensor, choice: TokenChoice | None = None) -> ops.ExpertPairs:
-        return ops.ExpertPairs(topk_ids=ids, slot_of_expert=self.slots, num_slots=self.num_experts, choice=choice)
+    def pairs(self, ids: torch.Tensor, choice: TokenChoice | None = None) -> ExpertPairs:
+        return ExpertPairs(topk_ids=ids, slot_of_expert=self.slots, num_slots=self.num_experts, choice=choice)
 
     def run(
         self, op: Any = ops.grouped_gemm, *, counted: bool = False, shared: bool = False
@@ -220,9 +220,11 @@ def test_wrong_choices_are_refused() -> None:
         run(replace(good, logits=layer.logits[:, :15]), good.ids)
     with pytest.raises(ValueError, match=r"a choice of 4 into .*\[1, 3\], expected \[1, 3\]"):
         run(replace(good, rule=replace(good.rule, top_k=4)), good.ids)
-    with pytest.raises(ValueError, match=r"bias must be fp32 \[16\]"):
+    with pytest.raises(ValueError, match=r"bias float64 \[16\], expected float32 \[16\]"):
         run(replace(good, bias=layer.logits[0].double()), good.ids)
-    with pytest.raises(ValueError, match="counts and entries come together"):
+    with pytest.raises(
+        ValueError, match=r"counts int64 \[16\], entries None, expected \(counts is None\) == \(entries is None\)"
+    ):
         run(replace(good, counts=layer.counts), good.ids)
     with pytest.raises(ValueError, match="writes the pairs' own topk_ids"):
         run(good, good.ids.clone())

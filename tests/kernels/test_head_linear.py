@@ -148,11 +148,19 @@ def test_the_kernel_for_hopper_takes_what_it_can_describe() -> None:
 def test_bad_arguments_are_named() -> None:
     x, weight = torch.zeros(4, 2, 8), torch.zeros(2, 6, 8)
     for message, bad_x, bad_weight in (
-        (r"x float32 \[4, 2, 8\] does not fit weight float32 \[3, 6, 8\]", x, torch.zeros(3, 6, 8)),
-        (r"x float32 \[4, 2, 8\] does not fit weight float32 \[2, 8, 6\]", x, weight.transpose(1, 2)),
-        (r"x float32 \[4, 8\] does not fit", x[:, 0], weight),
-        (r"x float32 .* and weight bfloat16 .* must share a dtype, fp32 or bf16", x, weight.bfloat16()),
-        (r"x float16 .* must share a dtype", x.half(), weight.half()),
+        (
+            r"weight float32 \[3, 6, 8\], expected float32 \[2, N, 8\] for x float32 \[4, 2, 8\]",
+            x,
+            torch.zeros(3, 6, 8),
+        ),
+        (
+            r"weight float32 \[2, 8, 6\], expected float32 \[2, N, 8\] for x float32 \[4, 2, 8\]",
+            x,
+            weight.transpose(1, 2),
+        ),
+        (r"x float32 \[4, 8\], expected float32 or bfloat16 \[T, H, K\]", x[:, 0], weight),
+        (r"weight bfloat16 \[2, 6, 8\], expected float32 \[2, N, 8\] for x float32 \[4, 2, 8\]", x, weight.bfloat16()),
+        (r"x float16 \[4, 2, 8\], expected float32 or bfloat16 \[T, H, K\]", x.half(), weight.half()),
         (r"strides \(16, 1, 2\) is not contiguous in its last", x.transpose(1, 2).contiguous().transpose(1, 2), weight),
         (r"strides \(96, 16, 2\) is contiguous in none", x, torch.zeros(2, 6, 16)[..., ::2]),
     ):

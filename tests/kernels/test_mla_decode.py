@@ -217,15 +217,17 @@ def test_the_door_serves_tables() -> None:
 def test_bad_arguments_are_named() -> None:
     held, cache = sequences([70, 9], 32, 16, 16, torch.bfloat16)
     q, tables = queries(2, 4, 32, 16, torch.bfloat16), held.tables(torch.tensor([70, 9]))
-    with pytest.raises(ValueError, match="the tables are for 2 rows and pages of 16, got 1 and 16"):
+    with pytest.raises(
+        ValueError, match=r"tables\.num_rows 2, T 1 of q_latent bfloat16 \[1, 4, 32\], expected tables\.num_rows == T"
+    ):
         ops.mla_decode(q[0][:1], q[1][:1], cache, tables=tables, scale=1.0)
-    with pytest.raises(ValueError, match=r"scale 0.0 is not positive"):
+    with pytest.raises(ValueError, match=r"scale 0\.0, expected scale > 0"):
         ops.mla_decode(*q, cache, tables=tables, scale=0.0)
     with pytest.raises(ValueError, match=r"q_rope bfloat16 \[2, 4, 16\] with strides .* is not contiguous"):
         ops.mla_decode(q[0], q[1].transpose(1, 2).contiguous().transpose(1, 2), cache, tables=tables, scale=1.0)
-    with pytest.raises(ValueError, match=r"latent_cache bfloat16 \[.*, 48\] does not hold 32 \+ 5"):
+    with pytest.raises(ValueError, match=r"latent_cache bfloat16 \[17, 16, 48\]"):
         ops.mla_decode(q[0], q[1][..., :5].contiguous(), cache, tables=tables, scale=1.0)
-    with pytest.raises(ValueError, match=r"q_latent bfloat16 \[2, 4, 32\] does not fit q_rope bfloat16 \[2, 3, 16\]"):
+    with pytest.raises(ValueError, match=r"q_rope bfloat16 \[2, 3, 16\]"):
         ops.mla_decode(q[0], q[1][:, :3].contiguous(), cache, tables=tables, scale=1.0)
     # On a CPU the references check what tables hold; the kernels do, on a GPU within `checked`.
     host = DecodeTables(page_table=tables.page_table.cpu(), kv_lens=tables.kv_lens.cpu(), page_size=16)

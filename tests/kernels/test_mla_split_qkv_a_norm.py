@@ -57,11 +57,15 @@ def test_a_graph_replays_it(num_rows: int) -> None:
 
 def test_bad_arguments_are_named() -> None:
     x, w = torch.zeros(2, 12), torch.zeros(6)
-    with pytest.raises(ValueError, match=r"q_weight float32 \[6\] and kv_weight float32 \[6\] leave nothing of qkv_a"):
+    with pytest.raises(
+        ValueError, match=r"Rq 6 of q_weight float32 \[6\], R 6 of kv_weight float32 \[6\], W 12 of qkv_a float32"
+    ):
         ops.mla_split_qkv_a_norm(x, w, w, 1e-6)
-    with pytest.raises(ValueError, match=r"kv_weight bfloat16 \[6\] must be torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"kv_weight bfloat16 \[6\], expected float32 \[R\] for qkv_a float32 \[2, 12\]"
+    ):
         ops.mla_split_qkv_a_norm(x, w, w.bfloat16(), 1e-6)
-    with pytest.raises(ValueError, match=r"qkv_a must be fp32 or bf16 \[T, Rq \+ R \+ Dr\], got float32 \[12\]"):
+    with pytest.raises(ValueError, match=r"qkv_a float32 \[12\], expected float32 or bfloat16 \[T, W\]"):
         ops.mla_split_qkv_a_norm(x[0], w, w, 1e-6)
     with pytest.raises(
         ValueError, match=r"qkv_a float32 \[12, 2\] with strides \(1, 12\) is not contiguous in its last"

@@ -140,21 +140,30 @@ def test_a_graph_replays_it(num_rows: int) -> None:
 def test_bad_arguments_are_named() -> None:
     partial, weights, shared, residual, norm = (x.cpu() for x in inputs(2, 3, 4, torch.float32))
     for message, given in (
-        (r"partial must be fp32 or bf16 \[T, K, H\], got float32", (partial[0], weights, shared, residual, norm)),
-        (r"weights float32 \[2, 2\], expected fp32", (partial, weights[:, :2], shared, residual, norm)),
+        (
+            r"partial float32 \[3, 4\], expected float32 or bfloat16 \[T, K, H\]",
+            (partial[0], weights, shared, residual, norm),
+        ),
+        (
+            r"weights float32 \[2, 2\], expected float32 \[2, 3\] for partial float32 \[2, 3, 4\]",
+            (partial, weights[:, :2], shared, residual, norm),
+        ),
         (r"shared float32 \[1, 4\], expected", (partial, weights, shared[:1], residual, norm)),
         (r"residual float32 \[2, 3\], expected", (partial, weights, None, residual[:, :3], norm)),
-        (r"weight float32 \[3\] does not fit x", (partial, weights, None, residual, norm[:3])),
+        (
+            r"norm float32 \[3\], expected float32 \[4\] for partial float32 \[2, 3, 4\]",
+            (partial, weights, None, residual, norm[:3]),
+        ),
     ):
         with pytest.raises(ValueError, match=f"^moe_reduce_add_norm: {message}"):
             ops.moe_reduce_add_norm(*given, EPS)
     for message, gate in (
-        (r"shared_gate float32 \[1\] for partial float32 \[2, 3, 4\]", torch.zeros(1)),
-        (r"shared_gate must be fp32 or bf16 \[T\], got int64 \[2\]", torch.zeros(2, dtype=torch.int64)),
+        (r"shared_gate float32 \[1\]", torch.zeros(1)),
+        (r"shared_gate int64 \[2\], expected float32 or bfloat16 \[2\]", torch.zeros(2, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError, match=f"^moe_reduce_add_norm: {message}"):
             ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, EPS, shared_gate=gate)
-    with pytest.raises(ValueError, match="and its shared rows"):
+    with pytest.raises(ValueError, match=r"shared_gate float32 \[2\], shared None"):
         ops.moe_reduce_add_norm(partial, weights, None, residual, norm, EPS, shared_gate=torch.zeros(2))
     args = inputs(2, 3, 16, torch.float32)
     with pytest.raises(ValueError, match=r"residual float32 \[2, 16\] with strides \(1, 2\) is not contiguous"):

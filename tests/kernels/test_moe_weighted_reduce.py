@@ -11,7 +11,7 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.common.tuning import RowConfig
 from moeyard_kernels.experts import moe_weighted_reduce as triton_kernel
-from moeyard_kernels.ref import moe_weighted_reduce as reference
+from moeyard_kernels.ops import experts as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -211,13 +211,19 @@ def test_a_graph_replays_it(num_tokens: int) -> None:
 
 def test_bad_arguments_are_named() -> None:
     x, w = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"partial must be fp32 or bf16 \[T, K, H\], got float16 \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"partial float16 \[2, 3, 4\], expected float32 or bfloat16 \[T, K, H\]"):
         ops.moe_weighted_reduce(x.half(), w)
-    with pytest.raises(ValueError, match=r"weights float32 \[2, 2\], expected fp32 \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"weights float32 \[2, 2\], expected float32 \[2, 3\] for partial float32 \[2, 3, 4\]"
+    ):
         ops.moe_weighted_reduce(x, w[:, :2])
-    with pytest.raises(ValueError, match=r"shared float32 \[1, 4\], expected torch.float32 \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"shared float32 \[1, 4\], expected float32 \[2, 4\] for partial float32 \[2, 3, 4\]"
+    ):
         ops.moe_weighted_reduce(x, w, torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=r"residual bfloat16 \[2, 4\], expected torch.float32 \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"residual bfloat16 \[2, 4\], expected float32 \[2, 4\] for partial float32 \[2, 3, 4\]"
+    ):
         ops.moe_weighted_reduce(x, w, None, torch.zeros(2, 4).bfloat16())
     with pytest.raises(ValueError, match=r"partial float32 \[2, 3, 4\] with strides .* is not contiguous"):
         triton_kernel.moe_weighted_reduce(torch.zeros(3, 2, 4).transpose(0, 1), w)

@@ -6,7 +6,7 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import restore_slots as triton_kernel
 from moeyard_kernels.linear_attention.restore_slots import RestoreConfig
-from moeyard_kernels.ops import SlotMoves
+from moeyard_kernels.types.state_slots import SlotMoves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SLOTS = 9
@@ -69,8 +69,12 @@ def test_every_config_copies_all(config: RestoreConfig) -> None:
 def test_bad_arguments_are_named() -> None:
     state, window = (x.cpu() for x in make_slots(torch.float32))
     for message, arguments, moves in (
-        (r"state must be fp32 \[slots, Hv, Dk, Dv\], got bfloat16", (state.bfloat16(), window), [(1, 0)]),
-        (r"window must be fp32 or bf16 \[9, K - 1, C\], got float32 \[8, 3, 86\]", (state, window[:8]), [(1, 0)]),
+        (
+            r"state bfloat16 \[9, 3, 18, 10\], expected float32 \[num_slots, Hv, Dk, Dv\]",
+            (state.bfloat16(), window),
+            [(1, 0)],
+        ),
+        (r"window float32 \[8, 3, 86\]", (state, window[:8]), [(1, 0)]),
         (r"source int64 \[1\] holds 9 to 9, outside -1 to 8", (state, window), [(9, 0)]),
         (r"target int64 \[1\] holds -1 to -1, outside 0 to 8", (state, window), [(1, -1)]),
     ):

@@ -3,7 +3,7 @@
 Sums are exact (small integers, one value of h for each output), so that the interpreter gives what a GPU gives.
 """
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +14,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.experts import grouped_gemm as triton_kernel
 from moeyard_kernels.experts import peer_exchange as peer_kernel
-from moeyard_kernels.ops import ExpertLayout, ExpertPairs
-from moeyard_kernels.ref import grouped_gemm as oracle
+from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 from moeyard_kernels.types.peer_shape import SENT
 from moeyard_kernels.types.peer_window import POISONED, PeerWindow
 
@@ -63,7 +62,7 @@ class Ranks:
             outs.append(out)
         for send in (True, False):
             for window, out, count in zip(windows, outs, self.counts, strict=True):
-                # Counted by the kernel, and by the oracle.
+                # Counted by the kernel, and by the REFERENCE.
                 combine = (peer_kernel if kernels is triton_kernel else ops).combine_rows
                 combine(out, window, layer=0, num_tokens=count, max_rows=most, send=send, wait=not send)
 
@@ -74,10 +73,11 @@ class Ranks:
         assert any(bool(window.views(window.rank).home.any()) for window in self.put)
 
 
+REFERENCE = SimpleNamespace(grouped_gemm=ops.grouped_gemm.reference)
 KERNELS = [pytest.param(triton_kernel, id="kernel")]
 if DEVICE.type == "cpu":
     # What the oracle makes of ids lies on a CPU.
-    KERNELS.append(pytest.param(oracle, id="oracle"))
+    KERNELS.append(pytest.param(REFERENCE, id="oracle"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

@@ -113,11 +113,11 @@ def test_what_the_grid_cannot_hold_is_refused() -> None:
 
 def test_bad_arguments_are_named() -> None:
     x, cos = torch.zeros(2, 3, 4), torch.zeros(2, 2)
-    with pytest.raises(ValueError, match=r"x must be \[T, heads, even D\], got float32 \[2, 3, 5\]"):
+    with pytest.raises(ValueError, match=r"x float32 \[2, 3, 5\], expected float32 or bfloat16 \[T, heads, 2 half\]"):
         ops.rope(torch.zeros(2, 3, 5), cos, cos, interleaved=False)
-    with pytest.raises(ValueError, match=r"cos float32 \[2, 3\] does not fit x float32 \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"Dc 3 of cos float32 \[2, 3\], half 2 of x float32 \[2, 3, 4\]"):
         ops.rope(x, torch.zeros(2, 3), torch.zeros(2, 3), interleaved=False)
-    with pytest.raises(ValueError, match=r"cos float32 \[2, 2\] and sin float32 \[2, 4\] differ"):
+    with pytest.raises(ValueError, match=r"sin float32 \[2, 4\], expected float32 \[2, 2\] for cos float32 \[2, 2\]"):
         ops.rope(x, cos, torch.zeros(2, 4), interleaved=False)
     with pytest.raises(ValueError, match=r"x float32 \[2, 3, 4\] with strides \(1, 8, 2\) is not contiguous"):
         triton_kernel.rope(torch.zeros(3, 4, 2).permute(2, 0, 1), cos, cos, interleaved=False)

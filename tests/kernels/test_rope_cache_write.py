@@ -158,7 +158,7 @@ def test_part_of_a_head_is_rotated(
 def test_more_than_a_head_is_not_rotated() -> None:
     args, _ = normed_inputs(2, 2, 1, 16, torch.float32)
     cos = torch.randn(2, 12, device=DEVICE)
-    with pytest.raises(ValueError, match=r"cos float32 \[2, 12\] does not fit q float32 \[2, 2, 16\]"):
+    with pytest.raises(ValueError, match=r"Dc 12 of cos float32 \[2, 12\], D 16 of q float32 \[2, 2, 16\]"):
         ops.rope_cache_write_gqa(*args[:3], cos, cos, *args[5:], interleaved=False)
 
 
@@ -327,24 +327,32 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             ops.rope_cache_write_mla(**given, interleaved=True)
 
-    refused(r"kv_a float32 \[3, 16\] does not fit q_rope float32 \[2, 4, 8\]", kv_a=torch.zeros(3, 16))
-    refused(r"k_rope float32 \[2, 6\] does not fit q_rope", k_rope=torch.zeros(2, 6))
+    refused(
+        r"kv_a float32 \[3, 16\], expected float32 \[2, R\] for q_rope float32 \[2, 4, 8\]", kv_a=torch.zeros(3, 16)
+    )
+    refused(
+        r"k_rope float32 \[2, 6\], expected float32 \[2, 8\] for q_rope float32 \[2, 4, 8\]", k_rope=torch.zeros(2, 6)
+    )
     refused(r"slot_mapping int32 \[2\], expected int64 \[2\]", slot_mapping=args[5].int())
-    refused(r"cache float32 \[20, 16, 23\] does not fit kv_a", cache=torch.zeros(20, PAGE, 23))
+    refused(r"cache float32 \[20, 16, 23\]", cache=torch.zeros(20, PAGE, 23))
     refused(r"slot_mapping .* holds 3 to 320, outside -1 to 319", slot_mapping=torch.tensor([3, 320]))
     args[5] = torch.tensor([-2, 0])
     with checked(), pytest.raises(ValueError, match=r"slot_mapping int64 \[2\] holds -2 to 0, outside -1 to 319"):
         triton_kernel.rope_cache_write_mla(*(x.to(DEVICE) for x in args), interleaved=True)
     q, cos, cache = torch.zeros(2, 4, 8), torch.zeros(2, 4), torch.zeros(2, 3, PAGE, 8)
-    with pytest.raises(ValueError, match=r"k_cache float32 \[2, 3, 16, 8\] does not fit k float32 \[2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"k_cache float32 \[2, 3, 16, 8\]"):
         ops.rope_cache_write_gqa(q, q, q, cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
-    with pytest.raises(ValueError, match=r"v float32 \[2, 2, 8\] is not like k float32 \[2, 4, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"v float32 \[2, 2, 8\], expected float32 \[2, 4, 8\] for k float32 \[2, 4, 8\]"
+    ):
         ops.rope_cache_write_gqa(q, q, q[:, :2], cos, cos, torch.zeros(2).long(), cache, cache, interleaved=False)
     cache = torch.zeros(4, 3, PAGE, 8)
-    with pytest.raises(ValueError, match="q_norm and k_norm come together, or neither"):
+    with pytest.raises(
+        ValueError, match=r"q_norm float32 \[8\], k_norm None, expected \(q_norm is None\) == \(k_norm is None\)"
+    ):
         ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, q_norm=q[0, 0])
     norms = {"q_norm": q[0, 0], "k_norm": q[0, 0, :4]}
-    with pytest.raises(ValueError, match=r"weight float32 \[4\] does not fit x float32 \[2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"k_norm float32 \[4\], expected float32 \[8\] for q float32 \[2, 4, 8\]"):
         ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, **norms)
 
 

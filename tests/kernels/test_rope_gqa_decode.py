@@ -210,9 +210,15 @@ def test_bad_arguments_are_named() -> None:
     found = case([70, 9], 4, 2, 64, torch.bfloat16)
     q, k, v, cos, sin, slots = found.args
     rest = {"tables": found.tables(), "scale": 1.0, "interleaved": False}
-    with pytest.raises(ValueError, match=r"rope_gqa_decode: v bfloat16 \[2, 2, 32\] is not like k"):
+    with pytest.raises(
+        ValueError,
+        match=r"rope_gqa_decode: v bfloat16 \[2, 2, 32\], expected bfloat16 \[2, 2, 64\] for k bfloat16 \[2, 2, 64\]",
+    ):
         ops.rope_gqa_decode(q, k, v[..., :32], cos, sin, slots, *found.held.caches, **rest)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rope_gqa_decode: the tables are for 2 rows and pages of 64, got 1 and 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"rope_gqa_decode: tables\.num_rows 2, T 1 of q bfloat16 \[1, 4, 64\], expected tables\.num_rows == T",
+    ):
         ops.rope_gqa_decode(*(x[:1] for x in found.args), *found.held.caches, **rest)  # type: ignore[arg-type]
     with checked():
         slots = torch.tensor([-2, 0], device=DEVICE)

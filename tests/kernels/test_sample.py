@@ -13,7 +13,7 @@ from tests.kernels import numpy_sampler
 
 from moeyard_kernels import ops
 from moeyard_kernels.common.launch import checked
-from moeyard_kernels.ref import sample as reference
+from moeyard_kernels.ops import sampling as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.sampling import token_logprobs as triton_kernel_of_given
 from moeyard_kernels.types.logit_edits import LogitEdits
@@ -233,7 +233,7 @@ def test_launches_that_are_left_out_change_nothing(vocab: int, given: tuple[str,
     all_of_them = arguments(sequences, vocab, edits=False)
     always = ("temperature", "seeds", "positions")
     some = {name: all_of_them[name] for name in (*always, *given)}
-    assert torch.equal(run_kernel(logits, **some).ids, reference.sample(logits, **some).ids)
+    assert torch.equal(run_kernel(logits, **some).ids, ops.sample.reference(logits, **some).ids)
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
@@ -316,7 +316,7 @@ def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
     ids = run_kernel(logits, **options).ids
     assert set(ids.tolist()) <= {0, 1, 2}
     assert len(set(ids.tolist())) > 1
-    assert torch.equal(ids, reference.sample(logits, **options).ids)
+    assert torch.equal(ids, ops.sample.reference(logits, **options).ids)
 
 
 def test_what_is_not_finite() -> None:
@@ -335,7 +335,7 @@ def test_what_is_not_finite() -> None:
     for options in ({}, {"top_k": 4}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.5, "min_p": 0.1}):
         sequences = [sequence(seed=i, **options) for i in range(6)]
         given = arguments(sequences, 50, edits=False)
-        got, of_reference = run_kernel(logits, logprobs=3, **given), reference.sample(logits, logprobs=3, **given)
+        got, of_reference = run_kernel(logits, logprobs=3, **given), ops.sample.reference(logits, logprobs=3, **given)
         assert got.ids.tolist() == wanted
         for tokens in (got, of_reference):
             assert tokens.logprobs is not None
@@ -409,11 +409,13 @@ def test_given_tokens_are_told_of_as_chosen_ones(num_top: int) -> None:
 
 def test_given_tokens_must_fit() -> None:
     logits, ids = torch.randn(2, 50), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"token_logprobs: logits must be fp32 or bf16"):
+    with pytest.raises(
+        ValueError, match=r"token_logprobs: logits float16 \[2, 50\], expected float32 or bfloat16 \[B, V\]"
+    ):
         ops.token_logprobs(logits.half(), ids, 0)
     with pytest.raises(ValueError, match=r"token_logprobs: ids .* expected int64 \[2\]"):
         ops.token_logprobs(logits, ids[:1], 0)
-    with pytest.raises(ValueError, match=r"token_logprobs: num_top 21, expected 0 to 20"):
+    with pytest.raises(ValueError, match=r"token_logprobs: num_top 21, expected 0 <= num_top <= 20"):
         ops.token_logprobs(logits, ids, 21)
 
 
@@ -452,18 +454,18 @@ def test_no_rows() -> None:
 def test_bad_arguments_are_named() -> None:
     logits, sequences = mixed_rows(7, 2, edits=True)
     good = arguments(sequences, 7)
-    with pytest.raises(ValueError, match=r"logits must be fp32 or bf16 \[B, V\], got float16 \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"logits float16 \[2, 7\], expected float32 or bfloat16 \[B, V\]"):
         ops.sample(logits.half())
-    with pytest.raises(ValueError, match=r"top_p float32 \[2\], expected torch.float64 \[2\]"):
+    with pytest.raises(ValueError, match=r"top_p float32 \[2\], expected float64 \[2\]"):
         ops.sample(logits, **{**good, "top_p": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"top_k int64 \[3\], expected torch.int64 \[2\]"):
+    with pytest.raises(ValueError, match=r"top_k int64 \[3\], expected int64 \[2\] for logits float32 \[2, 7\]"):
         ops.sample(logits, **{**good, "top_k": torch.ones(3, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="needs seeds and positions"):
+    with pytest.raises(ValueError, match=r"temperature float64 \[2\], seeds None, positions int64 \[2\]"):
         ops.sample(logits, **{**good, "seeds": None})
     for wrong in (-1, 21):
-        with pytest.raises(ValueError, match=f"logprobs {wrong}, expected None or 0 to 20"):
+        with pytest.raises(ValueError, match=f"logprobs {wrong}, expected logprobs is None or 0 <= logprobs <= 20"):
             ops.sample(logits, logprobs=wrong)
-    with pytest.raises(ValueError, match="without temperature, which is None"):
+    with pytest.raises(ValueError, match=r"temperature None, top_k None, top_p float64 \[2\], min_p None"):
         ops.sample(logits, top_p=good["top_p"])
     bad = {"words": torch.zeros(3, 8, dtype=torch.int32), "slots": torch.zeros(2), "penalties": torch.zeros(2, 2)}
     parts = {name: getattr(good["edits"], name) for name in ("words", "bias", "slots", "penalties")}

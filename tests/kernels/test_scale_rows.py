@@ -55,9 +55,11 @@ def test_a_graph_replays_it(num_rows: int) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"scale float32 \[2\] does not fit x float32 \[3, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"scale float32 \[2\], expected float32 or bfloat16 \[3\] for x float32 \[3, 4\]"
+    ):
         ops.scale_rows_(torch.zeros(3, 4), torch.zeros(2))
-    with pytest.raises(ValueError, match=r"x must be fp32 or bf16 \[T, H\], got int64 \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"x int64 \[3, 4\], expected float32 or bfloat16 \[T, H\]"):
         ops.scale_rows_(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3))
     with pytest.raises(ValueError, match=r"x float32 \[3, 4\] with strides \(1, 3\) is not contiguous"):
         triton_kernel.scale_rows_(torch.zeros(4, 3).T, torch.zeros(3))

@@ -70,7 +70,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"gate_up must be fp32 or bf16 \[M, 2 I\], got float32 \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"gate_up float32 \[2, 5\], expected float32 or bfloat16 \[M, 2 I\]"):
         ops.silu_mul(torch.zeros(2, 5))
     with pytest.raises(
         ValueError, match=r"gate_up float32 \[4, 2\] with strides \(1, 4\) is not contiguous in its last"

@@ -113,16 +113,16 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"q": torch.zeros(4, 3, 32)}, "3 query heads over 2 key heads"),
-    ({"q": torch.zeros(4, 4, 16)}, r"q float32 \[4, 4, 16\] for keys float32 \[2, 40, 32\]"),
-    ({"length": 4}, "a window of 4 in a prompt of 4"),
-    ({"length": 41}, "keys of 40 positions in a prompt of 41"),
-    ({"rows": torch.zeros(39, dtype=torch.int64)}, "keys of 39 positions in a prompt of 40"),
-    ({"rows": torch.zeros(40, dtype=torch.int32)}, r"rows int32 \[40\], expected contiguous int64"),
-    ({"k": torch.zeros(2, 40, 32).bfloat16()}, "k torch.bfloat16 and q torch.float32 must share a dtype"),
+    ({"q": torch.zeros(4, 3, 32)}, r"Hkv 2 of k float32 \[2, 40, 32\], Hq 3 of q float32 \[4, 3, 32\]"),
+    ({"q": torch.zeros(4, 4, 16)}, r"D 16 of q float32 \[4, 4, 16\], Dk 32 of k float32 \[2, 40, 32\], Dr 0"),
+    ({"length": 4}, r"W 4 of q float32 \[4, 4, 32\], length 4, expected 1 <= W < length"),
+    ({"length": 41}, r"length 41, rows None, N 40 of k float32 \[2, 40, 32\], known 0"),
+    ({"rows": torch.zeros(39, dtype=torch.int64)}, r"length 40, rows int64 \[39\], N 40 of k .*, known 39"),
+    ({"rows": torch.zeros(40, dtype=torch.int32)}, r"rows int32 \[40\], expected int64 \[known\]"),
+    ({"k": torch.zeros(2, 40, 32).bfloat16()}, r"k bfloat16 \[2, 40, 32\], expected float32 \[Hkv, N, Dk\] for q"),
     ({"k": torch.zeros(2, 32, 40).transpose(1, 2)}, "not contiguous in its last dimension"),
-    ({"k_rope": torch.zeros(39, 16)}, r"k_rope float32 \[39, 16\] does not fit"),
-    ({"scale": 0.0}, "scale 0.0 is not positive"),
+    ({"k_rope": torch.zeros(39, 16)}, r"k_rope float32 \[39, 16\], expected float32 \[40, Dr\] for k"),
+    ({"scale": 0.0}, r"scale 0\.0, expected scale > 0"),
 ], ids=str)  # fmt: skip
 def test_bad_arguments_are_named(changes: dict[str, object], message: str) -> None:
     arguments = {"q": torch.zeros(4, 4, 32), "k": torch.zeros(2, 40, 32), "length": 40, "scale": 1.0, **changes}

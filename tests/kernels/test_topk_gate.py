@@ -268,14 +268,20 @@ def test_bad_arguments_are_named() -> None:
     logits = torch.zeros(2, 8)
     good = {"top_k": 2, "scoring": "softmax", "renormalize": True}
     for change, message in [
-        ({"top_k": 9}, "top_k 9 of 8 experts"),
-        ({"scoring": "tanh"}, "scoring 'tanh' is neither"),
-        ({"bias": torch.zeros(7)}, r"bias must be fp32 \[8\], got float32 \[7\]"),
-        ({"counts": LONG(8)}, "counts and entries come together"),
-        ({"counts": LONG(7), "entries": LONG(2)}, r"counts must be contiguous int64 \[8\], got int64 \[7\]"),
-        ({"counts": LONG(8).int(), "entries": LONG(2)}, r"counts must be contiguous int64 \[8\], got int32 \[8\]"),
-        ({"counts": LONG(8), "entries": LONG(3)}, r"entries must be contiguous int64 \[2\], got int64 \[3\]"),
-        ({"counts": LONG(8), "entries": LONG(4)[::2]}, r"entries must be contiguous int64 \[2\], got int64 \[2\]"),
+        ({"top_k": 9}, r"top_k 9, E 8 of logits float32 \[2, 8\], expected 1 <= top_k <= E"),
+        ({"scoring": "tanh"}, r"scoring tanh, expected scoring in \('softmax', 'sigmoid'\)"),
+        ({"bias": torch.zeros(7)}, r"bias float32 \[7\], expected float32 \[8\] for logits float32 \[2, 8\]"),
+        ({"counts": LONG(8)}, r"counts int64 \[8\], entries None, expected \(counts is None\) == \(entries is None\)"),
+        (
+            {"counts": LONG(7), "entries": LONG(2)},
+            r"counts int64 \[7\], expected int64 \[8\] for logits float32 \[2, 8\]",
+        ),
+        ({"counts": LONG(8).int(), "entries": LONG(2)}, r"counts int32 \[8\], expected int64 \[8\]"),
+        (
+            {"counts": LONG(8), "entries": LONG(3)},
+            r"entries int64 \[3\], expected int64 \[2\] for logits float32 \[2, 8\]",
+        ),
+        ({"counts": LONG(8), "entries": LONG(4)[::2]}, r"entries int64 \[2\] with strides \(2,\) is not contiguous"),
         ({"num_groups": 3}, "8 experts in 3 groups"),
         ({"num_groups": 4, "topk_groups": 5}, "topk_groups 5 of 4 groups"),
         ({"num_groups": 8, "topk_groups": 1}, "top_k 2 exceeds 1 groups of 1"),
@@ -284,7 +290,7 @@ def test_bad_arguments_are_named() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ops.topk_gate(logits, **(good | change))
-    with pytest.raises(ValueError, match=r"logits must be fp32 or bf16 \[T, E\], got float16 \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"logits float16 \[2, 8\], expected float32 or bfloat16 \[T, E\]"):
         ops.topk_gate(logits.half(), **good)
     with pytest.raises(ValueError, match=r"logits float32 \[8, 2\] with strides \(1, 8\) is not contiguous in its"):
         triton_kernel.topk_gate(logits.T, **good)

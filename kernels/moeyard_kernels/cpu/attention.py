@@ -8,8 +8,8 @@ from moeyard_kernels.cpu.attn_prefill import attn_prefill
 from moeyard_kernels.cpu.decode import gqa_decode, mla_decode
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
 from moeyard_kernels.cpu.snapkv import snapkv
-from moeyard_kernels.ref.rms_norm import rms_norm
-from moeyard_kernels.ref.rope import rope as rotate
+from moeyard_kernels.ops.attention import rope as rotate
+from moeyard_kernels.ops.elementwise import rms_norm
 
 
 class CpuGqa:
@@ -41,7 +41,7 @@ class CpuGqa:
         qk = self._normalised(qkv[:, :num_qk])
         if self._rope is not None:
             width = self._rope.shape[1]
-            rotated = rotate(qk[..., :width], *plan.rotation(self._rope), interleaved=self._interleaved)
+            rotated = rotate.reference(qk[..., :width], *plan.rotation(self._rope), interleaved=self._interleaved)
             qk = rotated if width == self._head_dim else torch.cat((rotated, qk[..., width:]), -1)
         num_tokens = plan.num_tokens
         self._flat_k.index_copy_(1, plan.entries, qk[:num_tokens, num_q:].transpose(0, 1))
@@ -50,11 +50,11 @@ class CpuGqa:
 
     def _normalised(self, qk: torch.Tensor) -> torch.Tensor:
         if self._norm is not None:
-            return rms_norm(qk, self._norm, self._eps)
+            return rms_norm.reference(qk, self._norm, self._eps)
         if self._wide_norms is not None:
             heads = qk.split((self._num_heads, self._num_kv_heads), 1)
             pairs = zip(heads, self._wide_norms, strict=True)
-            done = [rms_norm(x.flatten(1), weight, self._eps).view(x.shape) for x, weight in pairs]
+            done = [rms_norm.reference(x.flatten(1), weight, self._eps).view(x.shape) for x, weight in pairs]
             return torch.cat(done, 1)
         return qk
 
@@ -122,10 +122,10 @@ class CpuMla:
         # The key's rotated part rotates as one more head of the query.
         rotated = torch.cat((q[..., self._nope_dim :], k_rope.unsqueeze(1)), 1)
         if self._rope is not None:
-            rotated = rotate(rotated, *plan.rotation(self._rope), interleaved=self._interleaved)
+            rotated = rotate.reference(rotated, *plan.rotation(self._rope), interleaved=self._interleaved)
         q_rope, k_rope = rotated[:, : self._num_heads], rotated[:, self._num_heads]
         if self._kv_norm is not None:
-            latent = rms_norm(latent, self._kv_norm, self._eps)
+            latent = rms_norm.reference(latent, self._kv_norm, self._eps)
         latent = torch.cat((latent, k_rope), 1)
         self._flat.index_copy_(0, plan.entries, latent[: plan.num_tokens])
         return self._attend(q, q_rope, plan).flatten(1)

@@ -14,13 +14,8 @@ from moeyard_kernels.cpu.footprint import STREAM_SLOTS
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
-from moeyard_kernels.ref.mla_split_qkv_a_norm import mla_split_qkv_a_norm
-from moeyard_kernels.ref.moe_weighted_reduce import moe_weighted_reduce
-from moeyard_kernels.ref.rms_norm import add_rms_norm, rms_norm
-from moeyard_kernels.ref.rows_apart import rows_apart
-from moeyard_kernels.ref.silu_mul import silu_mul
-from moeyard_kernels.ref.topk_gate import topk_gate
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, GateRule, no_choice
 from moeyard_kernels.types.step import StepRows
@@ -44,7 +39,7 @@ class CpuGate:
         if not plan.num_tokens:
             return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
-        weights, ids = topk_gate(logits.float(), **self._arguments)
+        weights, ids = ops.topk_gate.reference(logits.float(), **self._arguments)
         shared = None if self._shared_gate is None else linear(x, self._shared_gate)[:, 0]
         return Chosen(weights=weights[: plan.num_tokens], ids=ids[: plan.num_tokens], shared_gate=shared)
 
@@ -55,10 +50,10 @@ class CpuBackend:
     device = torch.device("cpu")
     matrix = staticmethod(pack_weight)
     linear = staticmethod(linear)
-    rms_norm = staticmethod(rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
-    mla_split_qkv_a_norm = staticmethod(mla_split_qkv_a_norm)
-    silu_mul = staticmethod(silu_mul)
+    rms_norm = staticmethod(ops.rms_norm.reference)
+    add_rms_norm = staticmethod(ops.add_rms_norm.reference)
+    mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm.reference)
+    silu_mul = staticmethod(ops.silu_mul.reference)
     sample = staticmethod(ops.sample)
     token_logprobs = staticmethod(ops.token_logprobs)
     expert_slots = staticmethod(CpuExpertSlots)
@@ -120,7 +115,7 @@ class CpuBackend:
             return residual, residual
         if shared is not None and shared_gate is not None:
             shared = self.sigmoid_mul(shared, shared_gate[:, None])
-        out = moe_weighted_reduce(partial, weights, None if shared is None else shared[:count])
+        out = ops.moe_weighted_reduce.reference(partial, weights, None if shared is None else shared[:count])
         if count < plan.num_rows:
             out = F.pad(out, (0, 0, 0, plan.num_rows - count))
-        return add_rms_norm(out, residual, norm, eps)
+        return ops.add_rms_norm.reference(out, residual, norm, eps)

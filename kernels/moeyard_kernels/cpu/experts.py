@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
-from moeyard_kernels.ref.silu_mul import silu_mul
+from moeyard_kernels.ops.elementwise import silu_mul
 from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.peer_window import PeerWindow
 
@@ -170,6 +170,6 @@ def grouped_mlp(
         if stop > row_of_pair.shape[0]:
             row_of_pair = F.pad(row_of_pair[:num_pairs], (0, stop - num_pairs))
         x = rows.index_select(0, row_of_pair[start:stop])
-        y = project(silu_mul(project(x, w_in)), w_out)
+        y = project(silu_mul.reference(project(x, w_in)), w_out)
         out[start : start + count] = y[:count]
     return out

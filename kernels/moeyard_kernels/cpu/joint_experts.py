@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
-from moeyard_kernels.ref.silu_mul import silu_mul
+from moeyard_kernels.ops.elementwise import silu_mul
 
 # Copying a larger matrix takes longer than a call.
 _MOST_BYTES = 64 << 10
@@ -78,7 +78,7 @@ def pairs_mlp(
     (num_rows, hidden), count = rows.shape, len(slots)
     x = rows.unsqueeze(1).expand(num_rows, count // num_rows * _TILE, hidden).reshape(count, _TILE, hidden)
     y = _products(x, [gate_up[slot] for slot in slots]).view(count * _TILE, -1)
-    y = _products(silu_mul(y).view(count, _TILE, -1), [down[slot] for slot in slots])
+    y = _products(silu_mul.reference(y).view(count, _TILE, -1), [down[slot] for slot in slots])
     return y[:, 0].contiguous().view(num_rows, -1, hidden)
 
 
@@ -113,7 +113,7 @@ def joint_mlp(
         pairs = np.add.outer(firsts, nth)
         x = rows.index_select(0, torch.from_numpy(of_pair.take(pairs.ravel(), mode="clip")))
         y = _products(x.view(len(slots), tile, -1), [gate_up[slot] for slot in slots])
-        h = silu_mul(y.view(len(slots) * tile, -1)).view(len(slots), tile, -1)
+        h = silu_mul.reference(y.view(len(slots) * tile, -1)).view(len(slots), tile, -1)
         y = _products(h, [down[slot] for slot in slots]).view(len(slots) * tile, -1)
         wanted = np.less.outer(nth, counts).T
         kept = torch.from_numpy(wanted.ravel().nonzero()[0])

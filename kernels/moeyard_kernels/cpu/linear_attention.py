@@ -6,12 +6,8 @@ import torch.nn.functional as F
 from moeyard_kernels.cpu.delta import chunk_delta_rule, step_delta_rule
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment
-from moeyard_kernels.ref.causal_conv1d import causal_conv1d
-from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
-from moeyard_kernels.ref.rows_apart import rows_apart
-
-# Beside the sum of squares of a query or key.
-_L2_EPS = 1e-6
+from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
+from moeyard_kernels.ops.linear_attention import L2_EPS, causal_conv1d
 
 
 class CpuGdn:
@@ -37,7 +33,7 @@ class CpuGdn:
         q, k = (x.unflatten(1, (-1, self._k_dim)) for x in (q, k))
         g = F.softplus(rows_apart(a).add_(self._dt_bias)) * self._rate
         out = attended(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid(), self._state, plan)
-        return gated_rms_norm(out.to(x.dtype), z, self._norm, self._eps)
+        return gated_rms_norm.reference(out.to(x.dtype), z, self._norm, self._eps)
 
 
 class CpuKda:
@@ -64,7 +60,7 @@ class CpuKda:
         out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._state, plan)
         # The norm's weight is fp32 and so are its rows: one rounding at the end.
         out = out.to(qkv.dtype).float()
-        return gated_rms_norm(out, gate, self._norm, self._eps, sigmoid=True).to(qkv.dtype)
+        return gated_rms_norm.reference(out, gate, self._norm, self._eps, sigmoid=True).to(qkv.dtype)
 
 
 def attended(
@@ -133,4 +129,4 @@ def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
     """Each head of x [rows, heads, D] fp32 to length 1."""
-    return x * x.square().sum(-1, keepdim=True).add_(_L2_EPS).rsqrt_()
+    return x * x.square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()

@@ -5,6 +5,7 @@ where there is none.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,8 +23,10 @@ from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.cuda.staging import Staging
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.cuda.verified_rows import Tails
+from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, can_share
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -57,11 +60,11 @@ class CudaGate:
         rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
-        self._defers = rule.top_k <= ops.FEW_PAIRS
+        self._defers = rule.top_k <= FEW_PAIRS
         # The first product of shared experts is one launch with the router's then, of operands that are alike.
         self.takes_shared = (
             shared is not None and self._weight.dtype == shared[0].dtype == torch.bfloat16
-            and self._defers and ops.can_share(shared[1].shape[1])
+            and self._defers and can_share(shared[1].shape[1])
         )  # fmt: skip
         self._shared = shared if self.takes_shared else None
 
@@ -167,6 +170,11 @@ class CudaBackend:
         found = CudaMla(**arguments)
         self._attention.append(found)
         return found
+
+    def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `tell` before each kernel that this thread compiles while the context lasts."""
+        watching: AbstractContextManager[None] = load("common.compiling").before_compiling(tell)
+        return watching
 
     def warm_compaction(self) -> None:
         """Have what keeps a part of prompts compiled, before there is one that waits for it."""

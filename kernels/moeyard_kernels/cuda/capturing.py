@@ -6,13 +6,14 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
-from moeyard_kernels.door.compiling import compiling_only
+from moeyard_kernels.ops.op import load
+from moeyard_kernels.types.compiled import Compiled
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,12 @@ def _capturing(device: int) -> torch.cuda.Stream:
     Torch's own capture stream belongs to the first device of the process, which may be another one.
     """
     return torch.cuda.Stream(device)
+
+
+def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager[Compiled]:
+    """Compile the kernels that this thread launches while the context lasts, without running them."""
+    compiling: AbstractContextManager[Compiled] = load("common.compiling").compiling_only(at_once, device)
+    return compiling
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) -> None:

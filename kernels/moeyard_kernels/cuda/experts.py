@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.peer_window import PeerWindow
 
@@ -65,7 +66,7 @@ class CudaExpertRun:
     ) -> None:  # fmt: skip
         self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
         self._num_experts, self._one_in, self._home = num_experts, one_in, home
-        self._block_rows = ops.expert_block_rows(experts.numel() // one_in, num_experts)
+        self._block_rows = expert_block_rows(experts.numel() // one_in, num_experts)
         self._out = None if home is not None else rows.new_empty(experts.numel(), rows.shape[1])
 
     @property
@@ -86,9 +87,9 @@ class CudaExpertRun:
         """See `ExpertRun.compute`."""
         if not self.experts.numel():
             return
-        layout: ops.ExpertLayout | ops.ExpertPairs
-        if self.experts.numel() <= ops.FEW_PAIRS:
-            layout = ops.ExpertPairs(
+        layout: ExpertLayout | ExpertPairs
+        if self.experts.numel() <= FEW_PAIRS:
+            layout = ExpertPairs(
                 topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots,
                 choice=self._choice,
             )  # fmt: skip

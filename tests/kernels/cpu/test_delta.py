@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from moeyard_kernels.cpu.delta import CHUNK, chunk_delta_rule, step_delta_rule
-from moeyard_kernels.ref.causal_conv1d import causal_conv1d
-from moeyard_kernels.ref.gated_delta_rule import gated_delta_rule
-from moeyard_kernels.ref.gated_rms_norm import gated_rms_norm
-from moeyard_kernels.ref.rows_apart import rows_apart
+from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
+from moeyard_kernels.ops.linear_attention import causal_conv1d, gated_delta_rule
 
 # Key heads, value heads, Dk, Dv. The last is Qwen3-Next's, with a quarter of its heads.
 HEADS = [(2, 4, 16, 16), (1, 3, 18, 10), (4, 4, 64, 32), (4, 8, 128, 128)]
@@ -114,13 +112,15 @@ def test_gated_norm(dtype: torch.dtype, sigmoid: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, gate = (torch.randn(9, *shape, generator=generator).to(dtype) for shape in ((3, 10), (30,)))
     weight = torch.rand(10, generator=generator).to(dtype)
-    out = gated_rms_norm(x, gate, weight, 1e-6, sigmoid=sigmoid)
+    out = gated_rms_norm.reference(x, gate, weight, 1e-6, sigmoid=sigmoid)
     wide, opened = x.double(), gate.double().sigmoid() * (1 if sigmoid else gate.double())
     wanted = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()).flatten(1) * opened
     assert out.dtype == dtype
     assert relative(out, wanted) < (1e-6 if dtype == torch.float32 else 2e-2)
     for i in range(9):
-        assert torch.equal(gated_rms_norm(x[i : i + 1], gate[i : i + 1], weight, 1e-6, sigmoid=sigmoid)[0], out[i])
+        assert torch.equal(
+            gated_rms_norm.reference(x[i : i + 1], gate[i : i + 1], weight, 1e-6, sigmoid=sigmoid)[0], out[i]
+        )
 
 
 def test_elementwise_functions_of_rows_apart_know_no_neighbours(seed: int) -> None:

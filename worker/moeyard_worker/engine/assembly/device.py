@@ -12,7 +12,6 @@ from moeyard_kernels.cpu import footprint as cpu_footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.door.compiling import before_compiling
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.checkpoint.staging import Staging
 from moeyard_worker.config.engine_config import EngineConfig
@@ -146,7 +145,7 @@ class CudaDevice:
 
     def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Device.telling`: a kernel that is launched for the first time is compiled."""
-        return before_compiling(tell)
+        return self.backend.before_compiling(tell)
 
     def staging(self) -> Staging:
         """See `Device.staging`."""

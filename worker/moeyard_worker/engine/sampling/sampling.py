@@ -12,7 +12,9 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.ops import LogitEdits, SampledTokens, sample
+from moeyard_kernels.ops import sample
+from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Mask, Request, accept

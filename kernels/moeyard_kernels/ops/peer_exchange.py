@@ -1,7 +1,8 @@
-"""Token rows to the ranks of their experts and results home, through memory that all ranks share. See `ops`."""
+"""The exchange of rows among GPUs of one host, through memory that all ranks share."""
 
 import torch
 
+from moeyard_kernels.ops.op import op
 from moeyard_kernels.types.peer_shape import RECEIVED, SENT
 from moeyard_kernels.types.peer_window import (
     ARRIVED,
@@ -18,10 +19,35 @@ from moeyard_kernels.types.peer_window import (
 )
 
 
+@op(
+    "experts.peer_exchange",
+    "T <= min(N, window.shape.max_tokens)",
+    "1 <= max_rows <= window.shape.max_tokens",
+    x="window.dtype [N, window.hidden]",
+    topk_ids="int [T, window.shape.top_k]",
+    **{"window.table": "int64 [_]"},
+)
 def dispatch_rows(
-    x: torch.Tensor, topk_ids: torch.Tensor, window: PeerWindow, *, layer: int, max_rows: int, send: bool, wait: bool
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    window: PeerWindow,
+    *,
+    layer: int,
+    max_rows: int,
+    send: bool = True,
+    wait: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.dispatch_rows`."""
+    """Put the first T rows of x [any, H] where the experts of topk_ids [T, K] (int64 or int32, -1: none) are.
+
+    -> (rows [max_rows * W, H], ids [max_rows * W, K] int32), in this rank's memory: row t * W + s is row t of rank s,
+    its ids the numbers of its experts here, -1 for all others. A row without a local expert was not sent: its place
+    holds old values. No rank may have more than `max_rows`, or the exchange fails; ranks need not name the same number.
+    Valid until this rank's next `combine_rows`.
+
+    Every rank calls it for every layer, even with no row, and then `combine_rows`. A call both sends and waits, unless
+    a flag leaves out one; on a CPU nothing arrives while it waits. No host sync. A packet that does not come within the
+    window's limit is named in its record of failure, and the rank takes no further part.
+    """
     shape, rank, num_tokens = window.shape, window.rank, topk_ids.shape[0]
     epoch = int(window.state[COMBINED]) + 1
     mine = window.views(rank)
@@ -46,11 +72,29 @@ def dispatch_rows(
     return mine.rows[:max_rows].flatten(0, 1), mine.ids[:max_rows].flatten(0, 1)
 
 
+@op(
+    "experts.peer_exchange",
+    "N % (window.shape.world_size * window.shape.top_k) == 0",
+    "0 <= num_tokens <= window.shape.max_tokens",
+    **{"window.table": "int64 [_]", "out": "window.dtype [N, window.hidden]?"},
+)
 def combine_rows(
-    out: torch.Tensor | None, window: PeerWindow, *, layer: int, num_tokens: int, max_rows: int | None = None,
-    send: bool, wait: bool,
-) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.combine_rows`."""
+    out: torch.Tensor | None,
+    window: PeerWindow,
+    *,
+    layer: int,
+    num_tokens: int,
+    max_rows: int | None = None,
+    send: bool = True,
+    wait: bool = True,
+) -> torch.Tensor:
+    """Bring results home: out [max_rows * W * K, H], by the rows and ids of the `dispatch_rows` before -> [T, K, H].
+
+    Without `out`, a `grouped_gemm` has put them there (`home`), and the ranks tell each other that they have.
+    `max_rows` bounds the rows of each rank as it did for `dispatch_rows`, if known. Result (t, k) is the row of the
+    expert that token t of this rank chose as its k-th; where the id was -1 it holds old values. The memory is written
+    by peers: valid until this rank's next `dispatch_rows`.
+    """
     shape, rank = window.shape, window.rank
     epoch = int(window.state[DISPATCHED])
     mine = window.views(rank)

@@ -1,0 +1,431 @@
+"""The routed experts: the choice, the products of the chosen experts, and the weighted sum of their results."""
+
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+
+from moeyard_kernels.common.checks import check_indices, show
+from moeyard_kernels.ops.elementwise import add_rms_norm, scale_rows_, silu_mul
+from moeyard_kernels.ops.op import op
+from moeyard_kernels.ops.projections import linear
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, max_blocks
+from moeyard_kernels.types.gate import SharedRow, TokenChoice
+from moeyard_kernels.types.peer_window import POISONED, PeerWindow
+
+# The sigmoid of a contiguous tensor takes a scalar path for values that do not fill two vector registers.
+_LANES = 32
+# The weighted reduce sums rows in pieces of about this many fp64 values, which stay in a core's cache.
+_PIECE = 16 * 1024
+
+
+def _check_groups(op: str, E: int, top_k: int, num_groups: int, topk_groups: int, group_score: str) -> None:
+    """Raise ValueError unless top_k of E experts can be chosen within groups."""
+    if num_groups == topk_groups == 1:
+        return
+    if num_groups < 1 or E % num_groups:
+        raise ValueError(f"{op}: {E} experts in {num_groups} groups")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"{op}: topk_groups {topk_groups} of {num_groups} groups")
+    if top_k > E // num_groups * topk_groups:
+        raise ValueError(f"{op}: top_k {top_k} exceeds {topk_groups} groups of {E // num_groups}")
+    if group_score not in ("max", "top2sum"):
+        raise ValueError(f"{op}: group_score {group_score!r} is neither 'max' nor 'top2sum'")
+    if group_score == "top2sum" and E // num_groups < 2:
+        raise ValueError(f"{op}: group_score 'top2sum' of groups of {E // num_groups}")
+
+
+@op(
+    "experts.topk_gate",
+    "1 <= top_k <= E",
+    "scoring in ('softmax', 'sigmoid')",
+    _check_groups,
+    "(counts is None) == (entries is None)",
+    logits="float [T, E]",
+    bias="fp32 [E]?",
+    counts="int64 [E] contiguous?",
+    entries="int64 [T] contiguous?",
+)
+def topk_gate(
+    logits: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: Literal["softmax", "sigmoid"],
+    renormalize: bool,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    group_score: Literal["max", "top2sum"] = "max",
+    scaling: float = 1.0,
+    counts: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts for logits [T, E], fp32 or bf16 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
+
+    Rows of logits may be slices of wider rows. scores = softmax or sigmoid of the logits. The choice is by scores +
+    bias [E] fp32, ties by the lowest id, within the `topk_groups` best of `num_groups` groups of consecutive experts. A
+    group counts as its best score, or as the sum of its two best. Weights are the unbiased scores, divided by their sum
+    (+ 1e-20 for sigmoid) if `renormalize`, times `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0
+    (softmax) for the choice, as in transformers. For the gates of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.
+
+    counts [E] and entries [T], both int64 or neither: each row whose entry is not negative adds one to counts of each
+    expert that it has chosen. Weights and ids are the same bits.
+    """
+    logits = logits.float().contiguous()
+    scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if topk_groups < num_groups:
+        choice = _mask_groups(
+            choice, num_groups, topk_groups, group_score, float("-inf") if scoring == "sigmoid" else 0.0
+        )
+    ids = _largest(choice, top_k)
+    if counts is not None and entries is not None:
+        counts += torch.bincount(ids[entries >= 0].flatten(), minlength=counts.shape[0])
+    weights = scores.gather(1, ids)
+    if renormalize:
+        total = weights.sum(-1, keepdim=True)
+        weights /= total.add_(1e-20) if scoring == "sigmoid" else total
+    if scaling != 1.0:
+        weights *= scaling
+    return weights, ids
+
+
+def make_choice(choice: TokenChoice) -> None:
+    """Make one token's choice, whose weights and ids are written."""
+    arguments = {**asdict(choice.rule), "counts": choice.counts, "entries": choice.entries}
+    weights, ids = topk_gate.reference(choice.logits, bias=choice.bias, **arguments)
+    choice.weights.copy_(weights)
+    choice.ids.copy_(ids)
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    num_rows, num_experts = logits.shape
+    if num_rows * num_experts % _LANES == 0:
+        return torch.sigmoid(logits)
+    padded = logits.new_zeros(num_rows + -num_rows % _LANES, num_experts)
+    padded[:num_rows] = logits
+    return torch.sigmoid(padded)[:num_rows]
+
+
+def _mask_groups(
+    choice: torch.Tensor, num_groups: int, topk_groups: int, group_score: str, masked: float
+) -> torch.Tensor:
+    """choice [T, E] with all experts outside the best `topk_groups` groups of consecutive experts set to `masked`."""
+    grouped = choice.view(choice.shape[0], num_groups, choice.shape[1] // num_groups)
+    best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+    kept = _largest(best, topk_groups)
+    dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), masked).view_as(choice)
+
+
+def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids [T, k] of the k largest of scores [T, N], falling, ties by the lower id (topk leaves ties open)."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+
+
+@op(
+    "experts.expert_layout",
+    "E > 0",
+    "num_slots >= 1",
+    "block_rows in (16, 32, 64, 128)",
+    topk_ids="int [T, K]",
+    slot_of_expert="int32 [E]",
+)
+def expert_layout(
+    topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
+) -> ExpertLayout:
+    """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert; slot_of_expert [E] int32, -1: not here.
+
+    Pairs of one expert stay in order, and each expert begins at a multiple of `block_rows` (16, 32, 64 or 128; see
+    `expert_block_rows`). Blocks leave out pairs of experts that are not here and pairs whose id is -1, which are
+    padding rows or another rank's. No host sync: all counts stay on the device. The cost does not depend on
+    `num_slots`, which may count the slots of all layers. `one_in`: hint that about 1/one_in of the pairs are local; no
+    result depends on it. Ids must lie in [-1, E) and slots in [-1, num_slots): checked on a CPU, and on a GPU within
+    `launch.checked()`. The kernel leaves unwritten what is -1 in the reference's result.
+    """
+    num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
+    check_indices("expert_layout", low=-1, high=num_experts, topk_ids=topk_ids)
+    check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)
+    experts = topk_ids.flatten().long()
+    here = ((experts >= 0) & (slot_of_expert[experts.clamp(min=0)] >= 0)).nonzero().flatten()
+    order = here[torch.sort(experts[here], stable=True).indices]
+    counts = torch.bincount(experts[here], minlength=num_experts)
+    blocks = (counts + (block_rows - 1)) // block_rows
+    capacity = max_blocks(num_pairs, num_experts, block_rows)
+    # Rows that padding puts before each expert, on top of the pairs before it.
+    shift = (blocks.cumsum(0) - blocks) * block_rows - (counts.cumsum(0) - counts)
+    pairs = torch.full((capacity * block_rows,), -1, dtype=torch.int32)
+    pairs[torch.arange(len(order)) + shift[experts[order]]] = order.int()
+    slot_of_block = torch.full((capacity,), -1, dtype=torch.int32)
+    slot_of_block[: int(blocks.sum())] = slot_of_expert[torch.repeat_interleave(blocks)]
+    return ExpertLayout(
+        block_rows=block_rows,
+        num_pairs=num_pairs,
+        num_slots=num_slots,
+        one_in=one_in,
+        counts=counts.int(),
+        pairs=pairs,
+        slot_of_block=slot_of_block,
+        num_blocks=blocks.sum(dtype=torch.int32).reshape(1),
+    )
+
+
+def _check_layout(op: str, x: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int) -> None:
+    """Raise ValueError for a layout, or a choice still to be made, that does not fit x."""
+    index = layout.pairs if isinstance(layout, ExpertLayout) else layout.topk_ids
+    if index.device != x.device:
+        raise ValueError(f"{op}: layout is on {index.device}, x on {x.device}")
+    if isinstance(layout, ExpertLayout):
+        return
+    expert_layout.check(layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=16)
+    if layout.num_pairs > FEW_PAIRS:
+        raise ValueError(f"{op}: {layout.num_pairs} pairs without a layout, at most {FEW_PAIRS}")
+    if layout.choice is not None:
+        _check_choice(op, layout.choice, layout, top_k)
+        if layout.choice.shared is not None:
+            _check_shared(op, layout.choice.shared, x)
+
+
+def _check_choice(op: str, choice: TokenChoice, pairs: ExpertPairs, top_k: int) -> None:
+    rule, logits, weights = choice.rule, choice.logits, choice.weights
+    topk_gate.check(
+        logits,
+        top_k=rule.top_k,
+        scoring=rule.scoring,
+        renormalize=rule.renormalize,
+        bias=choice.bias,
+        num_groups=rule.num_groups,
+        topk_groups=rule.topk_groups,
+        group_score=rule.group_score,
+        counts=choice.counts,
+        entries=choice.entries,
+    )
+    if logits.shape != (1, len(pairs.slot_of_expert)) or logits.stride(1) != 1:
+        raise ValueError(f"{op}: logits {show(logits)} to choose by, expected a row of {len(pairs.slot_of_expert)}")
+    if choice.ids is not pairs.topk_ids or choice.ids.dtype != torch.int64:
+        raise ValueError(f"{op}: a choice writes the pairs' own topk_ids, int64")
+    wanted = (1, top_k)
+    if rule.top_k != top_k or choice.ids.shape != wanted:
+        raise ValueError(f"{op}: a choice of {rule.top_k} into {show(choice.ids)}, expected {list(wanted)}")
+    if weights.shape != wanted or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"{op}: weights {show(weights)}, expected contiguous float32 {list(wanted)}")
+    if not choice.ids.device == weights.device == logits.device:
+        raise ValueError(f"{op}: ids on {choice.ids.device}, weights on {weights.device}, logits on {logits.device}")
+
+
+def _check_shared(op: str, shared: SharedRow, x: torch.Tensor) -> None:
+    row, down, out = shared.gate_up, shared.down, shared.out
+    if down.dim() != 2 or down.shape[0] != x.shape[1] or down.dtype != x.dtype:
+        raise ValueError(f"{op}: a shared down {show(down)} for x {show(x)}, expected {x.dtype} [{x.shape[1]}, I]")
+    if row.shape != (1, 2 * down.shape[1]) or row.dtype not in (torch.float32, x.dtype):
+        raise ValueError(f"{op}: a shared gate_up {show(row)} for down {show(down)}, expected [1, {2 * down.shape[1]}]")
+    if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(f"{op}: a shared out {show(out)}, expected contiguous {x.dtype} {list(x.shape)}")
+    if not x.device == row.device == down.device == out.device:
+        raise ValueError(
+            f"{op}: x on {x.device}, shared gate_up, down, out on {row.device}, {down.device}, {out.device}"
+        )
+
+
+def _check_home(op: str, x: torch.Tensor, top_k: int, out: torch.Tensor | None, home: PeerWindow | None) -> None:
+    """Raise ValueError for results that the memory of peers does not take."""
+    if home is None:
+        return
+    world, most = home.shape.world_size, home.shape.num_rows
+    if (home.hidden, home.dtype, home.shape.top_k, out) != (x.shape[1], x.dtype, top_k, None):
+        raise ValueError(f"{op}: rows {show(x)}, top_k {top_k} for peers' {home.dtype} [{home.hidden}], no out")
+    if x.shape[0] % world or x.shape[0] > most:
+        raise ValueError(f"{op}: rows {show(x)} of {world} ranks, at most {most}")
+    if home.table.device != x.device:
+        raise ValueError(f"{op}: home is on {home.table.device}, x on {x.device}")
+
+
+@op(
+    "experts.grouped_gemm",
+    "top_k >= 1 and layout.num_pairs == T * top_k",
+    _check_layout,
+    _check_home,
+    x="float [T, H]",
+    gate_up="x [layout.num_slots, 2*I, H]",
+    down="x [layout.num_slots, H, I]",
+    out="x [T * top_k, H]?",
+)
+def grouped_gemm(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
+) -> torch.Tensor:
+    """One unweighted row per pair: out[t * K + k] = down[slot] @ silu_mul(gate_up[slot] @ x[t]) -> [T * K, H].
+
+    x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
+    pairs that are in no block of the layout stay as they are: garbage in a new `out`, while two calls may compute hits
+    and misses into one. For at most FEW_PAIRS pairs `ExpertPairs` serve, which take no launch to make. The choice of
+    one token may still be open (`ExpertPairs.choice`): it is made then, with `topk_gate`'s bits, and a shared expert in
+    it is computed too (`SharedRow`). The bits of a row depend on that row and its expert alone, not on the layout.
+    Rounding points: both halves of the first product, silu, its product with the up half, and the result.
+
+    `home`, in place of `out`: x are rows that a `dispatch_rows` gave, and results go to the memory of the ranks that
+    they came from, where `combine_rows` would bring them -> [max_tokens * K, H], the results for this rank's tokens.
+    Then call `combine_rows` without results, by which all ranks learn that theirs are complete.
+    """
+    if isinstance(layout, ExpertPairs):
+        if layout.choice is not None:
+            make_choice(layout.choice)
+            if layout.choice.shared is not None:
+                shared = layout.choice.shared
+                shared.out.copy_(
+                    linear.reference(silu_mul.reference(shared.gate_up.to(shared.down.dtype)), shared.down)
+                )
+        layout = expert_layout.reference(
+            layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=layout.block_rows
+        )
+    out = x.new_empty(layout.num_pairs, x.shape[1]) if out is None else out
+    num_blocks = int(layout.num_blocks)
+    rows = layout.pairs.view(-1, layout.block_rows)
+    for slot in layout.slot_of_block[:num_blocks].unique().tolist():
+        pairs = rows[:num_blocks][layout.slot_of_block[:num_blocks] == slot].flatten()
+        pairs = pairs[pairs >= 0].long()
+        out[pairs] = linear.reference(
+            silu_mul.reference(linear.reference(x[pairs // top_k], gate_up[slot])), down[slot]
+        )
+    if home is None:
+        return out
+    pairs = rows[:num_blocks].flatten()
+    _put_home(out, pairs[pairs >= 0].long(), home)
+    return home.views(home.rank).home.flatten(0, 1)
+
+
+def _put_home(out: torch.Tensor, pairs: torch.Tensor, window: PeerWindow) -> None:
+    """Rows of `out` [R K, H] to their places in the memory of the rows' sources."""
+    world, top_k = window.shape.world_size, window.shape.top_k
+    if window.state[POISONED]:
+        return
+    row, k = pairs // top_k, pairs % top_k
+    for peer in range(world):
+        of_peer = row % world == peer
+        window.views(peer).home[row[of_peer] // world, k[of_peer]] = out[pairs[of_peer]]
+
+
+@op(
+    "experts.moe_weighted_reduce",
+    partial="float [T, K, H]",
+    weights="fp32 [T, K]",
+    shared="partial [T, H]?",
+    residual="partial [T, H]?",
+)
+def moe_weighted_reduce(
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """partial [T, K, H], weights [T, K] fp32, shared and residual [T, H] -> [T, H] in partial's dtype (fp32 or bf16).
+
+    acc = 0 in fp32; for k = 0..K-1: acc = fma(weights[t, k], float(partial[t, k]), acc); then acc + float(shared), and
+    one rounding to the dtype. With a residual, residual + that, rounded again, as if added afterwards. Reference and
+    Triton kernel agree bit for bit.
+
+    Torch has no fused multiply-add that is one on every path, so the reference runs the chain in fp64. There a product
+    of two fp32 values is exact, so one step is an addition in fp64 and a rounding to fp32: two roundings. They could
+    differ from one only if the fp64 sum lay so close to the middle of two fp32 values that its own error mattered. So
+    each sum is moved by one to two of its last places to either side, which encloses the exact one. Rounding is
+    monotonic: if both ends round to the same fp32 value, so does the exact sum. If not, and the sum was inexact, the
+    chain is run again with sums rounded to odd, which makes the second rounding the only one.
+    """
+    if residual is not None:
+        return residual + moe_weighted_reduce.reference(partial, weights, shared)
+    num_tokens, _, hidden = partial.shape
+    step = max(1, _PIECE // max(1, hidden))
+    w64 = weights.double().unsqueeze(2)
+    if num_tokens <= step:
+        return _reduce(w64, partial, shared)
+    out = torch.empty(num_tokens, hidden, dtype=partial.dtype)
+    for t in range(0, num_tokens, step):
+        piece = slice(t, t + step)
+        out[piece] = _reduce(w64[piece], partial[piece], None if shared is None else shared[piece])
+    return out
+
+
+def _reduce(w: torch.Tensor, partial: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    acc = _chain(w, partial.double())
+    if shared is not None:
+        acc += shared
+    return acc.to(partial.dtype)
+
+
+def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """fp32 chain acc = fma(w[:, k], x[:, k], acc) over k, of fp32 values held in fp64: w [T, K, 1], x [T, K, H]."""
+    num_tokens, top_k, hidden = x.shape
+    # Adding zero turns a product of -0 into the +0 that fma(a, b, +0) is.
+    acc = (w[:, 0] * x[:, 0]).add_(0.0).float()
+    if top_k == 1:
+        return acc
+    accs = x.new_empty(num_tokens, top_k - 1, hidden)
+    sums = torch.empty_like(accs)
+    for k in range(1, top_k):
+        c, s = accs[:, k - 1], sums[:, k - 1]
+        c.copy_(acc)
+        acc = torch.addcmul(c, w[:, k], x[:, k], out=s).float()
+    apart = (sums * (1 + 2.0**-52)).float() != (sums * (1 - 2.0**-52)).float()
+    if apart.any():
+        # A sum is exact if taking off either summand, of which one is at least an exact operation, gives the other.
+        p = w[:, 1:] * x[:, 1:]
+        if (apart & ((sums - accs != p) | (sums - p != accs))).any():
+            return _chain_to_odd(w, x)
+    return acc
+
+
+def _chain_to_odd(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The chain with every fp64 sum rounded to odd (towards the odd neighbour if inexact), then to fp32.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
+    """
+    acc = torch.zeros_like(x[:, 0])
+    for k in range(x.shape[1]):
+        p = w[:, k] * x[:, k]
+        s = p + acc
+        # Knuth's two-sum: p + acc - s exactly.
+        t = s - p
+        error = (p - (s - t)) + (acc - t)
+        away = torch.where(s > 0, error > 0, error < 0)
+        toward = torch.where(s > 0, error < 0, error > 0)
+        bits = s.view(torch.int64)
+        bits += (away.long() - toward.long()) * (1 - (bits & 1))
+        acc = s.float().double()
+    return acc.float()
+
+
+@op(
+    "experts.moe_reduce_add_norm",
+    "shared_gate is None or shared is not None",
+    partial="float [T, K, H]",
+    weights="fp32 [T, K]",
+    shared="partial [T, H]?",
+    residual="partial [T, H]",
+    norm="partial|fp32 [H]",
+    shared_gate="float [T]?",
+)
+def moe_reduce_add_norm(
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    *,
+    shared_gate: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)` in one launch on a GPU.
+
+    partial [T, K, H], weights [T, K] fp32, shared (or None) and residual [T, H], norm [H] -> (normalised rows [T, H],
+    the sum of residual and experts [T, H]), bit for bit. shared_gate [T], fp32 or bf16, of any stride: `shared` counts
+    as `scale_rows_(shared, shared_gate, sigmoid=True)` leaves it.
+    """
+    if shared is not None and shared_gate is not None:
+        shared = scale_rows_.reference(shared.clone(), shared_gate, sigmoid=True)
+    return add_rms_norm.reference(moe_weighted_reduce.reference(partial, weights, shared), residual, norm, eps)

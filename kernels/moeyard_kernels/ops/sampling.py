@@ -1,0 +1,304 @@
+"""Choosing a token per row of logits, and log-probabilities.
+
+The reference works on each row by itself, in float64 where a row needs it. A CPU serves with it: rows that only want
+their largest logit cost one pass in their own dtype, and cuts sort no more of a row than they keep. Noise is drawn by
+Philox4x32-10 from (seed, position, token id) alone (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC
+2011). The kernels differ in two ways. They order tokens by logits instead of by weights, which may be equal where
+logits are not, 2^-53 from each other. They compare masses rounded to 2^-44 of the likeliest token's: a cut could fall
+elsewhere only if top_p of the mass lay that close to the sum up to a token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moeyard_kernels.ops.op import op
+from moeyard_kernels.types.logit_edits import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, LogitEdits
+from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+
+_LOW = 0xFFFFFFFF
+# Least weights (the likeliest token has 1) of the tokens that are sorted, until those to keep lie among them. Rows of
+# at most `_SHORT` tokens are sorted whole.
+_LEVELS = (2.0**-7, 2.0**-14, 0.0)
+_SHORT = 4096
+# Sums of the same weights in another order differ by less than this share.
+_SAME_SUM = 1e-9
+# Noise is drawn for several rows at once up to so many blocks of four tokens, which stay in a core's cache.
+_PIECE = 16384
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+
+@op(
+    "sampling.sample",
+    "V > 0",
+    "temperature is not None or (top_k is None and top_p is None and min_p is None)",
+    "temperature is not None or (seeds is None and positions is None)",
+    "temperature is None or (seeds is not None and positions is not None)",
+    f"logprobs is None or 0 <= logprobs <= {MAX_TOP}",
+    f"edits is None or L + (edits.allowed is not None) <= {MAX_BIASES}",
+    logits="float [B, V]",
+    temperature="fp64 [B]?",
+    top_k="int64 [B]?",
+    top_p="fp64 [B]?",
+    min_p="fp64 [B]?",
+    seeds="int64 [B]?",
+    positions="int64 [B]?",
+    **{
+        "edits.words": "int32 [S, V]",
+        "edits.bias": "fp64 [S, L]",
+        "edits.slots": "int64 [B]",
+        "edits.penalties": "fp64 [B, 3]",
+        "edits.allowed": "int32 [S, -(-V // 32)]?",
+    },
+)
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    edits: LogitEdits | None = None,
+    logprobs: int | None = None,
+) -> SampledTokens:
+    """Choose a token per row of logits [B, V] (fp32 or bf16); see `SampledTokens`.
+
+    logprobs: None computes none; n from 0 to 20 gives the chosen tokens' log-probabilities and ranks, and the n
+    likeliest tokens (all of them, if V is less), under the unmodified logits.
+
+    Order: edits (bias, repetition, frequency and presence penalties, in fp64; then tokens that are not allowed are held
+    back), temperature, min-p, top-k, top-p, then the argmax of exp((x - max) / temperature) / E over the rest, E ~
+    Exp(1) from (seed, position, token id). All ties go to the lowest id.
+
+    temperature, top_p in (0, 1] (1 is off) and min_p in [0, 1] (0 is off) are fp64 [B], top_k (0 or V is off), seeds
+    (64 bits) and positions int64 [B]. None is off for all rows, and saves time. Rows of temperature 0 take the largest
+    logit, as do rows whose largest (after the edits) is infinite; of rows with a NaN the lowest id of one is taken.
+    Edits leave infinities as they are. Seeds and positions are needed with a temperature. A row's token depends on that
+    row's arguments alone. Slots must lie in [-1, S): checked on a CPU, and on a GPU within `launch.checked()`. A top_k
+    of thousands, or one that cuts through thousands of equal logits, is exact too but slow on a GPU (half a
+    millisecond).
+    """
+    num_rows = logits.shape[0]
+    if edits is not None:
+        _check_indices(edits)
+    # The lowest id of a NaN, else of the largest: a greedy row's token, and the largest logit of the others.
+    ids = logits.argmax(1)
+    temperatures = [0.0] * num_rows if temperature is None else temperature.tolist()
+    slots = [-1] * num_rows if edits is None else edits.slots.tolist()
+    draws = []
+    for b, (t, slot) in enumerate(zip(temperatures, slots, strict=True)):
+        if t == 0 and slot < 0:
+            continue
+        if edits is None or slot < 0:
+            x, best = logits[b].double().numpy(), int(ids[b])
+        else:
+            x = edit(logits[b], edits.words[slot], edits.bias[slot], edits.penalties[b])
+            if edits.allowed is not None:
+                bits = np.unpackbits(edits.allowed[slot].numpy().view(np.uint8), bitorder="little")
+                x[bits[: x.size] == 0] = -np.inf
+            best = int(x.argmax())
+            ids[b] = best
+        if t == 0 or not np.isfinite(x[best]):
+            continue
+        assert seeds is not None, "the door demands seeds"
+        assert positions is not None, "the door demands positions"
+        kept, weights = candidates(
+            x,
+            t,
+            top_k=0 if top_k is None else int(top_k[b]),
+            top_p=1.0 if top_p is None else float(top_p[b]),
+            min_p=0.0 if min_p is None else float(min_p[b]),
+        )
+        if edits is not None and edits.allowed is not None:
+            # What is held back cannot win, so nobody asks for its noise.
+            kept, weights = kept[weights > 0], weights[weights > 0]
+        draws.append(_Draw(row=b, seed=int(seeds[b]), position=int(positions[b]), ids=kept, weights=weights))
+    _draw(draws, ids)
+    return SampledTokens(ids=ids) if logprobs is None else token_logprobs.reference(logits, ids, logprobs)
+
+
+@op("sampling.token_logprobs", "V > 0", f"0 <= num_top <= {MAX_TOP}", logits="float [B, V]", ids="int64 [B]")
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> SampledTokens:
+    """Log-probability and rank of token ids[b] under each row of logits [B, V], and the num_top likeliest (0 to 20).
+
+    logits are fp32 or bf16. ids int64 [B] must lie in [0, V), which is not checked. The result is that of `sample` for
+    tokens that it chose, bit for bit: see `SampledTokens`. Sums of the reference are fp64.
+    """
+    count = min(num_top, logits.shape[1])
+    out = SampledTokens.room(ids, count)
+    assert out.logprobs is not None, "there is room for them"
+    assert out.ranks is not None, "there is room for them"
+    chosen, top = logits.gather(1, ids[:, None]), logits.amax(1, keepdim=True).double()
+    log_sum = torch.tensor([_log_sum(row, t) for row, t in zip(logits, top.flatten().tolist(), strict=True)])
+    log_sum = log_sum.double()[:, None]
+    out.logprobs.copy_((chosen.double() - top - log_sum).squeeze(1))
+    torch.sum(logits > chosen, 1, out=out.ranks).add_(1)
+    if out.top_ids is not None and out.top_logprobs is not None:
+        out.top_ids.copy_(_likeliest(logits, count))
+        out.top_logprobs.copy_(logits.gather(1, out.top_ids).double() - top - log_sum)
+    return out
+
+
+def _check_indices(edits: LogitEdits) -> None:
+    num_slots, slots = edits.words.shape[0], edits.slots
+    if slots.numel() and (slots.min() < -1 or slots.max() >= num_slots):
+        raise ValueError(f"sample: slots holds {int(slots.min())} to {int(slots.max())}, outside -1 to {num_slots - 1}")
+    for slot in slots[slots >= 0].tolist():
+        index = int((edits.words[slot] & MAX_BIASES).max())
+        if index > edits.bias.shape[1]:
+            raise ValueError(f"sample: words name bias {index} of {edits.bias.shape[1]} per slot")
+
+
+def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: torch.Tensor) -> Floats:
+    """Bias, then repetition, frequency and presence penalties of one row [V] (fp32 or bf16), as fp64."""
+    out: Floats = row.double().numpy()
+    # Most tokens have none.
+    ids = np.flatnonzero(words.numpy())
+    if not ids.size:
+        return out
+    x, found = out[ids], words.numpy()[ids]
+    index, count = found & MAX_BIASES, found >> COUNT_SHIFT
+    repetition, frequency, presence = penalties.tolist()
+    added = np.concatenate(([0.0], bias.numpy()))[index]
+    with np.errstate(all="ignore"):
+        x = np.where(added == -np.inf, added, x + added)
+        x = np.where(found >= IN_PROMPT, np.where(x > 0, x / repetition, x * repetition), x)
+        out[ids] = np.where(count > 0, x - (frequency * count + presence), x)
+    return out
+
+
+def candidates(x: Floats, temperature: float, *, top_k: int, top_p: float, min_p: float) -> tuple[Ids, Floats]:
+    """Ids that survive min-p, top-k and top-p of x [V], with their weights relative to the likeliest token's.
+
+    Cuts keep the first of the tokens by falling weight (ties: the lowest id): at most top_k, then up to and including
+    the one that reaches top_p of the mass, which is summed in that order.
+    """
+    # The difference first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
+    with np.errstate(over="ignore"):
+        weights = np.exp((x - x.max()) / temperature)
+    sorts = 0 < top_k < x.size or top_p < 1
+    for level in _LEVELS if sorts and x.size > _SHORT else _LEVELS[-1:]:
+        least = max(level, min_p)
+        ids = np.arange(x.size) if least == 0 else np.flatnonzero(weights >= least)
+        # Whether these are all that min-p leaves.
+        whole = level <= min_p
+        if whole and top_p == 1 and not 0 < top_k < ids.size:
+            break
+        if not whole and ids.size < top_k:
+            continue
+        ids = ids[np.argsort(-weights[ids], kind="stable")]
+        whole |= 0 < top_k <= ids.size
+        ids = ids[:top_k] if top_k > 0 else ids
+        if top_p < 1:
+            total = None if whole else float(weights[weights >= min_p].sum() if min_p > 0 else weights.sum())
+            count = _nucleus(np.cumsum(weights[ids]), top_p, total)
+            if count is None:
+                continue
+            ids = ids[:count]
+        elif not whole:
+            continue
+        break
+    return ids, weights[ids]
+
+
+def _nucleus(mass: Floats, top_p: float, total: float | None) -> int | None:
+    """How many tokens reach top_p of the whole mass, from its running sum over the first of them.
+
+    total: the whole mass, summed in another order, if there are more tokens; None is returned where that, or what lies
+    behind, could make a difference.
+    """
+    if total is None:
+        return int(np.searchsorted(mass, top_p * mass[-1])) + 1
+    low, high = np.searchsorted(mass, (top_p * total * (1 - _SAME_SUM), top_p * total * (1 + _SAME_SUM)))
+    return int(low) + 1 if low == high < mass.size else None
+
+
+def philox4x32(counter: torch.Tensor, position: int | torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
+    """Ten rounds over the counters (counter [N] int64, position, 0, 0), keyed by seed: [N, 4] int64 below 2^32.
+
+    position and seed: of all, or [N] int64.
+    """
+    c0, c1 = counter & _LOW, torch.zeros_like(counter) + (position & _LOW)
+    c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    for _ in range(10):
+        # The low 64 bits of a product are the same whether signed or not.
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
+        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
+    return torch.stack((c0, c1, c2, c3), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draw:
+    """A row whose token is to be drawn: the tokens that are left, with their weights."""
+
+    row: int
+    seed: int
+    position: int
+    ids: Ids
+    weights: Floats
+
+    def blocks(self) -> tuple[torch.Tensor, Ids]:
+        """Counters of the noise, and where the noise of each id is among the words of theirs."""
+        last = int(self.ids.max()) >> 2
+        if self.ids.size > last:
+            # Each block serves four tokens.
+            return torch.arange(last + 1), self.ids
+        return torch.from_numpy(self.ids >> 2), np.arange(self.ids.size) * 4 + (self.ids & 3)
+
+    def token(self, words: Ids) -> int:
+        """The argmax of weight / E, E = -log((word + 0.5) / 2^32): word id % 4 of block id // 4."""
+        noise = -np.log((words.astype(np.float64) + 0.5) * 2.0**-32)
+        return int(self.ids[np.argmax(self.weights / noise)])
+
+
+def _draw(draws: Sequence[_Draw], ids: torch.Tensor) -> None:
+    """Choose the tokens of these rows, as many at once as fit a piece."""
+    blocks = [draw.blocks() for draw in draws]
+    begin = 0
+    while begin < len(draws):
+        end, size = begin + 1, len(blocks[begin][0])
+        while end < len(draws) and size + len(blocks[end][0]) <= _PIECE:
+            size += len(blocks[end][0])
+            end += 1
+        some, counters = draws[begin:end], [counter for counter, _ in blocks[begin:end]]
+        if len(some) == 1:
+            words = philox4x32(counters[0], some[0].position, some[0].seed)
+        else:
+            counts = torch.tensor([len(counter) for counter in counters])
+            of_rows = torch.tensor([(draw.position, draw.seed) for draw in some]).repeat_interleave(counts, 0)
+            words = philox4x32(torch.cat(counters), of_rows[:, 0], of_rows[:, 1])
+        rows = words.split([len(counter) for counter in counters])
+        for draw, row, (_, where) in zip(some, rows, blocks[begin:end], strict=True):
+            ids[draw.row] = draw.token(row.numpy().ravel()[where])
+        begin = end
+
+
+def _log_sum(row: torch.Tensor, top: float) -> float:
+    """log of the sum of exp(x - top); NaN if the largest is not finite."""
+    if not math.isfinite(top):
+        return math.nan
+    shifted = row.double().numpy() - top
+    return math.log(np.exp(shifted, out=shifted).sum())
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, count], ids of the largest of each row, falling, ties by the lowest. A NaN is larger than all."""
+    values, ids = logits.topk(count)
+    # `topk` leaves open which of equals it takes and how it orders them.
+    last = values[:, -1:]
+    clear = ((logits >= last).sum(1) == count) & (values[:, 1:] < values[:, :-1]).all(1)
+    for b in (~clear).nonzero().flatten().tolist():
+        row = logits[b]
+        some = torch.arange(row.numel()) if values[b, 0].isnan() else (row >= last[b]).nonzero().squeeze(1)
+        ids[b] = some[row[some].sort(descending=True, stable=True).indices[:count]]
+    return ids
