@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from moeyard.clients.api_client import Answer, EventStream
 from moeyard.clients.bench.figures import (
     LoadRun,
     errors,
@@ -16,7 +17,6 @@ from moeyard.clients.bench.figures import (
     per_second,
     summary,
 )
-from moeyard.clients.bench.http_client import Answer, EventStream
 from moeyard.clients.bench.report import compare, describe
 from moeyard.clients.bench.server import fit
 from moeyard.clients.bench.workload import Lengths, Workload, Yardstick, arrivals, parse_lengths

@@ -1,19 +1,22 @@
-"""A client of an OpenAI-compatible server for somebody who watches: the standard library's, which Ctrl-C can stop."""
+"""Streamed answers of an OpenAI-compatible server, and a client for a person: the standard library's."""
 
 import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from moeyard.clients.target_config import Target
 
 INFO_SECONDS = 10.0
 # A server may think long before its first word, so this is about one that is gone.
 SILENCE_SECONDS = 600.0
-MAX_PAGE = 200
+# What is said of an error whose body is no JSON, such as a proxy's page.
+MAX_ERROR_TEXT = 200
 
 Show = Callable[[str, bool], None]
 
@@ -54,84 +57,136 @@ def first_model(target: Target) -> str:
     return str(found)
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
-    """How an answer went. `text` is without what the model thought first; `num_tokens` is the server's count."""
+@dataclass(slots=True)
+class Answer:
+    """A streamed answer as its client sees it; times are `time.perf_counter` seconds.
 
+    `times` has one entry per event with output in it, which may be several tokens; tokens are counted by the server's
+    `usage`. `status` is HTTP's, 0 where no answer came. `error` is None for a whole answer. `show` gets pieces of text
+    as they come, and whether they are thoughts, which `text` leaves out.
+    """
+
+    due: float = 0.0
+    sent: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    times: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    num_tokens: int | None = None
-    finish_reason: str | None = None
-    seconds_to_first: float | None = None
-    seconds_after_first: float = 0.0
-    interrupted: bool = False
+    usage: dict[str, Any] | None = None
     error: str | None = None
+    done: bool = False
+    finish_reason: str | None = None
+    interrupted: bool = False
+    show: Show | None = None
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """All of it, without thoughts."""
         return "".join(self.pieces)
 
+    @property
+    def output_tokens(self) -> int:
+        """As the server counted them; 0 where it did not."""
+        return int((self.usage or {}).get("completion_tokens") or 0)
 
-def stream_chat(target: Target, body: dict[str, Any], show: Show) -> Reply:
+    @property
+    def prompt_tokens(self) -> int:
+        """As the server counted them; 0 where it did not."""
+        return int((self.usage or {}).get("prompt_tokens") or 0)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the server took from its prefix cache, where it says so."""
+        details = (self.usage or {}).get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
+
+    def event(self, event: dict[str, Any], at: float) -> None:
+        """Take in one event of the stream."""
+        if event.get("error"):
+            self.error = error_message(event)
+        if event.get("usage"):
+            self.usage = event["usage"]
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or choice
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            text = delta.get("content") or delta.get("text") or ""
+            if text:
+                self.pieces.append(text)
+            if text or thought or delta.get("tool_calls") or delta.get("token_ids"):
+                self.times.append(at)
+            if self.show is not None and thought:
+                self.show(thought, True)
+            if self.show is not None and text:
+                self.show(text, False)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+class EventStream:
+    """Server-sent events out of a body that comes in pieces of any size."""
+
+    __slots__ = ("_answer", "_rest")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._rest = b""
+
+    def feed(self, data: bytes, at: float) -> None:
+        """Take in the next bytes, which came at `at`. Raises orjson.JSONDecodeError for an event that is no JSON.
+
+        Every OpenAI-compatible server writes an event as one line; comments and other fields are passed over.
+        """
+        *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
+        for line in lines:
+            if line[:5] != b"data:":
+                continue
+            if line[5:].strip() == b"[DONE]":
+                self._answer.done = True
+            else:
+                self._answer.event(orjson.loads(line[5:]), at)
+
+
+def error_message(body: Any) -> str:
+    """The message in an error's body, as OpenAI's servers, FastAPI's and others write it."""
+    if isinstance(body, dict):
+        error = body.get("error") or body.get("detail") or body.get("message") or body
+        if isinstance(error, dict) and error.get("message"):
+            error = error["message"]
+        return error if isinstance(error, str) else orjson.dumps(error).decode()
+    return str(body)
+
+
+def refusal(body: bytes) -> str:
+    """The message in the body of an error, or the beginning of the body."""
+    try:
+        return error_message(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return body[:MAX_ERROR_TEXT].decode(errors="replace").strip() or "no reason given"
+
+
+def stream_chat(target: Target, body: dict[str, Any], show: Show) -> Answer:
     """POST to /v1/chat/completions; `show(text, thought)` gets the pieces as they come.
 
     Ctrl-C ends the answer and not the program. Errors of the server and of the way to it are in `error`, for a reader.
     """
-    reply = Reply()
+    answer = Answer(sent=time.perf_counter(), show=show)
     connection = connect(target, timeout=SILENCE_SECONDS)
-    begun = time.perf_counter()
     try:
         connection.request("POST", target.path("chat/completions"), json.dumps(body), target.headers())
         response = connection.getresponse()
+        answer.status = response.status
         if response.status != 200:
-            reply.error = f"HTTP {response.status}: {said(response.read())}"
-            return reply
-        for event in events(response):
-            _take(reply, event, show, time.perf_counter() - begun)
+            answer.error = f"HTTP {response.status}: {refusal(response.read())}"
+            return answer
+        events = EventStream(answer)
+        for line in response:
+            events.feed(line, time.perf_counter())
     except KeyboardInterrupt:
-        reply.interrupted = True
+        answer.interrupted = True
     except (OSError, http.client.HTTPException) as error:
-        reply.error = str(unreachable(target, error)) if not reply.pieces else f"the answer broke off: {error}"
+        answer.error = f"the answer broke off: {error}" if answer.pieces else str(unreachable(target, error))
     except ValueError as error:
-        reply.error = f"the server's answer is not understood: {error}"
+        answer.error = f"the server's answer is not understood: {error}"
     finally:
         # A server stops to decode for a client that has gone.
         connection.close()
-    return reply
-
-
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
-    for line in response:
-        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-            yield json.loads(data)
-
-
-def said(page: bytes) -> str:
-    """The message in the body of an error, or the beginning of the body."""
-    try:
-        error = json.loads(page)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return page[:MAX_PAGE].decode(errors="replace") or "no reason given"
-
-
-def _take(reply: Reply, event: dict[str, Any], show: Show, at: float) -> None:
-    if event.get("error"):
-        reply.error = said(json.dumps(event).encode())
-    if event.get("usage"):
-        reply.num_tokens = event["usage"].get("completion_tokens")
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        text = delta.get("content") or ""
-        if thought or text:
-            if reply.seconds_to_first is None:
-                reply.seconds_to_first = at
-            reply.seconds_after_first = at - reply.seconds_to_first
-        if thought:
-            show(thought, True)
-        if text:
-            reply.pieces.append(text)
-            show(text, False)
-        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    return answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from moeyard.clients.api_client import Reply, first_model, stream_chat
+from moeyard.clients.api_client import Answer, first_model, stream_chat
 from moeyard.clients.target_config import Target, parse_target
 
 HELP = """\
@@ -108,15 +108,15 @@ def say(target: Target, talk: Talk, message: str) -> None:
     talk.messages.append({"role": "assistant", "content": reply.text})
 
 
-def figures(reply: Reply) -> str:
+def figures(reply: Answer) -> str:
     """How fast an answer came, in one line."""
     parts = ["stopped"] if reply.interrupted else []
-    if reply.num_tokens is not None:
-        parts.append(f"{reply.num_tokens} tokens")
-        if reply.num_tokens > 1 and reply.seconds_after_first > 0:
-            parts.append(f"{(reply.num_tokens - 1) / reply.seconds_after_first:.1f} tokens/s")
-    if reply.seconds_to_first is not None:
-        parts.append(f"the first after {reply.seconds_to_first * 1e3:.0f} ms")
+    if reply.usage is not None:
+        parts.append(f"{reply.output_tokens} tokens")
+        if reply.output_tokens > 1 and reply.times and reply.times[-1] > reply.times[0]:
+            parts.append(f"{(reply.output_tokens - 1) / (reply.times[-1] - reply.times[0]):.1f} tokens/s")
+    if reply.times:
+        parts.append(f"the first after {(reply.times[0] - reply.sent) * 1e3:.0f} ms")
     if reply.finish_reason == "length":
         parts.append("cut off by its length (max_tokens)")
     return f"[{', '.join(parts) or 'no text'}]"

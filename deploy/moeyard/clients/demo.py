@@ -10,7 +10,8 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeyard.clients.api_client import Reply, stream_chat
+from moeyard.clients.api_client import Answer, stream_chat
+from moeyard.clients.bench.figures import latencies
 from moeyard.clients.target_config import parse_target
 from moeyard.local.serve import Running, serve
 from moeyard.local.settings import engine_config
@@ -67,7 +68,7 @@ def demonstrate(running: Running) -> None:
     )
 
 
-def ask(running: Running) -> Reply:
+def ask(running: Running) -> Answer:
     """Print a streamed answer as it arrives; raises ValueError when there is none."""
     body = {
         "model": running.model_name,
@@ -96,17 +97,17 @@ def read_metrics(urls: tuple[str, ...]) -> dict[str, float]:
     return totals
 
 
-def table(reply: Reply, samples: dict[str, float]) -> str:
+def table(reply: Answer, samples: dict[str, float]) -> str:
     """The demo's figures: latency as the client saw it, cache and exchange as the workers counted them since start."""
     hits, misses = samples["moeyard_expert_cache_hits_total"], samples["moeyard_expert_cache_misses_total"]
     exchanges = samples["moeyard_exchange_seconds_count"]
     # Each layer has one dispatch and one combine.
     per_layer = 2 * samples["moeyard_exchange_seconds_sum"] / exchanges if exchanges else 0.0
-    num_tokens, first = reply.num_tokens or 0, reply.seconds_to_first or 0.0
+    found = latencies(reply)
     rows = (
-        ("tokens", f"{num_tokens}"),
-        ("TTFT", f"{first * 1e3:.1f} ms"),
-        ("TPOT", f"{reply.seconds_after_first / max(1, num_tokens - 1) * 1e3:.2f} ms"),
+        ("tokens", f"{reply.output_tokens}"),
+        ("TTFT", f"{(found['ttft'] or 0.0) * 1e3:.1f} ms"),
+        ("TPOT", f"{(found['tpot'] or 0.0) * 1e3:.2f} ms"),
         ("expert-cache hit rate", f"{100 * hits / (hits + misses):.1f} %" if hits + misses else "no access"),
         ("exchange per layer", f"{per_layer * 1e6:.0f} us (dispatch + combine, waiting included)"),
     )

@@ -34,24 +34,15 @@ class Progress:
 
     def show(self, done: int, total: int) -> None:
         """Tell that `done` of `total` bytes are there."""
-        if self._out.isatty():
-            self._draw(done, total)
-        elif self._clock() >= self._next:
-            self._next = self._clock() + self._interval
-            share = f"{100 * done / max(total, 1):.0f} %"
-            print(f"{self._doing}: {format_size(done)} of {format_size(total)} ({share})", file=self._out, flush=True)
-
-    def _draw(self, done: int, total: int) -> None:
+        if not self._out.isatty():
+            if self._clock() >= self._next:
+                self._next = self._clock() + self._interval
+                whole = f"{format_size(total)} ({100 * done / max(total, 1):.0f} %)"
+                print(f"{self._doing}: {format_size(done)} of {whole}", file=self._out, flush=True)
+            return
         if self._bar is None:
-            self._bar = tqdm(
-                desc=self._doing,
-                total=total,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                leave=False,
-                file=self._out,
-            )
+            options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+            self._bar = tqdm(desc=self._doing, total=total, file=self._out, **options)
         self._bar.total = total  # ranks learn theirs one after the other
         self._bar.update(done - self._bar.n)
 
@@ -62,8 +53,11 @@ class Progress:
             self._bar = None
 
 
-class Startup:
-    """Stages of a start and bytes loaded; `stage` and `loading` may be called at any rate."""
+class Startup(Progress):
+    """Stages of a start and bytes loaded; `stage` and `loading` may be called at any rate.
+
+    `captures`: whether steps are captured in CUDA graphs once the weights are there, which takes its time.
+    """
 
     def __init__(
         self,
@@ -73,15 +67,13 @@ class Startup:
         clock: Callable[[], float] = time.monotonic,
         interval: float = INTERVAL_SECONDS,
     ) -> None:
-        """`captures`: whether steps are captured in CUDA graphs once the weights are there, which takes its time."""
+        super().__init__("loading weights", out=out, clock=clock, interval=interval)
         self._captures = captures
-        self._out = sys.stderr if out is None else out
-        self._progress = Progress("loading weights", out=out, clock=clock, interval=interval)
         self._whole = False
 
     def stage(self, text: str) -> None:
         """A stage begins."""
-        self.close_bar()
+        self.close()
         print(text, file=self._out, flush=True)
 
     def loading(self, done: int, total: int) -> None:
@@ -92,11 +84,7 @@ class Startup:
             self._whole = True
             self.stage("weights are there; " + ("capturing CUDA graphs" if self._captures else "preparing to step"))
         else:
-            self._progress.show(done, total)
-
-    def close_bar(self) -> None:
-        """Take the bar off the terminal, if there is one."""
-        self._progress.close()
+            self.show(done, total)
 
 
 @contextmanager
@@ -106,4 +94,4 @@ def startup(*, captures: bool) -> Iterator[Startup]:
     try:
         yield found
     finally:
-        found.close_bar()
+        found.close()

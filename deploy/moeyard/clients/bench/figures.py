@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moeyard.clients.bench.http_client import Answer
+from moeyard.clients.api_client import Answer
 from moeyard_worker.layers.weights import num_elements
 from moeyard_worker.models.spec import ModelSpec
 

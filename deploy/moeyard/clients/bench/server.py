@@ -22,10 +22,10 @@ import uvloop
 from tqdm import tqdm
 
 from moeyard import __version__
-from moeyard.clients.api_client import first_model
+from moeyard.clients.api_client import Answer, first_model
 from moeyard.clients.bench.bench_config import ServerBenchConfig
 from moeyard.clients.bench.figures import LoadRun, errors, figures, parse_slo, request_rows
-from moeyard.clients.bench.http_client import Answer, Client
+from moeyard.clients.bench.http_client import Client
 from moeyard.clients.bench.report import compare, describe, draw
 from moeyard.clients.bench.workload import WORDS, Turn, Workload, Yardstick, arrivals
 from moeyard.clients.target_config import Target, parse_target
