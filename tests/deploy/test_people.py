@@ -23,9 +23,9 @@ from tests.limits import HANG_SECONDS
 
 from moeyard.cli.commands import main, with_subject
 from moeyard.clients.chat import read_message
-from moeyard.clients.doctor.gpus import check_gpus
-from moeyard.clients.doctor.machine import (
+from moeyard.clients.doctor import (
     check_files,
+    check_gpus,
     check_instructions,
     check_packages,
     check_port,

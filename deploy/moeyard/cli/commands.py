@@ -129,7 +129,7 @@ def add_serving_commands(commands: "Commands[Parser]") -> None:
     text = "what this machine has, and what `serve` with these flags would fail at"
     doctor = add_server_command(commands, "doctor", text, groups=(model, *ENGINE_GROUPS, api))
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    doctor.set_defaults(run=Late("moeyard.clients.doctor.run", "doctor", on_cpu=True))
+    doctor.set_defaults(run=Late("moeyard.clients.doctor", "doctor", on_cpu=True))
 
 
 def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, groups: Sequence[str]) -> Parser:
