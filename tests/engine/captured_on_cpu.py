@@ -70,6 +70,9 @@ class Event:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, _other: "Event") -> float:
         return 1.0
 

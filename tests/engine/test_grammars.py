@@ -378,7 +378,7 @@ def test_no_more_grammars_than_memory(grammars: Grammars, monkeypatch: pytest.Mo
     monkeypatch.setattr(grammars_module, "MAX_BYTES", 0)
     queue = GrammarQueue(grammars, lambda: None)
     assert queue.add(b"a", submit("new", Grammar(kind="regex", text="x{7}")), 0.0) is None
-    (waiting,) = queue._waiting.values()
+    (waiting,) = queue.waiting.values()
     waiting.compiled.exception(timeout=HANG_SECONDS)
     ((_, refused),) = queue.ready(0.0)
     assert isinstance(refused, Rejected)
@@ -459,7 +459,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
     again = waiting.add(b"a", submit("good", fresh), 3.0)
     assert isinstance(again, Rejected)
     assert again.reason == "duplicate"
-    assert (len(waiting), waiting.num_tokens) == (2, 6)
+    assert (len(waiting.waiting), waiting.num_tokens) == (2, 6)
     for _ in range(2):
         assert woken.acquire(timeout=HANG_SECONDS)
     (good, made), (bad, refused) = waiting.ready(4.0)
@@ -470,7 +470,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
     assert refused.reason == "bad_request"
     assert "the grammar cannot be compiled: " in refused.message
     assert "unclosed character class" in refused.message
-    assert len(waiting) == 0
+    assert len(waiting.waiting) == 0
 
 
 def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
         assert [each.submit.request_id for each, _ in late] == ["late", "failed"]
         assert all(isinstance(made, Rejected) and "within 10 s" in made.message for _, made in late)
         assert waiting.abort(b"a", "new") is not None
-        assert len(waiting) == 0
+        assert len(waiting.waiting) == 0
     finally:
         go_on.set()
     assert waiting.add(b"a", submit("later", slow), 0.0) is None
@@ -520,7 +520,7 @@ def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Gr
         if each.client == b"gone":
             waiting.abort_client(b"gone")
     assert told == ["first", "third"]
-    assert len(waiting) == 0
+    assert len(waiting.waiting) == 0
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,12 +551,12 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
         assert len(late) == 4, "those of a that are left are too late"
         # A request is at fault only for its own grammar: flood[5] is being compiled, or the others are before it.
         assert all(isinstance(made, Rejected) and made.reason == "queue_full" for made in late[1:])
-        assert len(waiting) == 1
+        assert len(waiting.waiting) == 1
         assert waiting.add(b"b", submit("again", flood[7]), 11.0) is None
     finally:
         go_on.set()
     results = {}
-    for each in list(waiting._waiting.values()):
+    for each in list(waiting.waiting.values()):
         each.compiled.result(timeout=HANG_SECONDS)
     for each, made in waiting.ready(12.0):
         results[each.submit.request_id] = made

@@ -5,12 +5,13 @@ blocks on its own sockets and `Mesh.poll_sockets`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.mesh import Frame, Mesh
 
 
 class Agreed(NamedTuple):
@@ -52,10 +53,7 @@ class Lockstep:
             epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens, num_prompt=num_prompt, num_rows=most,
             num_drafts=num_drafts,
         )  # fmt: skip
-        plan = encode_plan_frame(own)
-        for peer in mesh.peers:
-            mesh.send(peer, plan)
-        frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
+        frames = self._exchanged(own, start) if mesh.peers else []
         counts = [0] * mesh.world_size
         counts[mesh.rank] = num_tokens
         prompts, rows = [0] * mesh.world_size, [0] * mesh.world_size
@@ -70,6 +68,13 @@ class Lockstep:
         self.steps[num_drafts] += 1
         return Agreed(tuple(counts), num_drafts, PeerRows(most, tuple(prompts), tuple(rows)))
 
+    def _exchanged(self, own: PlanFrame, since: float) -> Sequence[Frame]:
+        """The plans of the peers, to whom this rank's is sent."""
+        plan = encode_plan_frame(own)
+        for peer in self.mesh.peers:
+            self.mesh.send(peer, plan)
+        return self.mesh.recv_all(Phase.PLAN, layer=None, since=since)
+
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
 
@@ -78,6 +83,8 @@ class Lockstep:
         A peer that waits for others' rows hears that this rank waits, too: it may be through with a step that another
         holds up for that peer.
         """
+        if not self.mesh.peers:
+            return False
         arrived = self.mesh.arrived()
         if not arrived and self.mesh.signs.somebody_waits():
             self.mesh.say(Phase.WAITING)

@@ -1,9 +1,17 @@
 """What becomes of the tokens that a step yielded: which one ends its request, and what is said of both. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from moeyard_worker.protocol import Done, Rejected, SamplingParams, Tokens
-from moeyard_worker.scheduling.request import Accepted, Request, SchedulerStats
+from moeyard_worker.protocol import (
+    MAX_PROMPT_LOGPROBS,
+    Done,
+    PromptLogprobs,
+    Rejected,
+    SamplingParams,
+    TokenLogprob,
+    Tokens,
+)
+from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.step import Chunk
 
 
@@ -89,3 +97,15 @@ def expired(request: Request, waited: float, limit: float | None) -> Rejected:
     """The only word to a request that waited `waited` seconds, `limit` or more, and never ran."""
     message = f"the request waited {waited:.1f} s and did not start; the limit is {limit:g} s"
     return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)
+
+
+def tell_scores(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[Reply]:
+    """Count the scores of a completed chunk, one for each of its targets, and tell them in messages of bounded size."""
+    assert chunk.scoring is not None, "nothing was to be scored"
+    assert len(scores) == len(chunk.scoring.targets), f"{len(scores)} scores of {len(chunk.scoring.targets)} tokens"
+    first = chunk.start + chunk.scoring.first
+    request.num_scored = first + len(scores)
+    for i in range(0, len(scores), MAX_PROMPT_LOGPROBS):
+        part = tuple(scores[i : i + MAX_PROMPT_LOGPROBS])
+        message = PromptLogprobs(request_id=request.request_id, start=first + i + 1, logprobs=part)
+        yield Reply(request.client, message)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.scheduling.request import Request
-from moeyard_worker.scheduling.scoring import rows_to_score
-from moeyard_worker.scheduling.step import Chunk, Compaction, Step
+from moeyard_worker.scheduling.step import Chunk, Compaction, Scoring, Step
 
 
 class Place(NamedTuple):
@@ -152,11 +151,25 @@ def make_chunk(
         num_sampled=num_sampled,
         fed=place.fed,
         slack=place.max_start - start,
-        scoring=rows_to_score(request, start, start + rows),
+        scoring=_rows_to_score(request, start, start + rows),
         following=None if num_sampled or place.fed is not None else _token_at(request, start + rows),
         dropped=0 if start < num_prompt else request.num_dropped,
         compaction=_compaction(request) if start < num_prompt == start + rows else None,
     )
+
+
+def _rows_to_score(request: Request, start: int, end: int) -> Scoring | None:
+    """Return what is to be scored in rows [start, end) of a request that asks for it; None for nothing.
+
+    A row scores the prompt token behind its own; the last prompt token has none. Rows that were scored before their
+    request had to yield its pages are computed again, not told again.
+    """
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    first = max(start, request.num_scored)
+    targets = request.prompt[first + 1 : end + 1]
+    return Scoring(first=first - start, targets=targets, num_top=num_top) if targets else None
 
 
 def _compaction(request: Request) -> Compaction | None:

@@ -24,19 +24,19 @@ class Roster:
         self.running: list[Request] = []
         self.leaving: list[Request] = []
         self._num_entered = 0
-        self._held: float | None = None  # since when nothing runs, if nothing does
+        self.held: float | None = None  # since when nothing runs, if nothing does
 
     def hold(self, now: float) -> None:
         """Nothing runs for a while: nobody is late for the time that this takes."""
-        if self._held is None:
-            self._held = now
+        if self.held is None:
+            self.held = now
 
     def resume(self, now: float) -> None:
         """It runs again, if it did not."""
-        if self._held is not None:
+        if self.held is not None:
             for request in self.waiting:
-                request.excused += now - max(self._held, request.arrived)
-            self._held = None
+                request.excused += now - max(self.held, request.arrived)
+            self.held = None
 
     def enter(self, request: Request) -> None:
         """A request waits: a new one behind all others, one that was begun elsewhere before all new ones."""
@@ -50,7 +50,7 @@ class Roster:
 
         One whose grammar took long stands behind others that came later.
         """
-        if self._held is not None:
+        if self.held is not None:
             return []
         new = (r for r in self.waiting if r.started is None and not r.output)
         return [r for r in new if r.arrived + r.excused <= arrived]

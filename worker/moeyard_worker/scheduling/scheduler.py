@@ -17,13 +17,12 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
-from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens
+from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens, tell_scores
 from moeyard_worker.scheduling.depth import Drafting
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows, num_wanted
 from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.roster import Roster
-from moeyard_worker.scheduling.scoring import tell_scores
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pages import page_hashes
 
@@ -44,7 +43,8 @@ class Scheduler:
         # The rank's pages and snapshots of state, to be read.
         self.pool, self.snapshots = self._holdings.pool, self._holdings.snapshots
         self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
-        self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts)
+        self._state_ring = config.state_ring
+        self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts) if config.num_drafts else None
         self._roster = Roster()
         self._flights: deque[_Flight] = deque()
 
@@ -101,7 +101,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Reply]:
         """End those that have waited for `max_queue_seconds` while steps ran, and never did; a preempted one has."""
         limit = self.config.max_queue_seconds
-        late = [] if limit is None else self._roster.late(now - limit)
+        late = [] if limit is None or not self._roster.waiting else self._roster.late(now - limit)
         for request in late:
             self._finish(request, "abort")
         return [Reply(r.client, expired(r, now - r.arrived - r.excused, limit)) for r in late]
@@ -142,8 +142,10 @@ class Scheduler:
         `beside_output`: tokens of other ranks will wait for its prompts.
         """
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
-        self._roster.resume(now)
-        builder = StepBuilder(self.config.max_batch_tokens, self._drafting.wish(self.num_running), self._drafting.least)
+        if self._roster.held is not None:
+            self._roster.resume(now)
+        depths = (0, 0) if self._drafting is None else (self._drafting.wish(self.num_running), self._drafting.least)
+        builder = StepBuilder(self.config.max_batch_tokens, *depths)
         outputs, prompts = by_urgency(self._roster.running, self._flights[-1].step.num_drafts if self._flights else 0)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -203,7 +205,7 @@ class Scheduler:
         if place.fed is not None or length >= request.length:
             holdings.extend(request, num_wanted(request, length, self.config), len(self._roster.running))
         snapshots = holdings.take_snapshots(request, place.start, rows)
-        builder.add(request, make_chunk(request, place, rows, snapshots, state_ring=self.config.state_ring))
+        builder.add(request, make_chunk(request, place, rows, snapshots, state_ring=self._state_ring))
         return True
 
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
@@ -257,7 +259,8 @@ class Scheduler:
         if not step.chunks:
             return []
         assert self._flights[0].step is step, "another step was planned before this one"
-        self._drafting.completed(step, results, now)
+        if self._drafting is not None:
+            self._drafting.completed(step, results, now)
         flight, remaining, told = self._flights.popleft(), iter(results), iter(scores)
         replies: list[Reply] = []
         for chunk, request in zip(step.chunks, flight.requests, strict=True):

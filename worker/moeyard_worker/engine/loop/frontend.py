@@ -81,7 +81,7 @@ class Frontend:
         What is none is counted and dropped.
         """
         begun = time.monotonic()
-        while (event := next_event(self.monitor)) is not None:
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN and (event := next_event(self.monitor)) is not None:
             count_refused(event, self.refusals, "a connection to the port for routers")
         while True:
             try:

@@ -71,7 +71,9 @@ class Engine:
         self._metrics = metrics
         # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
-        self._completed_at, self._pacing = 0.0, Pacing()
+        self._completed_at = 0.0
+        # Where steps overlap, the next is planned when it is due.
+        self._pacing = Pacing() if scheduler.config.max_in_flight > 1 else None
         self._clients: set[bytes] = set()
         self._ears = Ears(frontend.socket, frontend.monitor)
         self._grammars = GrammarQueue(grammars, self._ears.wake)
@@ -151,7 +153,7 @@ class Engine:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
-            heard = self._ears.hear(int(IDLE_CHECK_SECONDS * 1000) if len(self._grammars) else None)
+            heard = self._ears.hear(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
         if self.failure is None and heard.peers:
             try:
                 self.mesh.check_peers()
@@ -174,7 +176,7 @@ class Engine:
                 self._reporter.asked.append(client)
             else:
                 self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
-        for each, made in self._grammars.ready(time.monotonic()):
+        for each, made in self._grammars.ready(time.monotonic()) if self._grammars.waiting else ():
             if isinstance(made, Rejected):
                 self._send(each.client, made)
             else:
@@ -197,7 +199,7 @@ class Engine:
 
     def _advance(self) -> None:
         """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
-        if self._launched and self._scheduler.has_work():
+        if self._pacing is not None and self._launched and self._scheduler.has_work():
             has_run = self._launched[-1][0].has_run
             if self._pacing.too_early(lambda: has_run() or self._peer_started(), self._pause):
                 return
@@ -239,10 +241,11 @@ class Engine:
         requests, depth = self._scheduler.requests(step), agreed.num_drafts
         launched = self._runner.launch(step, requests, before=before, num_drafts=depth, peers=agreed.peers)
         self._launched.append((launched, self.step, started))
-        waited = self._lockstep.wait_seconds[-1] + (0.0 if before is None else before.waited)
-        now = time.monotonic()
-        own = 0.0 if launched.has_run() else now - started - waited
-        self._pacing.launched(agreed.peers, seconds=own, now=now)
+        if self._pacing is not None:
+            waited = self._lockstep.wait_seconds[-1] + (0.0 if before is None else before.waited)
+            now = time.monotonic()
+            own = 0.0 if launched.has_run() else now - started - waited
+            self._pacing.launched(agreed.peers, seconds=own, now=now)
 
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""
@@ -253,7 +256,8 @@ class Engine:
             raise not_finite(unsound, step=number)
         results = launched.results
         now = time.monotonic()
-        self._pacing.completed(launched.device_seconds, now=now)
+        if self._pacing is not None:
+            self._pacing.completed(launched.device_seconds, now=now)
         for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
             self._send(client, message)
         # Where steps overlap, one begins to count when the one before it is done.
@@ -285,7 +289,8 @@ class Engine:
         assert finding is not None, "a mesh that failed knows why"
         self._exchange.abort(finding.ranks)
         self._launched.clear()
-        self._pacing.clear()
+        if self._pacing is not None:
+            self._pacing.clear()
         loss = tell_loss(
             error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,
             running=self._scheduler.running(), waiting=self._scheduler.num_waiting,

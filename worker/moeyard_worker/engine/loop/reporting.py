@@ -48,7 +48,7 @@ class Reporter:
         """
         scheduler = self._scheduler
         own_step = step if scheduler.has_work() else None
-        num_waiting = scheduler.num_waiting + len(self._grammars)
+        num_waiting = scheduler.num_waiting + len(self._grammars.waiting)
         load = (failure, own_step, scheduler.num_running, num_waiting, scheduler.pool.num_free)
         now = time.monotonic()
         busy = scheduler.has_work() and now - self._reported_at < SNAPSHOT_SECONDS
@@ -71,6 +71,7 @@ class Reporter:
         """How the rank is now, in step `step`; `failure` is why it does not step."""
         scheduler = self._scheduler
         stats, experts = scheduler.stats, self._experts.stats.counters
+        num_compiling = self._grammars.num_tokens if self._grammars.waiting else 0
         # A device that finds every expert in its slot counts nothing for the host.
         counted = experts.num_hits + experts.num_misses > 0
         return Snapshot(
@@ -81,8 +82,8 @@ class Reporter:
             state="ready" if failure is None else "recovering",
             failure=failure,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._grammars),
-            num_waiting_tokens=scheduler.num_waiting_tokens + self._grammars.num_tokens,
+            num_waiting=scheduler.num_waiting + len(self._grammars.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens + num_compiling,
             kv_pages_total=scheduler.config.num_pages,
             kv_pages_free=scheduler.pool.num_free,
             page_size=scheduler.config.page_size,

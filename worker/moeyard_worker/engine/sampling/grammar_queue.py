@@ -28,20 +28,20 @@ class Compiling:
 
 
 class GrammarQueue:
-    """Owner of the requests that wait for a grammar. `wake` is called by another thread when one is compiled."""
+    """Owner of the requests that wait for a grammar, by client and id: `waiting`.
+
+    `wake` is called by another thread when one is compiled.
+    """
 
     def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
-        self._waiting: dict[tuple[bytes, str], Compiling] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[tuple[bytes, str], Compiling] = {}
 
     @property
     def num_tokens(self) -> int:
         """Prompt tokens of the requests that wait."""
-        return sum(len(each.submit.prompt_token_ids) for each in self._waiting.values())
+        return sum(len(each.submit.prompt_token_ids) for each in self.waiting.values())
 
     def add(self, client: bytes, submit: Submit, now: float) -> Rejected | None:
         """Have a request's grammar compiled, or say why not."""
@@ -51,13 +51,13 @@ class GrammarQueue:
         reason = "this rank compiles no grammars" if self._grammars is None else self._grammars.refusal
         if reason is not None or self._grammars is None:
             return _bad(submit, str(reason))
-        if key in self._waiting:
+        if key in self.waiting:
             message = f"request {submit.request_id!r} is already running"
             return Rejected(request_id=submit.request_id, reason="duplicate", message=message)
-        if len(self._waiting) >= MAX_COMPILING and not submit.output_token_ids:
-            return _full(submit, f"{len(self._waiting)} grammars are being compiled")
+        if len(self.waiting) >= MAX_COMPILING and not submit.output_token_ids:
+            return _full(submit, f"{len(self.waiting)} grammars are being compiled")
         compiled = self._grammars.compile(grammar)
-        self._waiting[key] = Compiling(client=client, submit=submit, arrived=now, compiled=compiled)
+        self.waiting[key] = Compiling(client=client, submit=submit, arrived=now, compiled=compiled)
         compiled.add_done_callback(lambda _: self._wake())
         return None
 
@@ -66,9 +66,9 @@ class GrammarQueue:
 
         Between two of them the caller may end others, by `abort_client`: these are left out.
         """
-        for key, each in list(self._waiting.items()):
+        for key, each in list(self.waiting.items()):
             done = each.compiled.done()
-            if (done or now - each.arrived > COMPILE_SECONDS) and self._waiting.pop(key, None) is not None:
+            if (done or now - each.arrived > COMPILE_SECONDS) and self.waiting.pop(key, None) is not None:
                 self._leave(each)
                 yield each, self._result(each) if done else _late(each)
 
@@ -86,7 +86,7 @@ class GrammarQueue:
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
         """End one that waits; None when there is none of this name."""
-        each = self._waiting.pop((client, request_id), None)
+        each = self.waiting.pop((client, request_id), None)
         if each is None:
             return None
         self._leave(each)
@@ -94,12 +94,12 @@ class GrammarQueue:
 
     def abort_client(self, client: bytes) -> None:
         """Forget all requests of a client that can no longer be reached."""
-        for key in [key for key in self._waiting if key[0] == client]:
-            self._leave(self._waiting.pop(key))
+        for key in [key for key in self.waiting if key[0] == client]:
+            self._leave(self.waiting.pop(key))
 
     def _leave(self, each: Compiling) -> None:
         """One waits no more. What nobody waits for is not begun: others, in a while, would wait for that."""
-        if not each.compiled.done() and all(other.compiled is not each.compiled for other in self._waiting.values()):
+        if not each.compiled.done() and all(other.compiled is not each.compiled for other in self.waiting.values()):
             each.compiled.cancel()
 
 

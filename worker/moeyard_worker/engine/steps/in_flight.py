@@ -111,5 +111,7 @@ class InFlight:
         """Ids of the requests whose logits were not finite."""
         self._done.synchronize()
         chosen = self._chosen if self._places is None else self._chosen[self._places]
-        bad = unsound(self.step, self._requests, chosen) + unsound_scores(self.step, self.scores)
+        bad = unsound(self.step, self._requests, chosen)
+        if self._blocks:
+            bad += unsound_scores(self.step, self.scores)
         return tuple(dict.fromkeys(bad))

@@ -168,7 +168,7 @@ class Runner:
         # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
         whole = self.backend.device.type != "cpu"
         scores = told(step, score(self.model.head, hidden, step, whole=whole)) if step.scored else []
-        bad = unsound(fed, requests, found) + unsound_scores(step, scores)
+        bad = unsound(fed, requests, found) + (unsound_scores(step, scores) if scores else ())
         return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
 
 
