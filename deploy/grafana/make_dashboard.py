@@ -100,9 +100,15 @@ def variable(name: str, label: str, query: str, *, several: bool) -> dict[str, A
     if several:
         choice["current"] = {"text": "All", "value": "$__all"}
     return {
-        "name": name, "label": label, "type": "query", "datasource": DATASOURCE,
-        "query": {"query": f"label_values({query}, {name})", "refId": name}, "refresh": 2, "sort": 3, **choice,
-    }  # fmt: skip
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": f"label_values({query}, {name})", "refId": name},
+        "refresh": 2,
+        "sort": 3,
+        **choice,
+    }
 
 
 def dashboard() -> dict[str, Any]:

@@ -56,9 +56,13 @@ def test_unknown_fields_are_refused_unless_told_otherwise(capsys: pytest.Capture
     assert "--unknown-fields" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown_fields: 'warn' is none of reject, ignore"):
         RouterConfig(
-            model_name="m", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://a"),), max_model_len=9,
-            vocab_size=9, unknown_fields="warn",
-        )  # fmt: skip
+            model_name="m",
+            model_path=None,
+            workers=(WorkerAddress(rank=0, endpoint="tcp://a"),),
+            max_model_len=9,
+            vocab_size=9,
+            unknown_fields="warn",
+        )
 
 
 def test_the_checkpoints_own_unless_told_otherwise(generation: Path) -> None:
@@ -123,9 +127,24 @@ chat-template: own.jinja
 def test_a_file_is_a_command_line(tmp_path: Path) -> None:
     args = parse(tmp_path, FILE)
     plain = build_parser().parse_args(
-        ["serve", "/some/model", "--port", "8132", "--served-model-name", "large", "org/large", "--no-prefix-caching",
-         "--no-async-scheduling", "--kv-memory", "2GiB", "--step-deadline", "7.5", "--chat-template", "own.jinja"]
-    )  # fmt: skip
+        [
+            "serve",
+            "/some/model",
+            "--port",
+            "8132",
+            "--served-model-name",
+            "large",
+            "org/large",
+            "--no-prefix-caching",
+            "--no-async-scheduling",
+            "--kv-memory",
+            "2GiB",
+            "--step-deadline",
+            "7.5",
+            "--chat-template",
+            "own.jinja",
+        ]
+    )
     left, right = (
         {k: v for k, v in vars(a).items() if k not in ("config", "parser", "command")} for a in (args, plain)
     )

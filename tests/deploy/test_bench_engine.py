@@ -73,10 +73,20 @@ def test_replay_of_a_graph_by_itself() -> None:
 def graph_subject(**options: Any) -> Subject:
     """Within `gpu_steps`."""
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, max_model_len=64, kv_memory=1 << 20,
-        max_batch_tokens=32, max_num_seqs=4, prefill_chunk=32, prefix_caching=False, async_scheduling=True,
-        **PLACE, **options,
-    )  # fmt: skip
+        model_path=None,
+        load_format="dummy",
+        shape="moeyard-demo",
+        num_layers=2,
+        max_model_len=64,
+        kv_memory=1 << 20,
+        max_batch_tokens=32,
+        max_num_seqs=4,
+        prefill_chunk=32,
+        prefix_caching=False,
+        async_scheduling=True,
+        **PLACE,
+        **options,
+    )
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     return Subject(config, check_weights(config, served_model(config)).spec, sampling)
 
@@ -316,9 +326,17 @@ def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_run_serves_what_was_asked_for() -> None:
     """Every request gets its tokens, prompts and seeds differ, and rows add up."""
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, max_model_len=64, kv_memory=1 << 20,
-        max_batch_tokens=24, max_num_seqs=4, prefill_chunk=24, prefix_caching=False,
-    )  # fmt: skip
+        model_path=None,
+        load_format="dummy",
+        shape="moeyard-demo",
+        num_layers=2,
+        max_model_len=64,
+        kv_memory=1 << 20,
+        max_batch_tokens=24,
+        max_num_seqs=4,
+        prefill_chunk=24,
+        prefix_caching=False,
+    )
     subject = Subject(
         config, check_weights(config, served_model(config)).spec, SamplingParams(max_tokens=1, ignore_eos=True)
     )
@@ -418,6 +436,8 @@ def test_what_launches_of_a_graph_add() -> None:
     lines = chain([*second, *first, (9, "d", 0, 100), (9, "e", 100, 200), (3, "copy", 0, 10_000)])
     assert lines[0] == "a step of 3 launches, replayed 2 times: 3.5 us; what each adds:"
     assert [line.split() for line in lines[1:]] == [
-        ["1.80", "us", "a"], ["1.00", "us", "b"], ["0.70", "us", "c"],
-    ]  # fmt: skip
+        ["1.80", "us", "a"],
+        ["1.00", "us", "b"],
+        ["0.70", "us", "c"],
+    ]
     assert chain([(3, "copy", 0, 10_000)]) == []

@@ -43,11 +43,21 @@ def test_flags():
     )
     found = router_fields(args, config)
     assert found == {
-        **found, "max_inflight": 7, "max_waiting_tokens": 5000, "max_body_bytes": 2**20, "max_buffered_bytes": 2**22,
-        "max_header_bytes": 8192, "header_timeout": 3.0, "body_timeout": 4.5, "keep_alive_timeout": 6.0,
-        "intake_processes": 1, "send_timeout": 7.0, "max_queue_seconds": 2.5, "worker_places": config.max_num_seqs,
+        **found,
+        "max_inflight": 7,
+        "max_waiting_tokens": 5000,
+        "max_body_bytes": 2**20,
+        "max_buffered_bytes": 2**22,
+        "max_header_bytes": 8192,
+        "header_timeout": 3.0,
+        "body_timeout": 4.5,
+        "keep_alive_timeout": 6.0,
+        "intake_processes": 1,
+        "send_timeout": 7.0,
+        "max_queue_seconds": 2.5,
+        "worker_places": config.max_num_seqs,
         "inflight_per_worker": None,
-    }  # fmt: skip
+    }
     assert config.max_queue_seconds == 2.5
 
 

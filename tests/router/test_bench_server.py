@@ -32,8 +32,20 @@ def bench(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
 
 def test_closed_loop(service: Any, bench: Run) -> None:
     """Every measured request has its own prompt and answer length, and every token is counted once."""
-    code, table, result = bench("--num-requests", "12", "--warmup", "0", "--concurrency", "3", "--prompt-tokens",
-                                "60:90", "--output-tokens", "5:9", "--slo", "ttft=120s,e2e=120s")  # fmt: skip
+    code, table, result = bench(
+        "--num-requests",
+        "12",
+        "--warmup",
+        "0",
+        "--concurrency",
+        "3",
+        "--prompt-tokens",
+        "60:90",
+        "--output-tokens",
+        "5:9",
+        "--slo",
+        "ttft=120s,e2e=120s",
+    )
     figures = result["figures"]
     assert (code, figures["completed"], figures["failed"]) == (0, 12, 0)
     measured = [s for s in service.submits if s.sampling.max_tokens > 1]

@@ -128,8 +128,10 @@ def command(talk: Talk, line: str) -> bool:
     if name in ("quit", "exit", "bye", "q"):
         return False
     try:
-        print(COMMANDS[name](talk, rest.strip()) if name in COMMANDS else f"no command /{name}; /help lists them",
-              file=sys.stderr)  # fmt: skip
+        print(
+            COMMANDS[name](talk, rest.strip()) if name in COMMANDS else f"no command /{name}; /help lists them",
+            file=sys.stderr,
+        )
     except ValueError as error:
         print(f"moeyard: {error}", file=sys.stderr)
     return True

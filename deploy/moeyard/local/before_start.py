@@ -72,9 +72,13 @@ def check_before_start(
     if local and config.device == "cpu":
         itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
         planner = partial(
-            plan_memory, model=model, itemsize=itemsize, resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
-            footprints=footprint, num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
-        )  # fmt: skip
+            plan_memory,
+            model=model,
+            itemsize=itemsize,
+            resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
+            footprints=footprint,
+            num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
+        )
         plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
     if download is not None:
         download.check_room()

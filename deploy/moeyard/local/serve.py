@@ -100,7 +100,6 @@ def serve(
     placement = placement_of(options.expert_placement, model, config.num_workers)
     local, hub_model = options.ray_address is None, hub_id(args.model)
     checked = check_before_start(config, model, api=api, local=local, placement=placement, hub_model=hub_model)
-    formats = checked.formats
     sock = bind(args.host, args.port, shared=True)
     check_device(args)
     warn_if_open(door, args.host)
@@ -134,22 +133,20 @@ def serve(
             with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
                 ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
             interrupts.check()
-            report_loaded(ranks)
-            report_skipped(ranks[0].report["skipped"])
-            if config.load_format == "dummy":
-                print(DUMMY_NOTE, file=sys.stderr)
-            for note in start_notes(api, config, model):
-                print(note, file=sys.stderr, flush=True)
-            print(formats.describe(), file=sys.stderr, flush=True)
             each = "each router serves" if options.routers > 1 else "served"
-            print(f"{each} at once: {connections} connections, by the limit of {files} open files", file=sys.stderr)
+            for line in (
+                *loading_notes(config, ranks),
+                *start_notes(api, config, model),
+                checked.formats.describe(),
+                f"{each} at once: {connections} connections, by the limit of {files} open files",
+            ):
+                print(line, file=sys.stderr, flush=True)
             router = dataclasses.replace(
                 router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
                 door=door,
                 keys=keys.of_router(),
                 max_connections=connections,
             )
-
             was_ready = False
 
             def ready() -> None:
@@ -282,20 +279,20 @@ def warn_if_open(door: DoorConfig, host: str) -> None:
         )
 
 
-def report_loaded(ranks: list[Rank]) -> None:
-    """Say how fast the weights came: all ranks' bytes over the slowest one's time, and the mean rate of their files."""
+def loading_notes(config: EngineConfig, ranks: list[Rank]) -> list[str]:
+    """How fast the weights came, which known extras of the checkpoint are not served, and what random weights mean.
+
+    The rate is all ranks' bytes over the slowest one's time, that of files their mean.
+    """
     reports = [rank.report for rank in ranks]
     rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]
-    text = loading_rates(
+    loaded = loading_rates(
         sum(report["loaded_bytes"] for report in reports),
         max(report["seconds"]["weights"] for report in reports),
         sum(rates) / len(rates) if rates else None,
     )
-    print(text, file=sys.stderr, flush=True)
-
-
-def report_skipped(skipped: dict[str, str]) -> None:
-    """Say which known extras of the checkpoint are not served, one line per reason."""
-    for reason in sorted(set(skipped.values())):
-        keys = [key for key, value in skipped.items() if value == reason]
-        print(f"skipped {len(keys)} tensors ({reason}), {keys[0]} first", file=sys.stderr)
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in reports[0]["skipped"].items():
+        by_reason.setdefault(reason, []).append(key)
+    skipped = [f"skipped {len(keys)} tensors ({why}), {keys[0]} first" for why, keys in sorted(by_reason.items())]
+    return [loaded, *skipped, *([DUMMY_NOTE] if config.load_format == "dummy" else [])]

@@ -20,7 +20,7 @@ from moeyard.clients.bench.bandwidth import COPY_BYTES, copy_bandwidth, host_cop
 from moeyard.clients.bench.drive import Subject
 from moeyard.clients.bench.figures import of_bound
 from moeyard.clients.bench.profile import profiled
-from moeyard.clients.bench.report import table
+from moeyard.clients.bench.report import latency_columns, table
 from moeyard.clients.bench.scenarios import Ceilings, Decode, Mixed, Prefill, Scenario
 from moeyard.local.model_source import checkpoint
 from moeyard.options import DEFAULTS
@@ -33,18 +33,28 @@ from moeyard_worker.protocol import KvCompression, SamplingParams
 from moeyard_worker.scheduling.sampling_check import sampling_error
 
 COLUMNS = (
-    ("case", "case"), ("residency", "resident"), ("step_ms.p50", "step p50"), ("step_ms.p99", "p99"),
+    ("case", "case"),
+    ("residency", "resident"),
+    *latency_columns("step", "step", "p50", "p99"),
     ("floor_ms", "floor"),
-    ("tpot_ms.p50", "TPOT p50"), ("tpot_ms.p90", "p90"), ("tpot_ms.p99", "p99"),
-    ("replay_ms", "replay"), ("tpot_of_replay", "TPOT/replay"),
-    ("itl_ms.p50", "ITL p50"), ("itl_ms.p90", "p90"), ("itl_ms.p99", "p99"), ("itl_alone_ms.p50", "alone p50"),
-    ("ttft_ms.p50", "TTFT p50"), ("ttft_ms.p90", "p90"), ("ttft_ms.p99", "p99"), ("prompt_tok_s", "prompt tok/s"),
-    ("distinct_experts", "experts"), ("kv_pages", "KV pages"),
-    ("replay_share", "replays"), ("padding_share", "padding"),
-    ("host_ms.p50", "host p50"), ("host_ms.p99", "p99"), ("device_ms.p50", "device p50"),
-    ("hit_rate", "hits"), ("missed_mb", "missed MB"),
-    ("link_ms", "link"), ("of_bound", "of bound"),
-)  # fmt: skip
+    *latency_columns("tpot", "TPOT", "p50", "p90", "p99"),
+    ("replay_ms", "replay"),
+    ("tpot_of_replay", "TPOT/replay"),
+    *latency_columns("itl", "ITL", "p50", "p90", "p99"),
+    *latency_columns("itl_alone", "alone", "p50"),
+    *latency_columns("ttft", "TTFT", "p50", "p90", "p99"),
+    ("prompt_tok_s", "prompt tok/s"),
+    ("distinct_experts", "experts"),
+    ("kv_pages", "KV pages"),
+    ("replay_share", "replays"),
+    ("padding_share", "padding"),
+    *latency_columns("host", "host", "p50", "p99"),
+    *latency_columns("device", "device", "p50"),
+    ("hit_rate", "hits"),
+    ("missed_mb", "missed MB"),
+    ("link_ms", "link"),
+    ("of_bound", "of bound"),
+)
 LEGEND = (
     "milliseconds; step: one that decodes every stream and no prompt; floor: the bytes that such a step must read, at "
     "the copy bandwidth; replay: the graph of such a step by itself, back to back; "
@@ -63,9 +73,13 @@ def bench_engine(args: argparse.Namespace) -> int:
     config = engine_config(args, wanted)
     ceilings = ceilings_of(config)
     result = measure(
-        configs_of(args, config), wanted, ceilings=ceilings, sampling=sampling_of(args), report=print,
+        configs_of(args, config),
+        wanted,
+        ceilings=ceilings,
+        sampling=sampling_of(args),
+        report=print,
         profile=args.profile,
-    )  # fmt: skip
+    )
     print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

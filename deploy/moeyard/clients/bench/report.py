@@ -8,9 +8,7 @@ from moeyard.clients.bench.figures import per_second
 from moeyard.entry import load
 
 BUSY_CLIENT = 0.7
-COLUMNS = (
-    ("name", "ms"), ("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"),
-)  # fmt: skip
+STATISTICS = (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
 # Figures that two runs are compared by: key, title, and whether more is better (None: neither).
 COMPARED = (
     ("completed", "completed", None),
@@ -21,7 +19,7 @@ COMPARED = (
     *(
         (f"{name}_ms.{stat}", f"{name.upper()} {title} ms", False)
         for name in ("ttft", "tpot", "itl", "e2e")
-        for stat, title in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
+        for stat, title in STATISTICS
     ),
     ("goodput.requests_per_s", "goodput requests/s", True),
     ("client_us_per_token", "client us/token", None),
@@ -53,7 +51,9 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(f"goodput     {good['requests_per_s']:.2f} requests/s, {100 * good['share']:.1f} % within {slo}")
     lines.append(_client(found))
     rows = [{"name": name.upper(), **found[f"{name}_ms"]} for name in ("ttft", "tpot", "itl", "e2e")]
-    lines += ["", table([row for row in rows if "mean" in row], COLUMNS)] if found["completed"] else []
+    lines += (
+        ["", table([row for row in rows if "mean" in row], (("name", "ms"), *STATISTICS))] if found["completed"] else []
+    )
     for error in result["errors"]:
         status = f"HTTP {error['status']}" if error["status"] else "no answer"
         lines.append(f"failed      {error['count']} x {status}: {error['message']}")
@@ -85,8 +85,8 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], names: tuple[str, st
             {"name": title, "a": first, "b": second, "ratio": ratio, "verdict": _verdict(ratio, more_is_better)}
         )
     columns = (("name", ""), ("a", "A"), ("b", "B"), ("ratio", "B/A"), ("verdict", " "))
-    heads = [f"{letter}: {name}: {r['facts']['model']}, {r['facts']['load']}, {r['facts']['lengths']}"
-             for letter, name, r in zip("AB", names, (one, two), strict=True)]  # fmt: skip
+    facts = ((letter, name, r["facts"]) for letter, name, r in zip("AB", names, (one, two), strict=True))
+    heads = [f"{letter}: {name}: {f['model']}, {f['load']}, {f['lengths']}" for letter, name, f in facts]
     return "\n".join([*heads, "", table(rows, columns)])
 
 
@@ -116,6 +116,11 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.suptitle(f"{result['facts']['model']}: {result['facts']['load']}, {result['facts']['lengths']}")
     figure.savefig(path, format="png")
+
+
+def latency_columns(name: str, head: str, *shares: str) -> tuple[tuple[str, str], ...]:
+    """Columns of percentiles: the first has the head before its own."""
+    return tuple((f"{name}_ms.{share}", share if i else f"{head} {share}") for i, share in enumerate(shares))
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]]) -> str:

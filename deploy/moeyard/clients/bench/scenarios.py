@@ -79,7 +79,7 @@ class Decode:
         asked = self._asked(min(config.max_batch_tokens, config.mixed_prefill_tokens or config.max_batch_tokens))
         courses = [
             subject.submit(run, prompt=self.prompt, output=asked, budget=self.budget) for _ in range(self.streams)
-        ]  # fmt: skip
+        ]
         routing = Routing(subject, rows=self.streams)
         ends, pool, held = list[float](), run.scheduler.pool, 0
         before, counted = subject.counts(), dict[str, int]()
@@ -103,9 +103,12 @@ class Decode:
         finally:
             routing.watch(False)
         needed = floor_bytes(
-            subject.spec, distinct=routing.distinct, rows=self.streams,
-            context=min(self.prompt, self.budget or self.prompt) + self.output / 2, itemsize=subject.itemsize,
-        )  # fmt: skip
+            subject.spec,
+            distinct=routing.distinct,
+            rows=self.streams,
+            context=min(self.prompt, self.budget or self.prompt) + self.output / 2,
+            itemsize=subject.itemsize,
+        )
         steps = [record for record in run.records if record.at <= ends[0]]
         counts = {name: counted[name] - before[name] for name in counted}
         times, found = summary(full_steps(steps, self.streams)), run.figures(ends[0])
