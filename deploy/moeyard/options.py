@@ -15,59 +15,41 @@ from moeyard_worker.options import Option, option_of
 Arguments = argparse._ActionsContainer
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def whole(least: int, refusal: str = "is not a whole number of at least {}") -> Callable[[str], int]:
+    """Read whole numbers from `least` up."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise ValueError(f"{text!r} {refusal.format(least)}")
+        return int(text)
+
+    return read
 
 
-def number(text: str) -> int:
-    """A whole number of at least 0."""
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+def real(accepts: Callable[[float], bool], refusal: str) -> Callable[[str], float]:
+    """Read numbers that `accepts` is true of."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not accepts(value):
+            raise ValueError(f"{text!r} {refusal}")
+        return value
+
+    return read
 
 
-def positive(text: str) -> float:
-    """A number above 0, "inf" included."""
-    if not (value := _float(text)) > 0:
-        raise ValueError(f"{text!r} is no number above 0")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A finite time above 0."""
-    if not 0 < (value := _float(text)) < float("inf"):
-        raise ValueError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
-def duration(text: str) -> float:
-    """A finite time of 0 or more."""
-    if not 0 <= (value := _float(text)) < float("inf"):
-        raise ValueError(f"{text!r} is no time in seconds; expected 0 or more")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+count = whole(1)
+rank = whole(0, "is no rank; ranks are numbers from 0")
+duration = real(lambda value: 0 <= value < float("inf"), "is no time in seconds; expected 0 or more")
 
 
 def port(text: str) -> int:
     """A TCP port, 0 included."""
     if not text.isdigit() or int(text) > 65535:
         raise ValueError(f"{text!r} is not a port; ports go from 0 to 65535")
-    return int(text)
-
-
-def rank(text: str) -> int:
-    """The number of a rank."""
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text!r} is no rank; ranks are numbers from 0")
     return int(text)
 
 
@@ -89,15 +71,14 @@ def drafts(text: str) -> int:
 KINDS: Mapping[str, tuple[Callable[[str], Any], str | None]] = MappingProxyType(
     {
         "count": (count, "N"),
-        "number": (number, "N"),
-        "positive": (positive, None),
-        "seconds": (seconds, "S"),
+        "number": (whole(0), "N"),
+        "positive": (real(lambda value: value > 0, "is no number above 0"), None),
+        "seconds": (real(lambda value: 0 < value < float("inf"), "is not a number of seconds above 0"), "S"),
         "duration": (duration, "S"),
         "size": (parse_size, "SIZE"),
         "port": (port, None),
         "device": (device, None),
         "drafts": (drafts, None),
-        "rank": (rank, "N"),
     }
 )
 

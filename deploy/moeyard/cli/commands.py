@@ -175,7 +175,7 @@ def add_control_commands(commands: "Commands[Parser]") -> None:
         ("scale", "have more workers, or fewer, while requests run"),
     ):
         command = commands.add_parser(name, help=text)
-        command.set_defaults(run=Late("moeyard.clients.control_client", name))
+        command.set_defaults(run=Late("moeyard.clients.control_client", "send"))
         add = command.add_argument
         if name == "scale":
             add("size", type=read_with(count), metavar="N", help="how many workers there are to be")

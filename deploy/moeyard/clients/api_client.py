@@ -21,6 +21,11 @@ MAX_ERROR_TEXT = 200
 Show = Callable[[str, bool], None]
 
 
+def streamed() -> dict[str, Any]:
+    """Fields of a request for a stream that ends with the server's counts of tokens."""
+    return {"stream": True, "stream_options": {"include_usage": True}}
+
+
 def connect(target: Target, *, timeout: float) -> http.client.HTTPConnection:
     """A connection that is not open yet; seconds."""
     if target.tls:
@@ -164,14 +169,16 @@ def refusal(body: bytes) -> str:
 
 
 def stream_chat(target: Target, body: dict[str, Any], show: Show) -> Answer:
-    """POST to /v1/chat/completions; `show(text, thought)` gets the pieces as they come.
+    """POST a chat to be streamed; `show(text, thought)` gets the pieces as they come.
 
     Ctrl-C ends the answer and not the program. Errors of the server and of the way to it are in `error`, for a reader.
     """
     answer = Answer(sent=time.perf_counter(), show=show)
     connection = connect(target, timeout=SILENCE_SECONDS)
     try:
-        connection.request("POST", target.path("chat/completions"), json.dumps(body), target.headers())
+        connection.request(
+            "POST", target.path("chat/completions"), json.dumps({**body, **streamed()}), target.headers()
+        )
         response = connection.getresponse()
         answer.status = response.status
         if response.status != 200:

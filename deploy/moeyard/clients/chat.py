@@ -5,9 +5,8 @@ import json
 import re
 import readline
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from moeyard.clients.api_client import Answer, first_model, stream_chat
@@ -40,13 +39,7 @@ class Talk:
     def body(self) -> dict[str, Any]:
         """The next request."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return {
-            "model": self.model,
-            "messages": head + self.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.settings,
-        }
+        return {"model": self.model, "messages": head + self.messages, **self.settings}
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -125,28 +118,26 @@ def figures(reply: Answer) -> str:
 def command(talk: Talk, line: str) -> bool:
     """Follow a line that begins with a slash; False if it is the last."""
     name, _, rest = line[1:].strip().partition(" ")
-    if name in ("quit", "exit", "bye", "q"):
-        return False
     try:
-        print(
-            COMMANDS[name](talk, rest.strip()) if name in COMMANDS else f"no command /{name}; /help lists them",
-            file=sys.stderr,
-        )
+        match name:
+            case "quit" | "exit" | "bye" | "q":
+                return False
+            case "help":
+                said = HELP
+            case "clear":
+                talk.messages.clear()
+                said = "forgotten"
+            case "system":
+                talk.system = rest.strip() or None
+                said = "the system message is set" if talk.system else "no system message"
+            case "set":
+                said = put(talk, rest.strip())
+            case _:
+                said = f"no command /{name}; /help lists them"
+        print(said, file=sys.stderr)
     except ValueError as error:
         print(f"moeyard: {error}", file=sys.stderr)
     return True
-
-
-def clear(talk: Talk, rest: str) -> str:
-    """/clear."""
-    talk.messages.clear()
-    return "forgotten"
-
-
-def system(talk: Talk, rest: str) -> str:
-    """/system."""
-    talk.system = rest or None
-    return "the system message is set" if rest else "no system message"
 
 
 def put(talk: Talk, rest: str) -> str:
@@ -166,16 +157,6 @@ def put(talk: Talk, rest: str) -> str:
     except ValueError:
         talk.settings[name] = value
     return f"{name}={json.dumps(talk.settings[name])}"
-
-
-def help_text(talk: Talk, rest: str) -> str:
-    """/help."""
-    return HELP
-
-
-COMMANDS: Mapping[str, Callable[[Talk, str], str]] = MappingProxyType(
-    {"help": help_text, "clear": clear, "system": system, "set": put}
-)
 
 
 def read_message() -> str | None:

@@ -40,10 +40,10 @@ def connect(port: int | None) -> socket.socket:
     raise Refused(f"no server of this user runs here{where} (its door would be in {folder})")
 
 
-def command(args: argparse.Namespace, fields: dict[str, Any]) -> int:
+def send(args: argparse.Namespace) -> int:
     """Have a command carried out, with its progress on stderr and its last word on stdout; raises Refused."""
     with contextlib.closing(connect(args.port)) as door:
-        door.sendall(json.dumps(fields).encode() + b"\n")
+        door.sendall(json.dumps(order(args)).encode() + b"\n")
         door.settimeout(None)
         for line in door.makefile("rb"):
             said = json.loads(line)
@@ -57,23 +57,13 @@ def command(args: argparse.Namespace, fields: dict[str, Any]) -> int:
     raise Refused("the server ended before the command did")
 
 
-def drain(args: argparse.Namespace) -> int:
-    """`moeyard drain`."""
-    return command(args, {"command": "drain", "rank": args.worker, "seconds": args.drain_timeout})
-
-
-def undrain(args: argparse.Namespace) -> int:
-    """`moeyard undrain`."""
-    return command(args, {"command": "undrain", "rank": args.worker})
-
-
-def restart(args: argparse.Namespace) -> int:
-    """`moeyard restart`."""
+def order(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a command, as `control_commands` reads them."""
+    seconds = {} if args.command == "undrain" else {"seconds": args.drain_timeout}
+    found: dict[str, Any] = {"command": args.command, **seconds}
+    if args.command == "scale":
+        return {**found, "size": args.size}
+    if args.command != "restart":
+        return {**found, "rank": args.worker}
     changes = {name: value for name in CHANGEABLE if (value := getattr(args, name)) is not None}
-    ranks = [] if args.worker is None else [args.worker]
-    return command(args, {"command": "restart", "ranks": ranks, "seconds": args.drain_timeout, "changes": changes})
-
-
-def scale(args: argparse.Namespace) -> int:
-    """`moeyard scale`."""
-    return command(args, {"command": "scale", "size": args.size, "seconds": args.drain_timeout})
+    return {**found, "ranks": [] if args.worker is None else [args.worker], "changes": changes}

@@ -76,8 +76,6 @@ def ask(running: Running) -> Answer:
         "max_tokens": MAX_TOKENS,
         "temperature": TEMPERATURE,
         "seed": SEED,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
     reply = stream_chat(parse_target(running.url), body, lambda text, _: print(text, end="", flush=True))
     if reply.error is not None or not reply.text:

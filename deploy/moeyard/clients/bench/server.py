@@ -22,7 +22,7 @@ import uvloop
 from tqdm import tqdm
 
 from moeyard import __version__
-from moeyard.clients.api_client import Answer, first_model
+from moeyard.clients.api_client import Answer, first_model, streamed
 from moeyard.clients.bench.bench_config import ServerBenchConfig
 from moeyard.clients.bench.figures import LoadRun, errors, figures, parse_slo, request_rows
 from moeyard.clients.bench.http_client import Client
@@ -259,8 +259,7 @@ async def ask(client: Client, config: ServerBenchConfig, prompt: Any, *, max_tok
         ("messages" if config.is_chat else "prompt"): prompt,
         "max_tokens": max_tokens,
         "temperature": config.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **streamed(),
         **config.extra_body,
     }
     answer = await client.stream("chat/completions" if config.is_chat else "completions", body, due=due)
