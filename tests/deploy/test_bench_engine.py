@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -170,16 +171,16 @@ def test_misses_and_their_bound() -> None:
     assert of_bound({"took_ms": None, **row}, {"took_ms": 4.0}) is None
 
 
+def bench(args: argparse.Namespace, wanted: list[engine.Scenario], report: Callable[[str], None]) -> engine.Bench:
+    """At ceilings that were not measured."""
+    ceilings = Ceilings(copy=1e9, link=1e8)
+    return engine.Bench(wanted=wanted, ceilings=ceilings, sampling=engine.sampling_of(args), report=report)
+
+
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """What these arguments ask for, at ceilings that nobody has measured."""
+    """What these arguments ask for."""
     wanted = engine.scenarios(args)
-    return engine.measure(
-        engine.configs_of(args, engine.engine_config(args, wanted)),
-        wanted,
-        ceilings=Ceilings(copy=1e9, link=1e8),
-        sampling=engine.sampling_of(args),
-        report=lambda _: None,
-    )
+    return bench(args, wanted, lambda _: None).run(engine.configs_of(args, engine.engine_config(args, wanted)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -265,13 +266,7 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
         Mixed(streams=2, prompt=9, length=40, count=2, chunk=16),
     ]
     said: list[str] = []
-    result = engine.measure(
-        engine.configs_of(args, engine.engine_config(args, wanted)),
-        wanted,
-        ceilings=Ceilings(copy=1e9, link=1e8),
-        sampling=engine.sampling_of(args),
-        report=said.append,
-    )
+    result = bench(args, wanted, said.append).run(engine.configs_of(args, engine.engine_config(args, wanted)))
     assert len(said) == 2 + len(wanted)
     assert [row["residency"] for row in result["rows"]] == [1.0] * len(wanted)
     assert json.loads(json.dumps(result)) == result
@@ -307,9 +302,7 @@ def test_streams_whose_prompts_come_in_small_pieces() -> None:
     args = parse(*shape, "--streams", "7", "--prompt", "20", "--output", "3", "--chunk", "8", "--prefill")
     wanted = engine.scenarios(args)
     config = engine.engine_config(args, wanted)
-    result = engine.measure(
-        [config], wanted, ceilings=Ceilings(copy=1e9), sampling=engine.sampling_of(args), report=lambda _: None
-    )
+    result = bench(args, wanted, lambda _: None).run([config])
     assert result["rows"][0]["step_ms"]["p50"] > 0
 
 

@@ -71,106 +71,93 @@ def bench_engine(args: argparse.Namespace) -> int:
     """
     wanted = scenarios(args)
     config = engine_config(args, wanted)
-    ceilings = ceilings_of(config)
-    result = measure(
-        configs_of(args, config),
-        wanted,
-        ceilings=ceilings,
-        sampling=sampling_of(args),
-        report=print,
-        profile=args.profile,
+    bench = Bench(
+        wanted=wanted, ceilings=ceilings_of(config), sampling=sampling_of(args), report=print, profile=args.profile
     )
+    result = bench.run(configs_of(args, config))
     print(f"\n{table(result['rows'], COLUMNS)}\n{LEGEND}")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
-def measure(
-    configs: Sequence[EngineConfig],
-    wanted: Sequence[Scenario],
-    *,
-    ceilings: Ceilings,
-    sampling: SamplingParams,
-    report: Callable[[str], None],
-    profile: bool = False,
-) -> dict[str, Any]:
-    """Run the scenarios on one engine after the other; `report` gets a line of text as each figure is known.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Scenarios, and how they are measured. `report` gets a line of text as each figure is known.
 
-    With `profile` each runs once more, and `report` gets where its time went.
+    With `profile` each scenario runs once more, and `report` gets where its time went.
     """
-    facts: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": platform.machine() if configs[0].device == "cpu" else torch.cuda.get_device_name(configs[0].device),
-        "torch": torch.__version__,
-        "copy_bandwidth": ceilings.copy,
-        "link_bandwidth": ceilings.link,
-        "model": configs[0].shape or configs[0].model_path,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "engines": [],
-    }
-    link = "" if ceilings.link is None else f", from the host {ceilings.link * 1e-9:.1f} GB/s"
-    report(
-        f"{facts['device']}, torch {torch.__version__}, copy {ceilings.copy * 1e-12:.2f} TB/s{link}; {facts['model']}"
-    )
-    rows: list[dict[str, Any]] = []
-    resident: dict[str, dict[str, Any]] = {}
-    for config in configs:
-        engine, found = _measure_one(
-            config, wanted, ceilings=ceilings, sampling=sampling, report=report, profile=profile
-        )
-        facts["engines"].append(engine)
-        for row in found:
-            if engine["residency"] == 1:
-                resident[row["case"]] = row
-            elif row["case"] in resident:
-                row["of_bound"] = of_bound(row, resident[row["case"]])
-        rows += found
-        # The next engine wants the memory.
-        gc.collect()
-        if config.device != "cpu":
-            torch.cuda.empty_cache()
-    return {"facts": facts, "rows": rows}
 
+    wanted: Sequence[Scenario]
+    ceilings: Ceilings
+    sampling: SamplingParams
+    report: Callable[[str], None]
+    profile: bool = False
 
-def _measure_one(
-    config: EngineConfig,
-    wanted: Sequence[Scenario],
-    *,
-    ceilings: Ceilings,
-    sampling: SamplingParams,
-    report: Callable[[str], None],
-    profile: bool,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    model = served_model(config)
-    subject = Subject(config, check_weights(config, model).spec, sampling)
-    try:
-        slots, experts = subject.report["expert_slots"], subject.report["num_experts"]
-        engine = {
-            "layers": model.num_layers,
-            "dtype": subject.report["dtype"],
-            "expert_slots": slots,
-            "num_experts": experts,
-            "residency": slots / experts,
-            "policy": config.expert_policy,
-            "seconds_to_load": subject.seconds_to_load,
+    def run(self, configs: Sequence[EngineConfig]) -> dict[str, Any]:
+        """Run the scenarios on one engine after the other."""
+        device, ceilings = configs[0].device, self.ceilings
+        facts: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": platform.machine() if device == "cpu" else torch.cuda.get_device_name(device),
+            "torch": torch.__version__,
+            "copy_bandwidth": ceilings.copy,
+            "link_bandwidth": ceilings.link,
+            "model": configs[0].shape or configs[0].model_path,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "engines": [],
         }
-        report(
-            f"{model.num_layers} layers, {engine['dtype']}, {slots} of {experts} experts in slots; loaded and captured "
-            f"in {subject.seconds_to_load:.1f} s"
-        )
-        rows = []
-        for scenario in wanted:
-            rows.append({"residency": engine["residency"], **scenario.run(subject, ceilings)})
-            report(json.dumps(rows[-1]))
-            if profile:
-                subject.times_replays = False
-                report("\n".join(profiled(partial(scenario.run, subject, ceilings), device=config.device)))
-                subject.times_replays = True
-        return engine, rows
-    finally:
-        subject.close()
+        link = "" if ceilings.link is None else f", from the host {ceilings.link * 1e-9:.1f} GB/s"
+        copy = f"copy {ceilings.copy * 1e-12:.2f} TB/s{link}"
+        self.report(f"{facts['device']}, torch {torch.__version__}, {copy}; {facts['model']}")
+        rows: list[dict[str, Any]] = []
+        resident: dict[str, dict[str, Any]] = {}
+        for config in configs:
+            engine, found = self._run_one(config)
+            facts["engines"].append(engine)
+            for row in found:
+                if engine["residency"] == 1:
+                    resident[row["case"]] = row
+                elif row["case"] in resident:
+                    row["of_bound"] = of_bound(row, resident[row["case"]])
+            rows += found
+            # The next engine wants the memory.
+            gc.collect()
+            if config.device != "cpu":
+                torch.cuda.empty_cache()
+        return {"facts": facts, "rows": rows}
+
+    def _run_one(self, config: EngineConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        model = served_model(config)
+        subject = Subject(config, check_weights(config, model).spec, self.sampling)
+        try:
+            slots, experts = subject.report["expert_slots"], subject.report["num_experts"]
+            engine = {
+                "layers": model.num_layers,
+                "dtype": subject.report["dtype"],
+                "expert_slots": slots,
+                "num_experts": experts,
+                "residency": slots / experts,
+                "policy": config.expert_policy,
+                "seconds_to_load": subject.seconds_to_load,
+            }
+            self.report(
+                f"{model.num_layers} layers, {engine['dtype']}, {slots} of {experts} experts in slots; loaded and "
+                f"captured in {subject.seconds_to_load:.1f} s"
+            )
+            rows = []
+            for scenario in self.wanted:
+                rows.append({"residency": engine["residency"], **scenario.run(subject, self.ceilings)})
+                self.report(json.dumps(rows[-1]))
+                if self.profile:
+                    subject.times_replays = False
+                    go = partial(scenario.run, subject, self.ceilings)
+                    self.report("\n".join(profiled(go, device=config.device)))
+                    subject.times_replays = True
+            return engine, rows
+        finally:
+            subject.close()
 
 
 def ceilings_of(config: EngineConfig) -> Ceilings:
