@@ -109,7 +109,8 @@ class Load:
         """Wait until a request begins or ends, at most so long."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     async def ended(self, exchanges: Sequence[Exchange], seconds: float) -> bool:
         """Wait until these have ended; False if one has not by then."""

@@ -85,8 +85,9 @@ class Rough:
             writer.write(self._request())
             await writer.drain()
             for _ in range(SIPS):
-                if not await asyncio.wait_for(reader.read(SIP_BYTES), WAIT_SECONDS):
-                    break
+                async with asyncio.timeout(WAIT_SECONDS):
+                    if not await reader.read(SIP_BYTES):
+                        break
                 await asyncio.sleep(SIP_SECONDS)
         finally:
             writer.transport.abort()

@@ -198,7 +198,10 @@ def test_a_process_in_which_no_python_runs_ends() -> None:
 
 def test_a_block_that_ends_ends_its_last_resort() -> None:
     with last_resort():
-        (helper,) = (p for p in psutil.Process().children() if "moeyard.last_resort" in p.cmdline())
+        # A process that has just been started may show no command line yet.
+        while not (helpers := [p for p in psutil.Process().children() if "moeyard.last_resort" in p.cmdline()]):
+            pass
+        (helper,) = helpers
     assert not helper.is_running()
     assert signal.set_wakeup_fd(-1) == -1
 

@@ -94,3 +94,25 @@ def test_a_rank_that_is_not_there_any_more_is_no_end_of_watching():
         played.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_watching_ends_although_something_changes_at_that_moment(turns):
+    """`asyncio.wait_for` of Python 3.11 loses a cancellation that meets its result."""
+
+    async def run():
+        played = Played()
+        played.connect(epoch=0)
+        await played.decode_canary()
+        assert played.health.unready() is None
+        played.changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        played.task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        ended = played.task.cancelled()
+        played.close()
+        assert ended
+
+    asyncio.run(run())

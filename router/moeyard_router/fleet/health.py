@@ -79,7 +79,8 @@ class Health:
             if wait > 0:
                 changed.clear()
                 with contextlib.suppress(TimeoutError):  # boundary: nothing has changed, as mostly
-                    await asyncio.wait_for(changed.wait(), wait)
+                    async with asyncio.timeout(wait):
+                        await changed.wait()
             elif self._fleet.unavailable() is None and self._fleet.num_inflight == 0:
                 self._problem = await self._canary(next(ranks))
                 if self._problem is not None:

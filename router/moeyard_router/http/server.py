@@ -236,7 +236,8 @@ class _Server(uvicorn.Server):
 
     async def _end_requests(self) -> None:
         with contextlib.suppress(TimeoutError):  # boundary: the grace is over, as expected
-            await asyncio.wait_for(self._hurry.wait(), self._grace)
+            async with asyncio.timeout(self._grace):
+                await self._hurry.wait()
         self._fleet.end_all(_STOPPING)
 
 
