@@ -24,7 +24,7 @@ set_cpu_environment()
 from moeyard_worker.config.engine_config import EngineConfig  # noqa: E402 - loads torch, behind its settings
 from moeyard_worker.config.worker_spec import WorkerSpec  # noqa: E402
 from moeyard_worker.engine.assembly.worker import Worker  # noqa: E402
-from moeyard_worker.engine.steps.launching import LaunchedStep  # noqa: E402
+from moeyard_worker.engine.steps.in_flight import LaunchedStep  # noqa: E402
 from moeyard_worker.protocol import SamplingParams, Submit, Tokens  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[1] / "deploy/demo"

@@ -115,11 +115,11 @@ def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
     tells: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
-    def telling(_: CpuDevice, tell: Callable[[], None]) -> Iterator[None]:
+    def before_compiling(_: CpuDevice, tell: Callable[[], None]) -> Iterator[None]:
         tells.append(tell)
         yield
 
-    monkeypatch.setattr(CpuDevice, "telling", telling)
+    monkeypatch.setattr(CpuDevice, "before_compiling", before_compiling)
     with worker_here(engine_config(model, num_workers=2, step_deadline=DEADLINE), processes.take(1)) as (
         worker,
         client,

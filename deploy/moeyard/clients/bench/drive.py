@@ -20,7 +20,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
-from moeyard_worker.engine.steps.launching import LaunchedStep
+from moeyard_worker.engine.steps.in_flight import LaunchedStep
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Tokens
 from moeyard_worker.scheduling.scheduler import Scheduler

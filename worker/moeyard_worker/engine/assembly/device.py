@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
-from typing import Protocol
 
 import torch
 
@@ -18,100 +17,55 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
-from moeyard_worker.engine.steps.launching import StepRunner
 from moeyard_worker.engine.steps.runner import Runner
 
 # What the kernels are written for; several ask for its copies and products, for which others have no instructions.
 CAPABILITY = (9, 0)
 
 
-class Device(Protocol):
-    """One of the two below."""
-
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def footprints(self) -> Footprints: ...
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks of a host take of the same memory."""
-        ...
-
-    def available(self) -> int:
-        """Bytes that this rank may still take of the memory it computes in."""
-        ...
-
-    def available_anew(self) -> int | None:
-        """The same if it began now, and had nothing; None where others take of it too."""
-        ...
-
-    def unreachable(self, gpus: Sequence[int]) -> str | None:
-        """What keeps these, one for each rank, from reading and writing each other's memory; None: nothing."""
-        ...
-
-    def activate(self) -> None:
-        """Make this the device of the calling thread."""
-        ...
-
-    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `tell`, in the calling thread and while this lasts, before it does what may take many seconds."""
-        ...
-
-    def staging(self) -> Staging | None:
-        """What weights go through on their way from files into this memory; None where they are read into place."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until everything that was launched has run."""
-        ...
-
-    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
-        """How the model's steps are launched; everything that is made ahead of the first step is made here."""
-        ...
-
-
 class CpuDevice:
     """The CPUs of the host, which all its ranks share."""
 
     footprints: Footprints = cpu_footprint
+    # Whether all ranks of a host take of the same memory.
     shared = True
 
     def __init__(self, config: EngineConfig) -> None:
-        self.backend = CpuBackend(page_size=config.page_size)
+        self.backend: Backend = CpuBackend(page_size=config.page_size)
 
     def available(self) -> int:
-        """See `Device.available`."""
+        """Bytes that this rank may still take of the memory it computes in."""
         return available_memory()
 
-    def available_anew(self) -> None:
-        """See `Device.available_anew`."""
-        return
+    def available_at_start(self) -> int | None:
+        """Bytes that this rank could take if it held nothing; None where others take of the same memory."""
+        return None
 
-    def unreachable(self, gpus: Sequence[int]) -> str:
-        """See `Device.unreachable`."""
+    def unreachable(self, gpus: Sequence[int]) -> str | None:
+        """Why these GPUs, one of each rank, cannot read and write each other's memory; None where they can."""
         return "ranks compute on CPUs"
 
     def activate(self) -> None:
-        """Every thread computes here."""
+        """Make this the device of the calling thread."""
 
-    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """See `Device.telling`: nothing is compiled, and who reads cold experts is waited for anyway."""
+    def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `tell` in the calling thread, while the context lasts, before work that may take many seconds."""
         return nullcontext()
 
-    def staging(self) -> None:
-        """See `Device.staging`."""
-        return
+    def staging(self) -> Staging | None:
+        """What weights go through on their way from files; None where they are read into place."""
+        return None
 
     def finish(self) -> None:
-        """Nothing runs behind a call's back."""
+        """Wait until everything that was launched has run."""
 
-    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
-        """The runner itself."""
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> Runner | GpuRunner:
+        """How steps are launched; everything that is made ahead of the first step is made here."""
         return runner
 
 
 class CudaDevice:
-    """One GPU, for one rank. Raises ValueError as `check_gpu` does."""
+    """One GPU, for one rank; methods as of `CpuDevice`. Raises ValueError as `check_gpu` does."""
 
     footprints: Footprints = cuda_footprint
     shared = False
@@ -122,15 +76,13 @@ class CudaDevice:
         self.backend = CudaBackend(page_size=config.page_size, device=self._device)
 
     def available(self) -> int:
-        """See `Device.available`."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    def available_anew(self) -> int:
-        """See `Device.available_anew`."""
+    def available_at_start(self) -> int:
         return self.available() + torch.cuda.memory_reserved(self._device)
 
     def unreachable(self, gpus: Sequence[int]) -> str | None:
-        """See `Device.unreachable`; the same for every rank."""
+        """The same for every rank."""
         count = torch.cuda.device_count()
         if len(set(gpus)) < len(gpus) or max(gpus) >= count:
             return f"workers on GPUs {', '.join(map(str, gpus))}, this process sees {count}"
@@ -140,23 +92,20 @@ class CudaDevice:
         return None
 
     def activate(self) -> None:
-        """See `Device.activate`."""
         torch.cuda.set_device(self._device)
 
-    def telling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """See `Device.telling`: a kernel that is launched for the first time is compiled."""
+    def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """A kernel that is launched for the first time is compiled."""
         return self.backend.before_compiling(tell)
 
     def staging(self) -> Staging:
-        """See `Device.staging`."""
         return Staging(event=torch.cuda.Event, pin_memory=True)
 
     def finish(self) -> None:
-        """See `Device.finish`."""
         torch.cuda.synchronize(self._device)
 
-    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> StepRunner:
-        """Steps of every size that is captured are captured here."""
+    def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> GpuRunner:
+        """Captures the steps of all sizes."""
         if not config.enforce_eager and not runner.config.state_spec(runner.dtype.itemsize).bytes_per_sequence:
             self.backend.warm_compaction()
         max_pages = -(-plan.max_model_len // config.page_size)
@@ -177,6 +126,9 @@ class CudaDevice:
             runner.warm_recompute()
             found.warm()
         return found
+
+
+Device = CpuDevice | CudaDevice
 
 
 def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.device:

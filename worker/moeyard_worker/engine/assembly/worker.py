@@ -135,7 +135,7 @@ class Worker:
         except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken of it since
             if not out_of_memory(error):
                 raise
-            now = self._device.available_anew() or plan.available
+            now = self._device.available_at_start() or plan.available
             raise ValueError(ran_out(error, planner, config, planned=plan, doing=self._doing, now=now)) from error
 
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Worker:
         end: BaseException | None = None
         try:
             # The loop's thread owns the mesh, and this is its.
-            with self._device.telling(lambda: engine.mesh.say(Phase.BUSY)):
+            with self._device.before_compiling(lambda: engine.mesh.say(Phase.BUSY)):
                 engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
             end = error

@@ -23,7 +23,9 @@ from moeyard_worker.engine.loop.pacing import Pacing
 from moeyard_worker.engine.loop.reporting import Reporter
 from moeyard_worker.engine.sampling.grammar_queue import GrammarQueue
 from moeyard_worker.engine.sampling.grammars import Grammars
-from moeyard_worker.engine.steps.launching import LaunchedStep, StepRunner
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
+from moeyard_worker.engine.steps.in_flight import LaunchedStep
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import Exchange, ExchangeError
 from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -50,7 +52,7 @@ class Engine:
         rank: int,
         epoch: int,
         scheduler: Scheduler,
-        runner: StepRunner,
+        runner: Runner | GpuRunner,
         experts: ExpertCache,
         exchange: Exchange,
         mesh: Mesh,

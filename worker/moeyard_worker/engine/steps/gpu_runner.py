@@ -23,7 +23,7 @@ from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
 from moeyard_worker.engine.sampling.scoring import score, warm_scoring
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs
-from moeyard_worker.engine.steps.in_flight import InFlight, Verified
+from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Verified
 from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
 from moeyard_worker.engine.steps.runner import Launched, Runner
 from moeyard_worker.engine.steps.sizes import (
@@ -218,11 +218,11 @@ class GpuRunner:
         step: Step,
         requests: Sequence[Request],
         *,
-        before: Launched | InFlight | None,
+        before: LaunchedStep | None,
         num_drafts: int = 0,
         peers: PeerRows | None = None,
-    ) -> Launched | InFlight:
-        """See `StepRunner.launch`; returns before the step has run, but for prompts of a model that drafts."""
+    ) -> LaunchedStep:
+        """See `Runner.launch`; returns before the step has run, but for prompts of a model that drafts."""
         assert self._drafts or not num_drafts, "no layer makes drafts"
         peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
         size = self._find(step, peers)
@@ -303,7 +303,7 @@ class GpuRunner:
         requests: Sequence[Request],
         found: CapturedStep | None,
         *,
-        before: Launched | InFlight | None,
+        before: LaunchedStep | None,
         num_drafts: int,
         peers: PeerRows,
     ) -> Launched:

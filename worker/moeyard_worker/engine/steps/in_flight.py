@@ -9,6 +9,7 @@ import torch
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.sampling.sampling import accepted, tell, unsound
 from moeyard_worker.engine.sampling.scoring import Scores, told, unsound_scores
+from moeyard_worker.engine.steps.runner import Launched
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
@@ -27,7 +28,7 @@ class Verified:
 
 
 class InFlight:
-    """A `LaunchedStep` of a GPU, made behind all that the step launches. `begun` was recorded before that.
+    """A step that runs on a GPU; made behind all that the step launches. `begun` was recorded before that.
 
     `tokens` and `chosen` (what the tokens had of the logits) are copies on their way to the host; `places` are the rows
     of the step among theirs, None for all in order. The exchange waits for the step, since peers may be gone; it waits
@@ -115,3 +116,6 @@ class InFlight:
         if self._blocks:
             bad += unsound_scores(self.step, self.scores)
         return tuple(dict.fromkeys(bad))
+
+
+LaunchedStep = Launched | InFlight

@@ -44,7 +44,7 @@ class Launched:
     waited: float = 0.0
 
     def has_run(self) -> bool:
-        """See `LaunchedStep.has_run`."""
+        """Whether nothing of it is left to wait for."""
         return True
 
 
@@ -117,7 +117,7 @@ class Runner:
             self.backend.choices.clear()
 
     def rows_of(self, step: Step) -> int:
-        """See `StepRunner.rows_of`."""
+        """The most rows, with padding, that a step brings to its exchanges."""
         return step.num_tokens
 
     @torch.inference_mode()
