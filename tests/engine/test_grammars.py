@@ -21,11 +21,17 @@ from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.engine.sampling import grammar_forks
+from moeyard_worker.engine.sampling import grammar_client
 from moeyard_worker.engine.sampling import grammars as grammars_module
-from moeyard_worker.engine.sampling.grammar_forks import GrammarError
-from moeyard_worker.engine.sampling.grammar_queue import COMPILE_SECONDS, GrammarQueue
-from moeyard_worker.engine.sampling.grammars import WAITING_SHARE, Constraint, Grammars, Waiting
+from moeyard_worker.engine.sampling.grammar_client import GrammarError
+from moeyard_worker.engine.sampling.grammars import (
+    QUEUE_SECONDS,
+    WAITING_SHARE,
+    Constraint,
+    GrammarQueue,
+    Grammars,
+    Waiting,
+)
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
@@ -278,8 +284,8 @@ def test_a_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.Monkey
     """Each bound alone ends what compiles in a tenth of a second and 20 MiB without it."""
     values = json.dumps({"enum": [f"value {i}" for i in range(20_000)]})
     for blanks, (seconds, memory) in enumerate(((0.001, 1 << 30), (HANG_SECONDS, 4 << 20))):
-        monkeypatch.setattr(grammar_forks, "COMPILE_SECONDS", seconds)
-        monkeypatch.setattr(grammar_forks, "MEMORY_BYTES", memory)
+        monkeypatch.setattr(grammar_client, "COMPILE_SECONDS", seconds)
+        monkeypatch.setattr(grammar_client, "MEMORY_BYTES", memory)
         with pytest.raises(GrammarError, match=f"it takes more than {seconds:g} s .* or {memory >> 20} MiB"):
             grammars.compile(Grammar(kind="json_schema", text=values + " " * blanks)).result(timeout=HANG_SECONDS)
     monkeypatch.undo()
@@ -494,8 +500,8 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
         assert aborted.finish_reason == "abort"
         assert waiting.abort(b"a", "aborted") is None
         waiting.abort_client(b"gone")
-        assert waiting.add(b"a", submit("new", slow), COMPILE_SECONDS) is None
-        late = list(waiting.ready(COMPILE_SECONDS + 1))
+        assert waiting.add(b"a", submit("new", slow), QUEUE_SECONDS) is None
+        late = list(waiting.ready(QUEUE_SECONDS + 1))
         assert [each.submit.request_id for each, _ in late] == ["late", "failed"]
         assert all(isinstance(made, Rejected) and "within 10 s" in made.message for _, made in late)
         assert waiting.abort(b"a", "new") is not None
@@ -547,7 +553,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
         waiting.abort_client(b"gone")
         for number in range(1, 12, 3):
             assert waiting.abort(b"a", f"f{number}") is not None
-        late = [made for _, made in waiting.ready(COMPILE_SECONDS + 1)]
+        late = [made for _, made in waiting.ready(QUEUE_SECONDS + 1)]
         assert len(late) == 4, "those of a that are left are too late"
         # A request is at fault only for its own grammar: flood[5] is being compiled, or the others are before it.
         assert all(isinstance(made, Rejected) and made.reason == "queue_full" for made in late[1:])

@@ -188,7 +188,7 @@ def test_it_hears_its_routers_meanwhile(idle: Idle) -> None:
     idle.wait_for(lambda: len(idle.device.launched) == 1)
     idle.door.said.append((b"router", Hello()))
     # As its frontend's socket would.
-    idle.engine._ears.wake()
+    idle.engine._poller.wake()
     idle.wait_for(lambda: any(isinstance(message, Snapshot) for _, message in idle.door.heard))
     assert idle.engine._launched
     assert not idle.device.launched[0].ran.is_set()
@@ -221,7 +221,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Do
 def submit(engine: Engine, door: Door, name: str, length: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1)
     door.said.append((b"router", Submit(request_id=name, prompt_token_ids=(5,) * length, sampling=params)))
-    engine._ears.wake()
+    engine._poller.wake()
 
 
 @pytest.mark.timing

@@ -22,7 +22,6 @@ from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
 from moeyard_worker.config.engine_config import EngineConfig, format_size, parse_size
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.engine.assembly.fetching import plan_with_fetch
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
 from moeyard_worker.engine.memory.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory.plan import (
@@ -34,6 +33,7 @@ from moeyard_worker.engine.memory.plan import (
     exchange_bytes,
     exchange_shape,
     plan_memory,
+    plan_with_fetch,
     prefix_bytes,
     step_bytes,
 )

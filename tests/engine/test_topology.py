@@ -12,8 +12,7 @@ from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly import topology
 from moeyard_worker.engine.assembly.device import CpuDevice, Device
-from moeyard_worker.engine.assembly.doors import bind_mesh
-from moeyard_worker.engine.assembly.topology import host_patience, patience, settle_exchange
+from moeyard_worker.engine.assembly.topology import bind_mesh, host_patience, patience, settle_exchange
 from moeyard_worker.exchange.shape import ExchangeShape
 
 SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_tokens=4)

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moeyard_worker.config.engine_config import STALL, EngineConfig, ExchangeKind
+from moeyard_worker.config.engine_config import STALL, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.nccl_config import keep_to_loopback
+from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import Device
-from moeyard_worker.engine.assembly.fetching import settle_fetch
-from moeyard_worker.exchange.factory import resolve_kind
+from moeyard_worker.exchange.factory import build_mesh, resolve_kind
+from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.wires import MeshLock
 
 # What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Graphs hold
 # "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
@@ -42,7 +44,7 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
         elif asked == "auto":
             why = "one rank"
     config = replace(config, exchange=kind)
-    return replace(spec, config=replace(config, expert_fetch=settle_fetch(config))), why
+    return replace(spec, config=replace(config, expert_fetch=_settle_fetch(config))), why
 
 
 def patience(config: EngineConfig) -> float:
@@ -64,6 +66,39 @@ def host_patience(config: EngineConfig) -> float:
     """
     meet = config.device != "cpu" and config.exchange != "nvlink"
     return config.step_deadline * (1 if meet else STALL)
+
+
+def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
+    """The rank's mesh of an epoch, which nobody has met yet: of the ranks that own experts then."""
+    config, keys = spec.config, spec.keys
+    return build_mesh(
+        # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
+        resolve_kind(config.exchange, config.num_workers),
+        shape=shape,
+        rank=spec.rank,
+        world_size=max(placement.ranks) + 1,
+        members=placement.ranks,
+        placement=placement,
+        epoch=epoch,
+        host=spec.host,
+        deadline=config.step_deadline,
+        stall=STALL * config.step_deadline,
+        patience=host_patience(config),
+        lock=None if keys is None else MeshLock(keys=keys, encrypt=config.mesh_encryption),
+    )
+
+
+def _settle_fetch(config: EngineConfig) -> ExpertFetch:
+    """What `expert_fetch` comes to where the exchange is settled; "auto" is then: together, if ranks find they can.
+
+    Raises ValueError, in one line, where it was asked for and cannot be.
+    """
+    if config.exchange == "nvlink" and config.num_workers > 1:
+        return config.expert_fetch
+    if config.expert_fetch == "shared":
+        why = "there is one rank" if config.num_workers == 1 else f"the exchange is {config.exchange}, not nvlink"
+        raise ValueError(f"--expert-fetch shared cannot be: {why}; use --expert-fetch alone")
+    return "alone"
 
 
 def _choose(

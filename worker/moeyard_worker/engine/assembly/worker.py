@@ -9,36 +9,48 @@ any thread. A rank that joins others later loads before it meets them. All that 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.check import check_weights
-from moeyard_worker.config.engine_config import SchedulerConfig, loading_rates
+from moeyard_kernels.backend import Backend
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
+from moeyard_worker.checkpoint.dummy import DummyWeights
+from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
+from moeyard_worker.checkpoint.staging import StagedExperts, Staging
+from moeyard_worker.config.engine_config import (
+    EngineConfig,
+    SchedulerConfig,
+    loading_rates,
+)
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
-from moeyard_worker.engine.assembly.doors import bind_frontend, bind_mesh, serve_metrics
-from moeyard_worker.engine.assembly.fetching import lending, plan_with_fetch
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
-from moeyard_worker.engine.assembly.recording import open_recorder
-from moeyard_worker.engine.assembly.sources import open_weights
-from moeyard_worker.engine.assembly.topology import patience, settle_exchange
+from moeyard_worker.engine.assembly.topology import bind_mesh, patience, settle_exchange
 from moeyard_worker.engine.loop.faults import out_of_memory
+from moeyard_worker.engine.loop.frontend import Frontend
 from moeyard_worker.engine.loop.loop import Engine
 from moeyard_worker.engine.loop.loss import Loss
+from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.memory.host_memory import available_memory
-from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape
+from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape, fetch_shape, plan_with_fetch
 from moeyard_worker.engine.sampling.grammars import Grammars
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.peer_fetch import Lending
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
-from moeyard_worker.experts.recorder import RoutingRecorder
+from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
+from moeyard_worker.models.decoder import Load
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
 
@@ -312,3 +324,66 @@ class Worker:
         self._frontend.close()
         self._metrics.close()
         self._told.put(None)
+
+
+def open_recorder(
+    config: EngineConfig, model: ModelConfig, *, rank: int, experts: tuple[int, ...], num_slots: int
+) -> RoutingRecorder | None:
+    """Begin the recording of a rank with these experts and slots; None if none is asked for. Raises OSError."""
+    if config.record_routing is None:
+        return None
+    if list(experts) != list(range(experts[0], experts[0] + len(experts))):
+        raise ValueError("--record-routing is of contiguous shards: leave --expert-placement linear")
+    header = TraceHeader(
+        rank=rank,
+        world_size=config.num_workers,
+        layers=model.moe_layers,
+        experts_start=experts[0],
+        experts_stop=experts[-1] + 1,
+        top_k=model.top_k,
+        num_slots=num_slots,
+        policy=config.expert_policy,
+    )
+    return RoutingRecorder(Path(config.record_routing), header)
+
+
+def open_weights(
+    checkpoint: CheckedCheckpoint | DummyCheckpoint,
+    backend: Backend,
+    dtype: torch.dtype,
+    staging: Staging | None,
+    progress: Callable[[int], None],
+) -> tuple[Load, ExpertSource]:
+    """What gives the dense weights, and what the experts. `progress` is told the bytes of every block."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=dtype, progress=progress)
+        return drawn.load, drawn
+    loader = DenseLoader(checkpoint, backend=backend, dtype=dtype, progress=progress, staging=staging)
+    return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
+
+
+def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> Lending | None:
+    """What this rank brings to its exchange; None where every rank reads alone."""
+    if config.expert_fetch == "alone":
+        return None
+    return Lending(
+        shape=fetch_shape(config, model), lent=experts.lent, misses=not experts.all_resident,
+        required=config.expert_fetch == "shared",
+    )  # fmt: skip
+
+
+def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:
+    """The rank's socket for routers, which may ask for sequences of so many tokens."""
+    return Frontend(spec.host, deadline=spec.config.step_deadline, max_model_len=max_model_len, keys=spec.keys)
+
+
+def serve_metrics(spec: WorkerSpec) -> tuple[WorkerMetrics, int]:
+    """The rank's metrics and the port they are served at. Raises ValueError when that is taken."""
+    metrics = WorkerMetrics(model_name=spec.model_name, rank=spec.rank, version=spec.version)
+    try:
+        return metrics, metrics.serve(spec.host, spec.metrics_port)
+    except OSError as error:
+        raise ValueError(
+            f"metrics of worker {spec.rank} cannot listen on {spec.host}:{spec.metrics_port}: {error.strerror}; "
+            "choose another --metrics-port-base"
+        ) from error

@@ -9,20 +9,23 @@ flight are rolled back, and the rank keeps its requests and takes more until it 
 """
 
 import logging
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import zmq
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.loop.ears import Ears
 from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
 from moeyard_worker.engine.loop.frontend import Frontend, in_frames
 from moeyard_worker.engine.loop.loss import Loss, tell_loss
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.loop.pacing import Pacing
 from moeyard_worker.engine.loop.reporting import Reporter
-from moeyard_worker.engine.sampling.grammar_queue import GrammarQueue
-from moeyard_worker.engine.sampling.grammars import Grammars
+from moeyard_worker.engine.sampling.grammars import GrammarQueue, Grammars
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.in_flight import LaunchedStep
 from moeyard_worker.engine.steps.runner import Runner
@@ -39,6 +42,57 @@ from moeyard_worker.scheduling.step import Step
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own invariants
+
+
+class Heard(NamedTuple):
+    """Whether anything has come, and whether from peers. Messages and frames stay in their sockets."""
+
+    anything: bool
+    peers: bool
+
+
+class Poller:
+    """Waits for messages of routers (`sources`), frames of peers (from `watch` to `forget`) and calls of `wake`."""
+
+    def __init__(self, *sources: Any) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._closing = threading.Lock()
+        self._closed = False
+        self._poller = zmq.Poller()
+        for source in (self._wake, *sources):
+            self._poller.register(source, zmq.POLLIN)
+        # Registered when an epoch begins: they are met after the rank is built.
+        self._peers: list[zmq.Socket[bytes]] = []
+
+    def wake(self) -> None:
+        """Wake the thread that waits. Safe from any thread, at any time."""
+        with self._closing:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Close the event; `wake` does nothing from then on."""
+        with self._closing:
+            self._closed = True
+            os.close(self._wake)
+
+    def watch(self, peers: "Iterable[zmq.Socket[bytes]]") -> None:
+        """Wait for these sockets, too."""
+        for socket in peers:
+            self._peers.append(socket)
+            self._poller.register(socket, zmq.POLLIN)
+
+    def forget(self) -> None:
+        """Wait for no peer."""
+        while self._peers:
+            self._poller.unregister(self._peers.pop())
+
+    def wait(self, milliseconds: int | None) -> Heard:
+        """Wait for anything for so long; None: without a limit."""
+        ready = dict(self._poller.poll(milliseconds))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return Heard(bool(ready), any(socket in ready for socket in self._peers))
 
 
 class Engine:
@@ -77,8 +131,8 @@ class Engine:
         # Where steps overlap, the next is planned when it is due.
         self._pacing = Pacing() if scheduler.config.max_in_flight > 1 else None
         self._clients: set[bytes] = set()
-        self._ears = Ears(frontend.socket, frontend.monitor)
-        self._grammars = GrammarQueue(grammars, self._ears.wake)
+        self._poller = Poller(frontend.socket, frontend.monitor)
+        self._grammars = GrammarQueue(grammars, self._poller.wake)
         self._reporter = Reporter(
             rank=rank, epoch=epoch, scheduler=scheduler, grammars=self._grammars, experts=experts, metrics=metrics
         )
@@ -90,23 +144,23 @@ class Engine:
     def stop(self) -> None:
         """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
         self._stopping = True
-        self._ears.wake()
+        self._poller.wake()
 
     def rejoin(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Go on with the peers of a connected mesh of another epoch after step `step`; also to begin, before `run`."""
         self._next = (mesh, step, placement)
-        self._ears.wake()
+        self._poller.wake()
 
     def end_epoch(self, reason: str) -> None:
         """End the epoch, also one just given to `rejoin`, on all ranks between steps: a loss of nobody. Any thread."""
         coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
-        self._ears.wake()
+        self._poller.wake()
 
     def close(self) -> None:
         """Give back what the loop used; after `run` has returned. Later calls of `stop` do nothing."""
         self._exchange.close()
-        self._ears.close()
+        self._poller.close()
 
     def run(self) -> None:
         """Serve until `stop`. A fault or a broken invariant is raised, named.
@@ -150,12 +204,12 @@ class Engine:
     def _block(self) -> None:
         """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
         # With nothing in flight a device tells in some microseconds what it was asked.
-        heard = self._ears.hear(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000))
+        heard = self._poller.wait(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000))
         if not heard.anything and not self._reporter.asked:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
             # A grammar may take too long, which nobody else tells.
-            heard = self._ears.hear(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
+            heard = self._poller.wait(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
         if self.failure is None and heard.peers:
             try:
                 self.mesh.check_peers()
@@ -226,9 +280,9 @@ class Engine:
         """Wait until it is `over`: False. True where anything is heard before, and soon where no device waits."""
         if self._listens:
             # Who looks at the mesh meanwhile takes a plan from its socket.
-            self._exchange.drain(lambda: over() or self._ears.hear(0).anything or self._peer_started())
+            self._exchange.drain(lambda: over() or self._poller.wait(0).anything or self._peer_started())
             return not over()
-        return self._ears.hear(1).anything
+        return self._poller.wait(1).anything
 
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
@@ -283,7 +337,7 @@ class Engine:
 
     def _lose(self, error: ExchangeError) -> None:
         """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
-        self._ears.forget()
+        self._poller.forget()
         self._exchange.abort()
         # What others found may be the cause of what was met here; all ranks name one.
         self.failure = self.mesh.fail(str(error))
@@ -309,7 +363,7 @@ class Engine:
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)
         self.step, self.failure, self._next = step, None, None
-        self._ears.watch(self.mesh.poll_sockets())
+        self._poller.watch(self.mesh.poll_sockets())
         try:
             self._exchange.attach(mesh, placement)
         except ExchangeError as error:

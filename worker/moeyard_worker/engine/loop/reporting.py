@@ -3,7 +3,7 @@
 import time
 
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
-from moeyard_worker.engine.sampling.grammar_queue import GrammarQueue
+from moeyard_worker.engine.sampling.grammars import GrammarQueue
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.protocol import ExpertLoads, Snapshot
 from moeyard_worker.scheduling.scheduler import Scheduler

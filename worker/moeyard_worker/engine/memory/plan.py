@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
-from moeyard_worker.engine.memory.kv_memory import num_pages_of, num_snapshots_of
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.state.spec import StateSpec
 
 # Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
 # what weights and reserve leave free.
@@ -28,6 +30,10 @@ GRAMMAR_BYTES = 1024
 _FP32 = 4
 # What NCCL takes of a GPU for its channels to so many peers: a guess from above, not measured.
 NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
+# Where a model keeps state per sequence, this share of KV memory is for snapshots of it, up to so many for each of the
+# sequences that may run.
+SNAPSHOT_SHARE = 0.5
+SNAPSHOTS_PER_SEQUENCE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +194,7 @@ def plan_memory(
     `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
     `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
     `available`. `host_available`: bytes of the host's memory, if that is another. `staging`: what the exchange takes
-    besides, for experts that peers read (`fetching.py`).
+    besides, for experts that peers read.
 
     Without --kv-memory, pages get AUTO_KV_SHARE of what is free, or less, down to LEAST_KV_SHARE, where all experts
     then have slots; experts get the rest, or what their flags say.
@@ -225,12 +231,12 @@ def plan_memory(
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
     # --kv-memory is of pages; what it takes to attend to them comes on top.
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
-    num_snapshots = num_snapshots_of(
+    num_snapshots = _num_snapshots(
         config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
     )  # fmt: skip
     snapshot_bytes = num_snapshots * state.bytes_per_sequence
     held, free = held + snapshot_bytes, free - snapshot_bytes
-    num_pages = num_pages_of(
+    num_pages = _num_pages(
         config, state, budget=budget - snapshot_bytes, snapshot_bytes=snapshot_bytes, max_model_len=max_model_len,
         per_position=per_position,
     )  # fmt: skip
@@ -318,3 +324,72 @@ def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[in
         f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; not all experts fit, {format_size(all_experts)}, even "
         f"beside {LEAST_KV_SHARE:.0%} for KV",
     )
+
+
+def _num_snapshots(config: EngineConfig, state: StateSpec, *, whole: int, longest: int) -> int:
+    """Snapshots in `whole` bytes of KV memory: of --snapshot-memory, or as many as a share of it holds.
+
+    Where --max-model-len is given, pages for one sequence of that length, `longest` bytes, come before a share.
+    Raises ValueError where --snapshot-memory is given in vain.
+    """
+    if config.snapshot_memory is not None:
+        if not state.bytes_per_sequence:
+            raise ValueError("--snapshot-memory is for linear attention: here no state is kept per sequence")
+        found = config.snapshot_memory // state.bytes_per_sequence
+        if not found:
+            raise ValueError(
+                f"--snapshot-memory {format_size(config.snapshot_memory)} holds no snapshot: each takes "
+                f"{format_size(state.bytes_per_sequence)}"
+            )
+        return found
+    if not (state.bytes_per_sequence and config.prefix_caching):
+        return 0
+    share = int(whole * SNAPSHOT_SHARE)
+    if config.max_model_len is not None:
+        share = max(0, min(share, whole - longest))
+    return min(share // state.bytes_per_sequence, SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs)
+
+
+def _num_pages(
+    config: EngineConfig, state: StateSpec, *, budget: int, snapshot_bytes: int, max_model_len: int, per_position: int
+) -> int:
+    """Pages of --kv-memory beside its snapshots, or, without it, as many as can be used and `budget` allows."""
+    page_bytes = config.page_size * state.bytes_per_token
+    longest = -(-max_model_len // config.page_size)
+    if config.kv_memory is not None:
+        num_pages = (config.kv_memory - snapshot_bytes) // page_bytes
+    else:
+        # Pages that make the longest sequence longer also make its attention take more.
+        both = page_bytes + config.page_size * per_position
+        num_pages = budget // both
+        if num_pages > longest:
+            num_pages = min(longest + (budget - longest * both) // page_bytes, config.max_num_seqs * longest)
+    if num_pages < 2:
+        beside, lower = "", ""
+        if config.snapshot_memory is not None:
+            beside, lower = f" beside {format_size(snapshot_bytes)} of snapshots", " or lower --snapshot-memory"
+        raise ValueError(
+            f"KV memory holds {max(num_pages, 0)} pages of {format_size(page_bytes)}{beside}, at least 2 are needed; "
+            f"raise --kv-memory{lower}"
+        )
+    if config.max_model_len is not None and num_pages < longest:
+        raise ValueError(
+            f"--max-model-len {max_model_len} needs {longest} KV pages, memory holds {num_pages}; "
+            "raise --kv-memory or lower --max-model-len"
+        )
+    return num_pages
+
+
+def plan_with_fetch(*, config: EngineConfig, model: ModelConfig, **rest: Any) -> MemoryPlan:
+    """Return `plan_memory` with room for experts that peers read for this rank, where it misses some and they may."""
+    plan = plan_memory(config=config, model=model, **rest)
+    if config.expert_fetch == "alone" or not plan.stream_slots:
+        return plan
+    # With less room experts do not get more slots.
+    return plan_memory(config=config, model=model, **rest, staging=fetch_shape(config, model).num_bytes)
+
+
+def fetch_shape(config: EngineConfig, model: ModelConfig) -> FetchShape:
+    """Sizes of what ranks read for each other of experts that they miss."""
+    part = model.expert_bytes(DTYPE_BYTES[model.served_dtype(config.dtype)]) // 3
+    return FetchShape(world_size=config.num_workers, up_bytes=2 * part, down_bytes=part)
