@@ -24,7 +24,6 @@ DEAD = frozenset((psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line; returns the exit code."""
     checks: dict[str, Callable[..., str | None]] = {"ray-head": ray_head, "worker": worker, "router": router}
     wrong = checks[arguments[0]](*arguments[1:])
     if wrong is not None:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def ray_head(address: str) -> str | None:
-    """What is wrong with the cluster's head, or None."""
+    """A line about what is wrong with the cluster's head, or None."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
@@ -45,7 +44,7 @@ def ray_head(address: str) -> str | None:
 
 
 def worker(address: str, router_url: str) -> str | None:
-    """What is wrong with a worker's node or its ranks, or None.
+    """A line about what is wrong with a worker's node or its ranks, or None.
 
     The router knows which ranks are here. A node without any is well: it waits, and the router waits for it to be well.
     Where the router cannot be asked, the ranks that run here are all that is known.
@@ -80,7 +79,7 @@ def answers(url: str) -> bool:
 
 
 def router(url: str) -> str | None:
-    """What is wrong with the router and the fleet behind it, or None."""
+    """A line about what is wrong with the router and the fleet behind it, or None."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2 * SECONDS):
             return None

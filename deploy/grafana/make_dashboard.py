@@ -135,7 +135,6 @@ def dashboard() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line of this script."""
     parser = argparse.ArgumentParser(description="write the Grafana dashboard")
     parser.add_argument("--out", type=Path, default=HERE / "dashboards" / "moeyard.json")
     parser.parse_args().out.write_text(json.dumps(dashboard(), indent=2) + "\n")

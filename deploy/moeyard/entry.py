@@ -1,4 +1,4 @@
-"""What the console script and `python -m moeyard` run, quiet from the first line; and how commands import late."""
+"""Entry of the console script and of `python -m moeyard`, quiet from the first line; and late imports."""
 
 import importlib
 import os
@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-# What a shell says of a command that Ctrl-C ended.
+# A shell's exit code of a command that Ctrl-C ended.
 INTERRUPTED = 130
 
 

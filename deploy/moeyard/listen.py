@@ -60,8 +60,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 def reserved(sock: socket.socket) -> socket.socket:
     """In the place of a socket that listens, and so has the port alone, one that shares it and only keeps it.
 
-    For as long as a model takes to load, and against whoever comes: Ray's autoscaler listens on 44217, which the system
-    may well have chosen for us.
+    It does so while a model loads. Ray's autoscaler, for example, listens on 44217, which may be our port.
     """
     address = SharedAddress.of(sock)
     sock.close()

@@ -186,12 +186,10 @@ class _Lossy:
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As the stream's."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """As the stream's."""
         try:
             self._stream.flush()
         except OSError as error:

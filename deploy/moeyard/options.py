@@ -127,7 +127,6 @@ def add_options(
 
 
 def flag_of(field: Field[Any], option: Option) -> str:
-    """The flag of a field."""
     return option.flag or f"--{field.name.replace('_', '-')}"
 
 

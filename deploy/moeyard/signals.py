@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do while a fleet starts, runs Ray's own code, and stops."""
+"""Effects of SIGTERM and Ctrl-C while a fleet starts, runs Ray's own code, and stops."""
 
 import contextlib
 import os
@@ -34,8 +34,7 @@ class Interrupts:
     An exception thrown into Ray while it starts or stops its native threads is the likely cause of starts that ended by
     SIGSEGV or SIGABRT when they were interrupted three times (docs/architecture.md has the drill).
 
-    Whoever has waited `patience` seconds since the first and then signals at least for the third time wants out
-    whatever it costs: the process ends at once, and takes its children with it.
+    A third signal, at least `patience` seconds after the first, ends the process at once, with its children.
     """
 
     def __init__(self, *, patience: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +45,6 @@ class Interrupts:
         self.count = 0
 
     def note(self, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
         self.count += 1
         if self.count == 1:
             self._first = self._clock()
@@ -124,8 +122,8 @@ def noted() -> Iterator[Interrupts]:
     try:
         yield interrupts
     finally:
-        # What a handler of Python's own would do, the interpreter no longer does while it ends: the system's default
-        # would then kill a process that has already stopped in good order.
+        # The interpreter runs no handlers while it ends. The system's default would kill a process that has already
+        # stopped in good order.
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
 

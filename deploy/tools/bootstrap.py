@@ -69,7 +69,6 @@ def install(root: Path, venv: Path, dev: bool) -> int:
 
 
 def main() -> int:
-    """Command line of this script."""
     parser = argparse.ArgumentParser(description="make .venv and install the project into it")
     parser.add_argument("--dev", action="store_true", help="also install what the tests need")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="the checkout")

@@ -194,7 +194,7 @@ def add_control_commands(commands: "Commands[Parser]") -> None:
 
 
 def add_expert_commands(commands: "Commands[Parser]") -> None:
-    """What recorded routing says of caches and placements."""
+    """Commands that read recorded routing."""
     sim = commands.add_parser("cache-sim", help="replay recorded routing through an expert-cache policy")
     sim.add_argument("file", help="what --record-routing wrote")
     sim.add_argument("--policy", choices=EXPERT_POLICIES, help="residency policy (default: as recorded)")
@@ -216,7 +216,6 @@ def add_expert_commands(commands: "Commands[Parser]") -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """`moeyard verify`."""
     if find_spec("transformers") is None:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
@@ -224,13 +223,11 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_completion(args: argparse.Namespace) -> int:
-    """`moeyard completion`."""
     print(load("shtab").complete(build_parser(), shell=args.shell))
     return 0
 
 
 def run_cache_sim(args: argparse.Namespace) -> int:
-    """`moeyard cache-sim`."""
     path = Path(args.file)
     for slots in args.slots or [None]:
         result = simulate(path, args.policy, slots)
@@ -247,7 +244,6 @@ def with_subject(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script."""
     try:
         if signal.getsignal(signal.SIGINT) is leave:
             # From here on it is an exception, which puts in order what has been begun.

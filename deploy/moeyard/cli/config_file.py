@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-# What a parsed command line holds beside values of flags.
+# Entries of a parsed command line that are no values of flags.
 _NO_FLAGS = frozenset(("command", "config", "parser", "run"))
 
 

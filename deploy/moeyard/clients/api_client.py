@@ -15,7 +15,7 @@ from moeyard.clients.target_config import Target
 INFO_SECONDS = 10.0
 # A server may think long before its first word, so this is about one that is gone.
 SILENCE_SECONDS = 600.0
-# What is said of an error whose body is no JSON, such as a proxy's page.
+# Characters shown of an error whose body is no JSON, such as a proxy's page.
 MAX_ERROR_TEXT = 200
 
 Show = Callable[[str, bool], None]
@@ -35,7 +35,7 @@ def connect(target: Target, *, timeout: float) -> http.client.HTTPConnection:
 
 
 def unreachable(target: Target, error: BaseException) -> ValueError:
-    """What is said when no answer comes."""
+    """The error to raise when no answer comes."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return ValueError(f"no server answers at {target.url}: {reason}; start one with `moeyard serve`, or name its URL")
 
@@ -86,7 +86,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it, without thoughts."""
         return "".join(self.pieces)
 
     @property
@@ -106,7 +105,6 @@ class Answer:
         return int(details.get("cached_tokens") or 0)
 
     def event(self, event: dict[str, Any], at: float) -> None:
-        """Take in one event of the stream."""
         if event.get("error"):
             self.error = error_message(event)
         if event.get("usage"):

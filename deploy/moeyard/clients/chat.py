@@ -22,14 +22,14 @@ Ctrl-C stops an answer.
 A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
 PROMPT, CONTINUED = "> ", ". "
 FENCE = '"""'
-# What a terminal would obey; a model's text is not trusted with that.
+# Control characters, which a terminal would obey. A model's text is not trusted with them.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation: what was said, and what is asked for beside it."""
+    """A conversation and the settings of its requests."""
 
     model: str
     system: str | None = None
@@ -37,7 +37,6 @@ class Talk:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """The next request."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return {"model": self.model, "messages": head + self.messages, **self.settings}
 
@@ -97,7 +96,7 @@ def say(target: Target, talk: Talk, message: str) -> None:
     if reply.error is not None or not reply.text:
         talk.messages.pop()
         return
-    # What an interrupted answer said was said, so the next question may be about it.
+    # The next question may be about an interrupted answer, so it is kept.
     talk.messages.append({"role": "assistant", "content": reply.text})
 
 
@@ -160,7 +159,7 @@ def put(talk: Talk, rest: str) -> str:
 
 
 def read_message() -> str | None:
-    """What the user types next, None at the end of it. Ctrl-C drops what was typed so far."""
+    """The next message that the user types, None at the end of input. Ctrl-C drops a message."""
     readline.set_auto_history(True)
     try:
         return _message(input(PROMPT))

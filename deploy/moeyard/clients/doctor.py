@@ -61,7 +61,7 @@ class Finding:
 
 
 def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str = WARNING) -> Finding:
-    """What is fine if `sound`, and else of another level with an advice."""
+    """A finding that is ok if `sound`, and otherwise has another level and an advice."""
     return Finding(OK, subject, text) if sound else Finding(otherwise, subject, text, advice)
 
 
@@ -119,7 +119,6 @@ def check_software() -> Iterator[Finding]:
 
 
 def check_python(version: str, wanted: str) -> Finding:
-    """Whether this Python is one of those `wanted`."""
     if SpecifierSet(wanted).contains(version, prereleases=True):
         return Finding(OK, "python", version)
     advice = "make the virtual environment with another one"
@@ -152,7 +151,7 @@ def check_packages(requires: Iterable[str], version_of: Callable[[str], str | No
 
 
 def check_processor(workers: int, *, on_cpu: bool) -> Iterator[Finding]:
-    """Cores for so many workers, and the instructions that the kernels of a CPU like."""
+    """Cores for the workers, and the instructions that the kernels of a CPU like."""
     cores = usable_cores(len(psutil.Process().cpu_affinity() or (0,)), read(CPU_QUOTA))
     # The router has one to itself while answers stream.
     few = on_cpu and cores < workers

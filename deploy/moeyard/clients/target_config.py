@@ -22,7 +22,6 @@ class Target:
 
     @property
     def tls(self) -> bool:
-        """Whether it is spoken to over TLS."""
         return self.scheme == "https"
 
     @property

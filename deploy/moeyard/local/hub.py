@@ -43,7 +43,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class _Silent(tqdm):
-    """The library's bar, of files, which is never drawn: progress is told in bytes."""
+    """The library's bar, of files, which is never drawn: progress is shown in bytes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "disable": True})
@@ -65,7 +65,6 @@ class Download:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to download."""
         return sum(self.files.values())
 
     def fetched(self) -> int:

@@ -62,7 +62,7 @@ DUMMY_NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What is known of a fleet once it is ready."""
+    """Addresses of a fleet that is ready."""
 
     url: str
     model_name: str
@@ -70,7 +70,6 @@ class Running:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moeyard serve`."""
     logs.outlive_full_disk()
     door, log = door_config(args), log_config(args)
     return serve(args, engine_config(args), door=door, log=log)
@@ -130,8 +129,8 @@ def serve(
         )
         try:
             interrupts.check()
-            with startup(captures=config.device != "cpu" and not config.enforce_eager) as told:
-                ranks = fleet.start(told.loading, stage=told.stage, interrupts=interrupts)
+            with startup(captures=config.device != "cpu" and not config.enforce_eager) as progress:
+                ranks = fleet.start(progress.loading, stage=progress.stage, interrupts=interrupts)
             interrupts.check()
             each = "each router serves" if options.routers > 1 else "served"
             for line in (
@@ -210,7 +209,7 @@ def ordered(server: RouterProcesses, order: Drain) -> int:
 
 
 def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
-    """Where a router finds these ranks, of which some take no new requests."""
+    """Addresses of these ranks for a router. Drained ranks take no new requests."""
     return tuple(
         WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
         for r in ranks
@@ -250,7 +249,6 @@ def device_named(args: argparse.Namespace) -> str:
 
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> Running:
-    """Print the ready line."""
     scheme = router.door.scheme
     url = reachable_url(router.host, router.port, scheme)
     outside = outside_url(router.host, router.port, scheme)
@@ -272,7 +270,7 @@ def warn_if_open(door: DoorConfig, host: str) -> None:
     """One line if others than this machine's users can use what is served."""
     if not door.asks_for_key and not is_loopback(host):
         print(
-            f"moeyard: warning: the API listens on {host} and asks for no key, so whoever reaches it can use it; "
+            f"moeyard: warning: the API listens on {host} and asks for no key, so anyone who reaches it can use it; "
             "see --api-key-file",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,4 @@
-"""What `moeyard serve` is told beside the configurations of its engines, its routers and its logs."""
+"""Settings of `moeyard serve` beside those of its engines, its routers and its logs."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the flags of `moeyard serve` come to: the configurations of engines, routers, keys, logs and the API."""
+"""Configurations out of the flags of `moeyard serve`: engines, routers, keys, logs and the model in the API."""
 
 import argparse
 import json
@@ -109,7 +109,7 @@ class ApiSettings:
 
 
 def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
-    """What these flags say; raises `ValueError` or `OSError` with one line that names the flag or the file."""
+    """Settings of the API; raises `ValueError` or `OSError` with one line that names the flag or the file."""
     names = served_names(args, config)
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"--served-model-name: names must differ and not be empty, got {', '.join(map(repr, names))}")
@@ -123,7 +123,7 @@ def api_settings(args: argparse.Namespace, config: EngineConfig) -> ApiSettings:
 
 
 def kv_compression(text: str) -> KvCompression:
-    """What --kv-compression means; raises `ValueError` with one line."""
+    """Parse --kv-compression; raises `ValueError` with one line."""
     try:
         given = json.loads(text)
     except ValueError:
@@ -155,7 +155,7 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
 
 
 def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> list[str]:
-    """What holds where requests do not say, and what a step has no room for: a line each."""
+    """Lines about defaults of requests, and about prompts that a step has no room for."""
     notes = [] if (defaults := api.describe_defaults()) is None else [defaults]
     if (kept := api.kv_compression) is not None:
         notes.append(
@@ -173,7 +173,7 @@ def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> l
 
 
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
-    """What the model's answers are read for; raises `ValueError` that names the flag where a parser is missing."""
+    """Parsers of the model's answers; raises `ValueError` that names the flag where a parser is missing."""
     try:
         return answer_formats(
             codec, tools=api.tool_call_parser, reasoning=api.reasoning_parser, auto=api.enable_auto_tool_choice
@@ -183,7 +183,7 @@ def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
 
 
 def served_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
-    """What the model is called; where nobody says it is its id of the hub, its directory's name, or its shape."""
+    """Names of the model: by default its shape, its id of the hub, or its directory's name."""
     if args.served_model_name:
         for name in args.served_model_name[1:] if getattr(args, "model", None) is None else ():
             if Path(name).is_dir():

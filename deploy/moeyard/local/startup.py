@@ -33,7 +33,6 @@ class Progress:
         self._bar: tqdm[None] | None = None
 
     def show(self, done: int, total: int) -> None:
-        """Tell that `done` of `total` bytes are there."""
         if not self._out.isatty():
             if self._clock() >= self._next:
                 self._next = self._clock() + self._interval
@@ -72,7 +71,6 @@ class Startup(Progress):
         self._whole = False
 
     def stage(self, text: str) -> None:
-        """A stage begins."""
         self.close()
         print(text, file=self._out, flush=True)
 

@@ -1,4 +1,4 @@
-"""What `moeyard bench URL` and `moeyard bench engine` are told."""
+"""Settings of `moeyard bench URL` and `moeyard bench engine`."""
 
 import json
 from dataclasses import dataclass

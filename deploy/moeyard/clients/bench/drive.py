@@ -50,7 +50,6 @@ class Subject:
         self.times_replays = True
 
     def close(self) -> None:
-        """Free its sockets."""
         self._worker.stop()
 
     @property
@@ -59,7 +58,7 @@ class Subject:
         return 2 if self.report["dtype"] == "bfloat16" else 4
 
     def counts(self) -> dict[str, int]:
-        """What the graph runner has counted; nothing on a device without graphs."""
+        """Counts of the graph runner; {} on a device without graphs."""
         runner = self.runner
         if not isinstance(runner, GpuRunner):
             return {}
@@ -74,7 +73,7 @@ class Subject:
         return self.runner.replayed if isinstance(self.runner, GpuRunner) and self.times_replays and resident else ()
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
-        """An empty one over all pages; with `chunk` a step that decodes too has at most so many prompt rows."""
+        """An empty one over all pages; `chunk` bounds the prompt rows of a step that also decodes."""
         config = self._worker.scheduler.config
         return Scheduler(config if chunk is None else replace(config, mixed_prefill_tokens=chunk))
 
@@ -155,7 +154,7 @@ class Run:
 
 @torch.inference_mode()
 def replay_seconds(graphs: Sequence[torch.cuda.CUDAGraph]) -> float | None:
-    """Seconds of a step that is nothing but the replay of its graphs: so many back to back, median of turns.
+    """Seconds of a step that only replays its graphs: REPLAYS back to back, median of TURNS.
 
     None without graphs. They read the inputs of their last step again, with the tokens that they choose, and write to
     its pages and slots of state: so nobody may need these any more.

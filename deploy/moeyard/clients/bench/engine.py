@@ -206,7 +206,7 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 
 def scenarios(args: argparse.Namespace) -> list[Scenario]:
-    """What the flags ask for, in order; raises ValueError for a flag that makes no sense."""
+    """Scenarios of the flags, in order; raises ValueError for a flag that makes no sense."""
     found: list[Scenario] = [Decode(streams=n, prompt=args.prompt, output=args.output) for n in args.streams]
     for text in args.context:
         count, length = times(text, "--context")

@@ -1,4 +1,4 @@
-"""What a bench computes from its clock readings. Pure: seconds and counts in, figures out; latencies in ms."""
+"""Figures of a bench from its clock readings. Pure: seconds and counts in, figures out; latencies in ms."""
 
 import itertools
 import math
@@ -47,14 +47,13 @@ class LoadRun:
 
 @dataclass(slots=True)
 class Course:
-    """What happened to one request: when it was submitted, and when each of its tokens was there."""
+    """Times of one request: when it was submitted, and when each of its tokens was there."""
 
     submitted: float
     tokens: list[float] = field(default_factory=list)
 
     @property
     def first(self) -> float:
-        """Time to first token."""
         return self.tokens[0] - self.submitted
 
     @property
@@ -94,7 +93,7 @@ def full_steps(records: Sequence[StepRecord], streams: int) -> list[float]:
 
 
 def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, itemsize: int) -> float:
-    """What one decode step must read of a model with all experts resident.
+    """Bytes that one decode step must read of a model with all experts resident.
 
     All dense weights but the rows of the embedding, `distinct` experts per MoE layer, and of every row the keys and
     values of `context` positions, and its slot of state, which is written too.
@@ -109,7 +108,7 @@ def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, 
 
 
 def shares(counts: Mapping[str, int]) -> dict[str, float]:
-    """Of what a graph runner counted: steps that were replays, and rows of these that were padding."""
+    """Shares of steps that were replays, and of their rows that were padding, from a graph runner's counts."""
     found = {}
     if steps := counts.get("num_replayed", 0) + counts.get("num_eager", 0):
         found["replay_share"] = counts["num_replayed"] / steps
@@ -129,7 +128,7 @@ def beside_replay(tpot: Mapping[str, float], replay: float | None) -> dict[str, 
 
 
 def missed(*, hits: int, misses: int, expert_bytes: int, times: int, link: float | None) -> dict[str, float]:
-    """What a cache counted over so many steps or prompts: share of hits, bytes missed by each, their time on the link.
+    """Share of hits, bytes missed per step or prompt (of `times`), and their time on the link, from a cache's counts.
 
     `link`: bytes/s from the host to the device, None where there is no such link.
     """

@@ -30,7 +30,6 @@ class _Connection(asyncio.Protocol):
         self.heard = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the way back."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,7 +79,6 @@ class _Connection(asyncio.Protocol):
             self._events = EventStream(self._answer)
 
     def on_body(self, data: bytes) -> None:
-        """httptools: a piece of the body."""
         if self._events is not None:
             self._events.feed(data, self._at)
         else:
@@ -164,6 +162,5 @@ class Client:
         return connection
 
     def close(self) -> None:
-        """Close what is idle."""
         for connection in self._idle:
             connection.close()

@@ -16,7 +16,7 @@ _NAME = 76
 
 
 class Recording:
-    """What this process' device does from here until `stop`, by whichever thread, and this thread's operators."""
+    """A profile of this process' device until `stop`, for all threads, and of this thread's operators."""
 
     def __init__(self, device: str) -> None:
         self._on_device = device != "cpu"
@@ -28,12 +28,10 @@ class Recording:
         self._begun = time.perf_counter()
 
     def stop(self) -> None:
-        """End it, once."""
         self._wall = time.perf_counter() - self._begun
         self._found.stop()
 
     def lines(self, most: int = 24) -> list[str]:
-        """What was found; see `profiled`."""
         wall = self._wall
         averages: list[Any] = list(self._found.key_averages())
         lines = []
@@ -71,7 +69,7 @@ def _lines(entries: list[tuple[float, int, str]], most: int) -> list[str]:
 
 
 def chain(launches: Iterable[tuple[int, str, int, int]]) -> list[str]:
-    """What each launch of a graph adds to a step: by how much it ended behind everything that began before it.
+    """Lines about what each launch of a graph adds to a step: how long it ended after all that began before it.
 
     launches: (number of the graph's launch, name, begin and end in ns). Launches begin while the ones before run, so
     how long one ran says little; what they add sums up to the step. Medians over all replays of the graph that took
@@ -87,7 +85,7 @@ def chain(launches: Iterable[tuple[int, str, int, int]]) -> list[str]:
     if not graphs:
         return []
     names, steps = max(graphs.items(), key=lambda item: sum(events[-1][1] - events[0][0] for events in item[1]))
-    # Of two streams the order is not always the same: a launch is the n-th of its name.
+    # The order of two streams varies, so a launch is the n-th of its name.
     begun, added = defaultdict(list), defaultdict(list)
     for events in steps:
         first = until = events[0][0]

@@ -65,7 +65,7 @@ def _why(facts: Mapping[str, Any]) -> str:
 
 
 def _client(found: Mapping[str, Any]) -> str:
-    """What measuring cost, because a busy client measures itself."""
+    """The cost of measuring, because a busy client measures itself."""
     per_token = found["client_us_per_token"]
     each = "" if per_token is None else f", {per_token:.0f} us per token"
     late = f", requests sent {found['late_ms']['p99']:.1f} ms late (p99)" if found["late_ms"] else ""

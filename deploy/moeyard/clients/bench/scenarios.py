@@ -1,4 +1,4 @@
-"""What a bench of an engine measures: streams that decode, prompts alone, prompts that arrive among streams."""
+"""Scenarios of a bench of an engine: streams that decode, prompts alone, prompts that arrive among streams."""
 
 import statistics
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Ceilings:
 
 
 class Misses:
-    """What the expert cache counts of one kind of rows from here on."""
+    """Counts of the expert cache for one kind of rows, from here on."""
 
     def __init__(self, subject: Subject, phase: RowKind) -> None:
         self._subject, self._phase = subject, phase
@@ -42,7 +42,7 @@ class Misses:
         return hits, counters.misses[self._phase]
 
     def row(self, times: int, link: float | None) -> dict[str, float]:
-        """Figures of what happened so many times since; none where all experts are resident."""
+        """Figures per step or prompt, of `times` since; none where all experts are resident."""
         if self._subject.experts.all_resident:
             return {}
         hits, misses = (now - then for now, then in zip(self._totals(), self._begun, strict=True))
@@ -60,8 +60,8 @@ class Decode:
     budget: int | None = None
 
     def requests(self, step_rows: int) -> tuple[int, int]:
-        """(sequences, positions of the longest) where a step that answers has room for so many prompt rows."""
-        # What is kept of a prompt has pages beside it for a while.
+        """(sequences, positions of the longest) if a step that decodes has room for `step_rows` prompt rows."""
+        # The kept part of a prompt has pages beside the prompt for a while.
         return self.streams, self.prompt + self._asked(step_rows) + (self.budget or 0)
 
     def _asked(self, step_rows: int) -> int:
@@ -89,7 +89,7 @@ class Decode:
         def after() -> None:
             nonlocal held, graphs
             if not ends and min(len(c.tokens) for c in courses) >= self.output:
-                # What was asked for is measured; now a few steps more to look at, launched kernel by kernel.
+                # The measurement is complete. A few more steps, launched kernel by kernel, show the routing.
                 ends.append(run.records[-1].at)
                 held = pool.num_pages - pool.num_free
                 counted.update(subject.counts())
@@ -162,7 +162,6 @@ class Prefill:
     rounds: int = 4
 
     def requests(self, step_rows: int) -> tuple[int, int]:
-        """See `Decode.requests`."""
         return self.count, self.length + 1
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
@@ -186,7 +185,7 @@ class Prefill:
             "prompt_tok_s": rate,
             "took_ms": self.count * self.length / rate * 1e3,
             "ttft_ms": summary(firsts),
-            # Of the last round.
+            # The last round's.
             "steps": len(run.records),
             **misses.row(1, ceilings.link),
         }
@@ -204,7 +203,6 @@ class Mixed:
     alone: int = 32
 
     def requests(self, step_rows: int) -> tuple[int, int]:
-        """See `Decode.requests`."""
         return self.streams + 1, max(self.length + 1, self.prompt + self._asked)
 
     @property

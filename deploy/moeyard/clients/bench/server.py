@@ -1,4 +1,4 @@
-"""`moeyard bench URL`: conversations against a server, so many at once or as they arrive, and how it did."""
+"""`moeyard bench URL`: conversations against a server, in a closed loop or as they arrive, and how it did."""
 
 import argparse
 import asyncio
@@ -108,7 +108,6 @@ def resolved(config: ServerBenchConfig, model: str) -> ServerBenchConfig:
 
 
 def measure(target: Target, config: ServerBenchConfig, slo: dict[str, float]) -> dict[str, Any]:
-    """The result of one run."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         run = runner.run(_run(target, config))
     return {
@@ -122,7 +121,7 @@ def measure(target: Target, config: ServerBenchConfig, slo: dict[str, float]) ->
 
 
 def facts_of(target: Target, config: ServerBenchConfig, *, interrupted: bool) -> dict[str, Any]:
-    """What was measured, by whom and how."""
+    """The model, the load and the client of a run."""
     at_once = f"concurrency {config.concurrency}" if config.concurrency else "any number at once"
     rate = "" if config.rate is None else f"rate {config.rate:g}/s, burstiness {config.burstiness:g}, "
     parts = [f"prompts of {config.prompt_tokens.text} tokens", f"answers of {config.output_tokens.text}"]

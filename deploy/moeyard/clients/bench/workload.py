@@ -1,4 +1,4 @@
-"""What is asked of a server, drawn from a seed: lengths, words or token ids, turns and arrivals. Pure."""
+"""Requests to a server, drawn from a seed: lengths, words or token ids, turns and arrivals. Pure."""
 
 import random
 from collections.abc import Iterator
@@ -46,7 +46,6 @@ class Lengths:
     high: int | None = None
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
         if self.spread:
             value = round(self.middle * rng.lognormvariate(0.0, self.spread))
             return max(self.low, value if self.high is None else min(value, self.high))
@@ -77,14 +76,14 @@ def parse_lengths(text: str) -> Lengths:
 class Yardstick:
     """How many tokens a server makes of words: `base` for a prompt without any (template, start), `per_word` for each.
 
-    Of token ids nothing is made, so there `per_word` is 1.
+    Token ids stay as they are, so their `per_word` is 1.
     """
 
     base: float = 0.0
     per_word: float = 1.0
 
     def words(self, tokens: int, *, around: bool = True) -> int:
-        """Words that make so many tokens, with what stands `around` them counted or not; at least 1."""
+        """Words that make `tokens` tokens, at least 1. `around`: the template's tokens count."""
         return max(1, round((tokens - (self.base if around else 0.0)) / self.per_word))
 
 
