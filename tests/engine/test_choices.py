@@ -18,7 +18,7 @@ from tests.engine.test_speculation import DEMO
 from tests.fleet import Client, ProcessPool, start_fleet
 from tests.rank import Rank, Requests
 
-from moeyard_kernels.cuda.choices import CudaChoices
+from moeyard_kernels.cuda.gate import GateCounts
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
@@ -182,10 +182,10 @@ def test_a_fleet_tells_what_one_of_cpus_does(small: Path, processes: ProcessPool
     assert rows_of_ranks(wanted) != [[] for _ in wanted]
 
 
-class Slow(CudaChoices):
+class Slow(GateCounts):
     """Of a device that is behind: it tells what it is asked when it is asked for the fifth time."""
 
-    def __init__(self, whole: CudaChoices) -> None:
+    def __init__(self, whole: GateCounts) -> None:
         super().__init__()
         self._whole, self.asked = whole, 0
 
@@ -219,11 +219,11 @@ def test_a_device_that_is_behind_is_asked_again(small: Path, start: Starter) -> 
 
 def test_where_nothing_is_counted_nobody_is_told_numbers(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As whole steps are compared, with counts and without."""
-    monkeypatch.setattr(CudaChoices, "on", False)
+    monkeypatch.setattr(GateCounts, "on", False)
     with gpu_steps(), load(small, **PLACE) as rank:
         rank.run({"a": asked()["a"]})
         found = loads(rank)
-        monkeypatch.setattr(CudaChoices, "on", True)
+        monkeypatch.setattr(GateCounts, "on", True)
         assert not any(loads(rank).chosen)
     assert (found.rows, found.chosen, found.held) == ((), (), ())
     assert rows_of_ranks([found]) == [[]]

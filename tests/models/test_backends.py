@@ -19,6 +19,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.layers import GqaLayer
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.sampling.scoring import score, told
@@ -170,7 +171,7 @@ def test_attention_without_a_rotation() -> None:
     results = []
     for backend in (CudaBackend(page_size=16, device=DEVICE), CpuBackend(page_size=16)):
         k, v = (torch.zeros(2, 1, 16, 16, device=backend.device) for _ in range(2))
-        attention = backend.gqa(**sizes, q_norm=None, k_norm=None, rope=None, interleaved=False, k=k, v=v)
+        attention = backend.gqa(GqaLayer(**sizes, q_norm=None, k_norm=None, rope=None, interleaved=False, k=k, v=v))
         plan = backend.plan(step)
         rows = torch.zeros(plan.num_rows, 8 * 16, device=backend.device)
         rows[:9] = qkv.to(backend.device)

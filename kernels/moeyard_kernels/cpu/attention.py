@@ -10,39 +10,33 @@ from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
 from moeyard_kernels.cpu.snapkv import snapkv
 from moeyard_kernels.ops.attention import rope as rotate
 from moeyard_kernels.ops.elementwise import rms_norm
+from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
 
 class CpuGqa:
-    """See `Backend.gqa`."""
-
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None, eps: float,
-        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, rope: torch.Tensor | None, interleaved: bool,
-        k: torch.Tensor, v: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._scale, self._window, self._eps = scale, window, eps
-        self._rope, self._interleaved = rope, interleaved
-        self._k, self._v = k, v
-        self._flat_k, self._flat_v = k.flatten(1, 2), v.flatten(1, 2)
+    def __init__(self, layer: GqaLayer) -> None:
+        self._layer, self._k, self._v = layer, layer.k, layer.v
+        self._flat_k, self._flat_v = layer.k.flatten(1, 2), layer.v.flatten(1, 2)
         self._norm: torch.Tensor | None = None
         self._wide_norms: tuple[torch.Tensor, torch.Tensor] | None = None
-        if q_norm is not None and k_norm is not None:
-            if q_norm.shape[0] == head_dim:
+        if layer.q_norm is not None and layer.k_norm is not None:
+            if layer.q_norm.shape[0] == layer.head_dim:
                 # One pass over all heads, each with a row of its own.
-                self._norm = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
+                heads = layer.num_heads, layer.num_kv_heads
+                pairs = zip((layer.q_norm, layer.k_norm), heads, strict=True)
+                self._norm = torch.cat([norm.expand(count, -1) for norm, count in pairs])
             else:
-                self._wide_norms = q_norm, k_norm
+                self._wide_norms = layer.q_norm, layer.k_norm
 
     def attend(self, qkv: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """See `GqaAttend.attend`; zero in the padding."""
-        num_q, num_qk = self._num_heads, self._num_heads + self._num_kv_heads
-        qkv = qkv.view(qkv.shape[0], -1, self._head_dim)
+        layer = self._layer
+        num_q, num_qk = layer.num_heads, layer.num_heads + layer.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, layer.head_dim)
         qk = self._normalised(qkv[:, :num_qk])
-        if self._rope is not None:
-            width = self._rope.shape[1]
-            rotated = rotate.reference(qk[..., :width], *plan.rotation(self._rope), interleaved=self._interleaved)
-            qk = rotated if width == self._head_dim else torch.cat((rotated, qk[..., width:]), -1)
+        if layer.rope is not None:
+            width = layer.rope.shape[1]
+            rotated = rotate.reference(qk[..., :width], *plan.rotation(layer.rope), interleaved=layer.interleaved)
+            qk = rotated if width == layer.head_dim else torch.cat((rotated, qk[..., width:]), -1)
         num_tokens = plan.num_tokens
         self._flat_k.index_copy_(1, plan.entries, qk[:num_tokens, num_q:].transpose(0, 1))
         self._flat_v.index_copy_(1, plan.entries, qkv[:num_tokens, num_qk:].transpose(0, 1))
@@ -50,11 +44,11 @@ class CpuGqa:
 
     def _normalised(self, qk: torch.Tensor) -> torch.Tensor:
         if self._norm is not None:
-            return rms_norm.reference(qk, self._norm, self._eps)
+            return rms_norm.reference(qk, self._norm, self._layer.eps)
         if self._wide_norms is not None:
-            heads = qk.split((self._num_heads, self._num_kv_heads), 1)
+            heads = qk.split((self._layer.num_heads, self._layer.num_kv_heads), 1)
             pairs = zip(heads, self._wide_norms, strict=True)
-            done = [rms_norm.reference(x.flatten(1), weight, self._eps).view(x.shape) for x, weight in pairs]
+            done = [rms_norm.reference(x.flatten(1), weight, self._layer.eps).view(x.shape) for x, weight in pairs]
             return torch.cat(done, 1)
         return qk
 
@@ -66,7 +60,7 @@ class CpuGqa:
         for part in plan.segments:
             k, v = (x.index_select(1, part.pages).flatten(1, 2) for x in (self._k, self._v))
             out[part.begin : part.end] = attn_prefill(
-                q[part.begin : part.end], k, v, start=part.start, scale=self._scale, window=self._window
+                q[part.begin : part.end], k, v, start=part.start, scale=self._layer.scale, window=self._layer.window
             )
             if part.kept is not None:
                 self._compact(q, k, v, part)
@@ -82,50 +76,41 @@ class CpuGqa:
         """
         kept = part.kept
         assert kept is not None, "nothing is to be compacted"
-        if self._window is None:
+        if self._layer.window is None:
             rows = q[part.end - kept.window : part.end]
-            found = snapkv(rows, k, length=kept.length, scale=self._scale, budget=kept.count)
+            found = snapkv(rows, k, length=kept.length, scale=self._layer.scale, budget=kept.count)
         else:
             found = latest(kept.length, kept.count).expand(k.shape[0], -1)
         for flat, x in ((self._flat_k, k), (self._flat_v, v)):
             flat.index_copy_(1, kept.entries, x.gather(1, found.unsqueeze(2).expand(-1, -1, x.shape[2])))
 
     def _decode(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        return gqa_decode(q, self._k, self._v, plan=plan.decode[self._window], scale=self._scale)
+        return gqa_decode(q, self._k, self._v, plan=plan.decode[self._layer.window], scale=self._layer.scale)
 
 
 class CpuMla:
-    """See `Backend.mla`.
-
-    Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the absorbed
+    """Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the absorbed
     form: the key decompression moves to the query and the value decompression behind the attention, so that a step
     reads one latent per position and not a key and a value per head. Same mathematics, other bits: which form a
     position takes depends on whether it is prompt or output, and on nothing else.
     """
 
-    def __init__(
-        self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._kv_norm, self._eps = kv_norm, eps
-        self._num_heads, self._nope_dim, self._rope_dim, self._v_dim = num_heads, nope_dim, rope_dim, v_dim
-        self._rank, self._scale = kv_b.shape[2], scale
-        self._rope, self._interleaved = rope, interleaved
-        self._latents, self._flat = latents, latents.flatten(0, 1)
+    def __init__(self, layer: MlaLayer) -> None:
+        self._layer, self._latents, self._flat = layer, layer.latents, layer.latents.flatten(0, 1)
+        kv_b, nope = layer.kv_b, layer.nope_dim
         self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
-        self._k_absorb = _columns(kv_b[:, :nope_dim])  # [Hq, nope, R]
-        self._v_expand = _columns(kv_b[:, nope_dim:].transpose(1, 2))  # [Hq, R, Dv]
+        self._k_absorb = _columns(kv_b[:, :nope])  # [Hq, nope, R]
+        self._v_expand = _columns(kv_b[:, nope:].transpose(1, 2))  # [Hq, R, Dv]
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """See `MlaAttend.attend`; what the padding holds is finite."""
-        q = q.view(-1, self._num_heads, self._nope_dim + self._rope_dim)
+        q = q.view(-1, self._layer.num_heads, self._layer.nope_dim + self._layer.rope_dim)
         # The key's rotated part rotates as one more head of the query.
-        rotated = torch.cat((q[..., self._nope_dim :], k_rope.unsqueeze(1)), 1)
-        if self._rope is not None:
-            rotated = rotate.reference(rotated, *plan.rotation(self._rope), interleaved=self._interleaved)
-        q_rope, k_rope = rotated[:, : self._num_heads], rotated[:, self._num_heads]
-        if self._kv_norm is not None:
-            latent = rms_norm.reference(latent, self._kv_norm, self._eps)
+        rotated = torch.cat((q[..., self._layer.nope_dim :], k_rope.unsqueeze(1)), 1)
+        if self._layer.rope is not None:
+            rotated = rotate.reference(rotated, *plan.rotation(self._layer.rope), interleaved=self._layer.interleaved)
+        q_rope, k_rope = rotated[:, : self._layer.num_heads], rotated[:, self._layer.num_heads]
+        if self._layer.kv_norm is not None:
+            latent = rms_norm.reference(latent, self._layer.kv_norm, self._layer.eps)
         latent = torch.cat((latent, k_rope), 1)
         self._flat.index_copy_(0, plan.entries, latent[: plan.num_tokens])
         return self._attend(q, q_rope, plan).flatten(1)
@@ -134,7 +119,7 @@ class CpuMla:
         """[num_rows, Hq, Dv]."""
         if not plan.segments:
             return pad_heads(self._decode(q, q_rope, plan), plan.num_rows)
-        out = q.new_zeros(plan.num_rows, self._num_heads, self._v_dim)
+        out = q.new_zeros(plan.num_rows, self._layer.num_heads, self._layer.v_dim)
         for part in plan.segments:
             out[part.begin : part.end] = self._prompt(q, q_rope, part)
         if plan.num_decode:
@@ -144,36 +129,41 @@ class CpuMla:
 
     def _prompt(self, q: torch.Tensor, q_rope: torch.Tensor, part: PromptSegment) -> torch.Tensor:
         """[rows of the part, Hq, Dv] from keys and values decompressed per head."""
-        nope, heads = self._nope_dim, self._num_heads
+        nope, heads = self._layer.nope_dim, self._layer.num_heads
         rows = self._latents.index_select(0, part.pages).flatten(0, 1)  # [L, R + Dr], L a multiple of 64
-        kv = torch.bmm(rows[:, : self._rank].expand(heads, -1, -1), self._kv_b)
-        k_nope, v = kv[..., :nope], kv[..., nope : nope + self._v_dim]
-        k_rope = rows[:, self._rank :].expand(heads, -1, -1)
+        kv = torch.bmm(rows[:, : self._layer.rank].expand(heads, -1, -1), self._kv_b)
+        k_nope, v = kv[..., :nope], kv[..., nope : nope + self._layer.v_dim]
+        k_rope = rows[:, self._layer.rank :].expand(heads, -1, -1)
         here = slice(part.begin, part.end)
         queries, keys = torch.cat((q[here, :, :nope], q_rope[here]), -1), torch.cat((k_nope, k_rope), -1)
         if part.kept is not None:
             kept = part.kept
             # One latent is the key of all heads, so they choose together.
             found = snapkv(
-                queries[-kept.window :], keys, length=kept.length, scale=self._scale, budget=kept.count, shared=True
+                queries[-kept.window :],
+                keys,
+                length=kept.length,
+                scale=self._layer.scale,
+                budget=kept.count,
+                shared=True,
             )
             self._flat.index_copy_(0, kept.entries, rows.index_select(0, found[0]))
-        return attn_prefill(queries, keys, v, start=part.start, scale=self._scale)
+        return attn_prefill(queries, keys, v, start=part.start, scale=self._layer.scale)
 
     def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
         begin, count = plan.num_prompt, plan.num_decode
-        q_nope = q[begin : begin + plan.num_decode_rows, :, : self._nope_dim]
+        q_nope = q[begin : begin + plan.num_decode_rows, :, : self._layer.nope_dim]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
         latent = mla_decode(
-            q_latent[:count, :, : self._rank],
+            q_latent[:count, :, : self._layer.rank],
             q_rope[begin : begin + count],
             self._latents,
             plan=plan.decode[None],
-            scale=self._scale,
+            scale=self._layer.scale,
         )
         latent = pad_heads(latent, plan.num_decode_rows)
-        return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : self._v_dim]
+        return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : self._layer.v_dim]
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy. See `backend`."""
+"""The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,11 +18,12 @@ from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, GateRule, no_choice
+from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.step import StepRows
 
 
 class CpuGate:
-    """See `Gate`; the product runs in the weight's own dtype. Nothing is left to others."""
+    """The gate of one layer. The product runs in the weight's own dtype, and no choice is deferred."""
 
     takes_shared = False
 
@@ -35,7 +36,6 @@ class CpuGate:
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool) -> Chosen:
-        """See `Gate.choose`; of the T real rows, at once."""
         if not plan.num_tokens:
             return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
@@ -69,47 +69,39 @@ class CpuBackend:
         self._windows: set[int | None] = set()
 
     def plan(self, step: StepRows) -> CpuPlan:
-        """See `Backend.plan`."""
         return CpuPlan(step, page_size=self.page_size, windows=self._windows)
 
-    def gqa(self, **arguments: Any) -> CpuGqa:
-        """See `Backend.gqa`."""
-        self._windows.add(arguments["window"])
-        return CpuGqa(**arguments)
+    def gqa(self, layer: GqaLayer) -> CpuGqa:
+        self._windows.add(layer.window)
+        return CpuGqa(layer)
 
-    def mla(self, **arguments: Any) -> CpuMla:
-        """See `Backend.mla`."""
+    def mla(self, layer: MlaLayer) -> CpuMla:
         self._windows.add(None)
-        return CpuMla(**arguments)
+        return CpuMla(layer)
 
-    def gdn(self, **arguments: Any) -> CpuGdn:
-        """See `Backend.gdn`."""
-        return CpuGdn(**arguments)
+    def gdn(self, layer: GdnLayer) -> CpuGdn:
+        return CpuGdn(layer)
 
-    def kda(self, **arguments: Any) -> CpuKda:
-        """See `Backend.kda`."""
-        return CpuKda(**arguments)
+    def kda(self, layer: KdaLayer) -> CpuKda:
+        return CpuKda(layer)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See `Backend.sigmoid_mul`."""
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)
 
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
-        """See `Backend.expert_residency`: counts are known here, and a copy keeps the processor busy anyway."""
+        """None: the host knows the counts, and a copy keeps the processor busy anyway."""
 
     def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
-        """See `Backend.gate`."""
         return CpuGate(weight, bias, rule, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CpuPlan) -> Callable[[], torch.Tensor]:
-        """See `Backend.beside`: nothing runs until it is asked for, for every core is busy."""
+        # Every core is busy anyway.
         return run
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
         norm: torch.Tensor, eps: float, plan: CpuPlan, *, shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """See `Backend.reduce_add_norm`; sums are zero in the padding."""
         count = plan.num_tokens
         if not count:
             return residual, residual

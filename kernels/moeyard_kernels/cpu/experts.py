@@ -36,7 +36,6 @@ class CpuExpertSlots:
         self.joint = joins(hidden=hidden, intermediate=intermediate, dtype=dtype)
 
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """See `ExpertSlots.write`."""
         self._gate_up[: self._intermediate].copy_(gate)
         self._gate_up[self._intermediate :].copy_(up)
         self._down.copy_(down)
@@ -45,12 +44,10 @@ class CpuExpertSlots:
         return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
 
     def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MovableSlots.pack`."""
         dtype = self._down.dtype
         return self._kept(torch.cat((gate, up)).to(dtype)), self._kept(down.to(dtype))
 
     def rearrange(self, order: Sequence[int | tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """See `MovableSlots.rearrange`."""
         empty = self._down.new_empty(0)
         slots = [
             (empty, empty) if each is None else (self.gate_up[each], self.down[each]) if isinstance(each, int) else each
@@ -67,7 +64,6 @@ class CpuExpertSlots:
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
         one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> "CpuExpertRun":  # fmt: skip
-        """See `ExpertSlots.begin`."""
         assert choice is None, "a CPU's gate has chosen"
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 
@@ -78,7 +74,7 @@ class CpuExpertSlots:
 
 
 class CpuExpertRun:
-    """One layer's rows, grouped by expert. See `ExpertRun`; an id of [num_experts, ...) is an assertion."""
+    """One layer's rows, grouped by expert. An id of num_experts or more is an assertion."""
 
     def __init__(
         self, slots: CpuExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
@@ -104,7 +100,6 @@ class CpuExpertRun:
         return self.counts
 
     def compute(self, slot_of_expert: Sequence[int]) -> None:
-        """See `ExpertRun.compute`."""
         slots = self._slots
         if slots.joint and 0 < self._flat.size <= FEW_PAIRS and not self._num_elsewhere:
             of_pairs = [slot_of_expert[expert] for expert in self._flat.tolist()]
@@ -124,7 +119,6 @@ class CpuExpertRun:
         mlp(self._rows, found.row_of_pair, groups, slots.gate_up, slots.down, found.out)
 
     def result(self) -> torch.Tensor:
-        """See `ExpertRun.result`."""
         if self._result is not None:
             return self._result
         out = self._rows.new_empty(self._num_rows * self._top_k, self._rows.shape[1])

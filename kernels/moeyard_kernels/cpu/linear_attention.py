@@ -8,59 +8,42 @@ from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment
 from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
 from moeyard_kernels.ops.linear_attention import L2_EPS, causal_conv1d
+from moeyard_kernels.types.layers import GdnLayer, KdaLayer
 
 
 class CpuGdn:
-    """See `Backend.gdn`."""
-
-    def __init__(
-        self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, eps: float, conv: torch.Tensor,
-        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._k_dim, self._v_dim, self._eps = k_dim, v_dim, eps
-        self._keys, self._values = num_k_heads * k_dim, num_v_heads * v_dim
-        self._num_v_heads = num_v_heads
-        self._conv, self._norm, self._dt_bias = conv, norm, dt_bias
-        self._rate = a_log.exp().neg_()
-        self._state, self._window = state, window
+    def __init__(self, layer: GdnLayer) -> None:
+        self._layer, self._rate = layer, layer.a_log.exp().neg_()
+        self._keys, self._values = layer.num_k_heads * layer.k_dim, layer.num_v_heads * layer.v_dim
 
     def mix(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """See `GdnMix.mix`; zero in the padding."""
-        heads = self._num_v_heads
+        heads = self._layer.num_v_heads
         qkv, z, b, a = x.split_with_sizes((2 * self._keys + self._values, self._values, heads, heads), 1)
-        mixed = convolved(qkv, self._conv, self._window, plan)
+        mixed = convolved(qkv, self._layer.conv, self._layer.window, plan)
         q, k, v = mixed.split_with_sizes((self._keys, self._keys, self._values), 1)
-        q, k = (x.unflatten(1, (-1, self._k_dim)) for x in (q, k))
-        g = F.softplus(rows_apart(a).add_(self._dt_bias)) * self._rate
-        out = attended(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid(), self._state, plan)
-        return gated_rms_norm.reference(out.to(x.dtype), z, self._norm, self._eps)
+        q, k = (x.unflatten(1, (-1, self._layer.k_dim)) for x in (q, k))
+        g = F.softplus(rows_apart(a).add_(self._layer.dt_bias)) * self._rate
+        out = attended(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid(), self._layer.state, plan)
+        return gated_rms_norm.reference(out.to(x.dtype), z, self._layer.norm, self._layer.eps)
 
 
 class CpuKda:
-    """See `Backend.kda`."""
-
-    def __init__(
-        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, conv: torch.Tensor,
-        a_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor, state: torch.Tensor, window: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._shape, self._eps = (num_heads, head_dim), eps
-        self._widths = (3 * num_heads * head_dim, head_dim, head_dim, num_heads)
-        self._wide = [pack_weight(each) for each in wide]
-        self._conv, self._norm, self._dt_bias = conv, norm, dt_bias
-        self._rate = a_log.exp().neg_().unsqueeze(-1)
-        self._state, self._window = state, window
+    def __init__(self, layer: KdaLayer) -> None:
+        heads, dim = layer.num_heads, layer.head_dim
+        self._layer, self._shape, self._widths = layer, (heads, dim), (3 * heads * dim, dim, dim, heads)
+        self._wide = [pack_weight(each) for each in layer.wide]
+        self._rate = layer.a_log.exp().neg_().unsqueeze(-1)
 
     def mix(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """See `KdaMix.mix`; zero in the padding."""
         qkv, *narrow, beta = x.split_with_sizes(self._widths, 1)
         decay, gate = (linear(part.contiguous(), each) for part, each in zip(narrow, self._wide, strict=True))
-        mixed = convolved(qkv, self._conv, self._window, plan)
+        mixed = convolved(qkv, self._layer.conv, self._layer.window, plan)
         q, k, v = (x.unflatten(1, self._shape) for x in mixed.chunk(3, 1))
-        g = F.softplus(rows_apart(decay).add_(self._dt_bias)).unflatten(1, self._shape) * self._rate
-        out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._state, plan)
+        g = F.softplus(rows_apart(decay).add_(self._layer.dt_bias)).unflatten(1, self._shape) * self._rate
+        out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._layer.state, plan)
         # The norm's weight is fp32 and so are its rows: one rounding at the end.
         out = out.to(qkv.dtype).float()
-        return gated_rms_norm.reference(out, gate, self._norm, self._eps, sigmoid=True).to(qkv.dtype)
+        return gated_rms_norm.reference(out, gate, self._layer.norm, self._layer.eps, sigmoid=True).to(qkv.dtype)
 
 
 def attended(

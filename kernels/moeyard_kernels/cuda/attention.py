@@ -1,4 +1,4 @@
-"""The attention of layers through the door's kernels."""
+"""The attention of layers on a GPU."""
 
 from functools import cache
 from typing import Any
@@ -8,37 +8,29 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.common.kept import best, latest, sum_rows
 from moeyard_kernels.cuda.plan import CudaPlan, Kept
+from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
 # Positions that a table without memory of its own has rows for.
 _ANY_POSITION = 1 << 30
 
 
 class CudaGqa:
-    """See `Backend.gqa`."""
-
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None, eps: float,
-        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, rope: torch.Tensor | None, interleaved: bool,
-        k: torch.Tensor, v: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._heads = (num_heads, num_kv_heads, num_kv_heads)
-        self._head_dim, self._scale, self._window, self._eps = head_dim, scale, window, eps
+    def __init__(self, layer: GqaLayer) -> None:
+        self._layer, self._heads = layer, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        self._k, self._v, self._window, self._scale = layer.k, layer.v, layer.window, layer.scale
         # Norms of each head are part of the launch that rotates; those of all heads together are launches of their own.
-        self._norms = q_norm, k_norm
-        self._by_head = q_norm is not None and q_norm.shape[0] == head_dim
-        self._rope, self._interleaved = _rotation_table(rope, head_dim, k.device), interleaved
-        self._k, self._v = k, v
+        self._by_head = layer.q_norm is not None and layer.q_norm.shape[0] == layer.head_dim
+        self._rope = _rotation_table(layer.rope, layer.head_dim, layer.k.device)
 
     def attend(self, qkv: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """See `GqaAttend.attend`."""
-        q, k, v = qkv.view(qkv.shape[0], -1, self._head_dim).split(self._heads, 1)
-        norms: dict[str, Any] = {}
+        layer = self._layer
+        q, k, v = qkv.view(qkv.shape[0], -1, layer.head_dim).split(self._heads, 1)
+        norms: dict[str, Any] = {"interleaved": layer.interleaved}
         if self._by_head:
-            norms = dict(zip(("q_norm", "k_norm"), self._norms, strict=True), eps=self._eps)
+            norms |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm, "eps": layer.eps}
         else:
-            q, k = (self._normalised(x, weight) for x, weight in zip((q, k), self._norms, strict=True))
+            q, k = self._normalised(q, layer.q_norm), self._normalised(k, layer.k_norm)
         step = (q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v)
-        norms["interleaved"] = self._interleaved
         if not plan.num_prompt and plan.num_tokens:
             # The launch ahead is a product, or a norm of its rows: tables and earlier steps' keys are older.
             out, _ = ops.rope_gqa_decode(
@@ -83,36 +75,30 @@ class CudaGqa:
         """Have what chooses compiled, before there is a prompt that waits for it."""
         k = self._k.flatten(1, 2)
         rows = torch.zeros(2, dtype=torch.int64, device=k.device)
-        q = k.new_zeros(1, self._heads[0], self._head_dim)
+        q = k.new_zeros(1, self._layer.num_heads, self._layer.head_dim)
         best(ops.snapkv_scores(q, k, rows=rows, length=2, scale=self._scale), length=2, budget=1)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """x [T, heads, D], all heads together."""
-        return x if weight is None else ops.rms_norm(x.flatten(1), weight, self._eps).view(x.shape)
+        return x if weight is None else ops.rms_norm(x.flatten(1), weight, self._layer.eps).view(x.shape)
 
 
 class CudaMla:
-    """See `Backend.mla`; prompt rows decompress, decode rows are absorbed, as in `CpuMla`."""
+    """Prompt rows decompress, decode rows are absorbed, as in `CpuMla`."""
 
-    def __init__(
-        self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, scale: float, kv_b: torch.Tensor,
-        rope: torch.Tensor | None, interleaved: bool, kv_norm: torch.Tensor | None, eps: float, latents: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._kv_norm, self._eps = kv_norm, eps
-        self._num_heads, self._widths = num_heads, (nope_dim, rope_dim)
-        self._nope_dim, self._v_dim, self._rank, self._scale = nope_dim, v_dim, kv_b.shape[2], scale
-        self._rope, self._interleaved = _rotation_table(rope, rope_dim, latents.device), interleaved
-        self._latents = latents
-        self._kv_b = kv_b.flatten(0, 1)
-        self._k_absorb, self._v_expand = kv_b[:, :nope_dim].transpose(1, 2), kv_b[:, nope_dim:]
+    def __init__(self, layer: MlaLayer) -> None:
+        self._layer, self._latents, self._scale = layer, layer.latents, layer.scale
+        self._rope = _rotation_table(layer.rope, layer.rope_dim, layer.latents.device)
+        self._kv_b, self._rank = layer.kv_b.flatten(0, 1), layer.rank
+        self._k_absorb = layer.kv_b[:, : layer.nope_dim].transpose(1, 2)
+        self._v_expand = layer.kv_b[:, layer.nope_dim :]
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """See `MlaAttend.attend`."""
-        q = q.view(q.shape[0], self._num_heads, sum(self._widths))
-        q_nope, q_rope = q.split(self._widths, 2)
+        layer = self._layer
+        q_nope, q_rope = q.view(q.shape[0], layer.num_heads, -1).split((layer.nope_dim, layer.rope_dim), 2)
         q_rope = ops.rope_cache_write_mla(
             q_rope, latent, k_rope, *plan.rotation(self._rope), plan.entries, self._latents,
-            interleaved=self._interleaved, kv_norm=self._kv_norm, eps=self._eps,
+            interleaved=layer.interleaved, kv_norm=layer.kv_norm, eps=layer.eps,
         )  # fmt: skip
         parts = []
         if plan.num_prompt:
@@ -126,7 +112,8 @@ class CudaMla:
         assert plan.flat is not None, "a plan with prompts is made flat too once there is latent attention"
         rows = self._latents.flatten(0, 1).index_select(0, plan.prefix_entries)
         kv = ops.linear(rows[:, : self._rank].contiguous(), self._kv_b, static_weight=True)
-        k, v = kv.view(rows.shape[0], self._num_heads, -1).split((self._nope_dim, self._v_dim), 2)
+        layer = self._layer
+        k, v = kv.view(rows.shape[0], layer.num_heads, -1).split((layer.nope_dim, layer.v_dim), 2)
         queries, k_rope = torch.cat((q_nope, q_rope), 2), rows[:, self._rank :]
         for kept in plan.kept:
             here = kept.keys
@@ -143,10 +130,11 @@ class CudaMla:
 
     def warm_compaction(self) -> None:
         """As `CudaGqa.warm_compaction`."""
-        q = self._latents.new_zeros(2, self._num_heads, sum(self._widths))
-        kv = self._latents.new_zeros(2, self._num_heads, self._nope_dim + self._v_dim)
-        k, k_rope = kv[..., : self._nope_dim].transpose(0, 1), self._latents.flatten(0, 1)[:2, self._rank :]
-        scores = ops.snapkv_scores(q[:1], k, k_rope=k_rope, length=2, scale=self._scale)
+        layer = self._layer
+        q = self._latents.new_zeros(1, layer.num_heads, layer.nope_dim + layer.rope_dim)
+        kv = self._latents.new_zeros(2, layer.num_heads, layer.nope_dim + layer.v_dim)
+        k, k_rope = kv[..., : layer.nope_dim].transpose(0, 1), self._latents.flatten(0, 1)[:2, self._rank :]
+        scores = ops.snapkv_scores(q, k, k_rope=k_rope, length=2, scale=self._scale)
         best(sum_rows(scores).unsqueeze(0), length=2, budget=1)
 
     def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Routed experts through the door's kernels: slots as two tensors, nothing decided on the host."""
+"""Routed experts on a GPU: slots as two tensors, nothing decided on the host."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,6 @@ class CudaExpertSlots:
         self.down = torch.empty(num_slots, hidden, intermediate, dtype=dtype, device=device)
 
     def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """See `ExpertSlots.write`."""
         gate_up = self.gate_up[slot]
         _put(gate_up[: gate.shape[0]], gate)
         _put(gate_up[gate.shape[0] :], up)
@@ -42,7 +41,6 @@ class CudaExpertSlots:
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
         one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> "CudaExpertRun":  # fmt: skip
-        """See `ExpertSlots.begin`."""
         return CudaExpertRun(
             self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice, home=home
         )  # fmt: skip
@@ -56,7 +54,7 @@ def _put(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CudaExpertRun:
-    """One layer's rows and what they need: `experts` [R, K], `prompt` [R] or None. See `ExpertRun`."""
+    """One layer's rows and what they need: `experts` [R, K], `prompt` [R] or None."""
 
     known_counts = None
 
@@ -71,12 +69,12 @@ class CudaExpertRun:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """See `ExpertRun.counts`; waits for the device."""
+        """Waits for the device."""
         return self._count(self.experts)
 
     @property
     def decode_counts(self) -> tuple[int, ...]:
-        """See `ExpertRun.decode_counts`; waits for the device."""
+        """Waits for the device."""
         return self._count(self.experts if self.prompt is None else self.experts[~self.prompt])
 
     def _count(self, experts: torch.Tensor) -> tuple[int, ...]:
@@ -84,7 +82,6 @@ class CudaExpertRun:
         return tuple(counts[1:].tolist())
 
     def compute(self, slot_of_expert: torch.Tensor) -> None:
-        """See `ExpertRun.compute`."""
         if not self.experts.numel():
             return
         layout: ExpertLayout | ExpertPairs
@@ -105,5 +102,4 @@ class CudaExpertRun:
         )  # fmt: skip
 
     def result(self) -> torch.Tensor | None:
-        """See `ExpertRun.result`."""
         return None if self._out is None else self._out.view(*self.experts.shape, self._out.shape[1])

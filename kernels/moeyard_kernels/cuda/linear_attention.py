@@ -1,13 +1,13 @@
-"""Linear attention through the door's kernels: convolution, the delta rule over states in slots, gated norm."""
+"""Linear attention on a GPU: convolution, the delta rule over states in slots, gated norm."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.state_rows import StateRows
+from moeyard_kernels.types.layers import DeltaLayer, GdnLayer, KdaLayer
 from moeyard_kernels.types.state_slots import StateSlots
 
 Rule = Callable[..., torch.Tensor]
@@ -16,20 +16,18 @@ Rule = Callable[..., torch.Tensor]
 class _Delta:
     """The delta rule of one layer between the convolution before it and the gated norm behind.
 
-    conv [C, K], a_log [H] fp32, dt_bias as `recurrent` wants it; state [num_slots, H, Dk, Dv] fp32 and window
-    [num_slots, K - 1, C] are the layer's slots. `chunked` is the rule of prompt rows, `recurrent` that of decode rows,
-    `step` all three parts of a step that has no others.
+    `chunked` is the rule of prompt rows, `recurrent` that of decode rows, `step` all three parts of a step that has no
+    other rows. dt_bias: as `recurrent` wants it.
     """
 
     def __init__(
-        self, chunked: Rule, recurrent: Rule, step: Rule, *, conv: torch.Tensor, a_log: torch.Tensor,
-        dt_bias: torch.Tensor, state: torch.Tensor, window: torch.Tensor, norm: torch.Tensor, eps: float, sigmoid: bool,
-    ) -> None:  # fmt: skip
+        self, chunked: Rule, recurrent: Rule, step: Rule, layer: DeltaLayer, *, dt_bias: torch.Tensor, sigmoid: bool
+    ) -> None:
         self._chunked, self._recurrent, self._step = chunked, recurrent, step
-        self._norm, self._eps, self._sigmoid = norm, eps, sigmoid
+        self._norm, self._eps, self._sigmoid = layer.norm, layer.eps, sigmoid
         # Tap by tap, so that what a thread reads of it lies together.
-        self._conv, self._window = conv.t().contiguous().t(), window
-        self._rates, self._state = (a_log, dt_bias), state
+        self._conv, self._window = layer.conv.t().contiguous().t(), layer.window
+        self._rates, self._state = (layer.a_log, dt_bias), layer.state
 
     def __call__(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
@@ -75,39 +73,28 @@ class _Delta:
 
 
 class CudaGdn:
-    """See `Backend.gdn`."""
-
-    def __init__(
-        self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, eps: float, norm: torch.Tensor,
-        **arguments: Any,
-    ) -> None:  # fmt: skip
-        values = num_v_heads * v_dim
-        self._widths = (2 * num_k_heads * k_dim + values, values, num_v_heads, num_v_heads)
+    def __init__(self, layer: GdnLayer) -> None:
+        values, heads = layer.num_v_heads * layer.v_dim, layer.num_v_heads
+        self._widths = (2 * layer.num_k_heads * layer.k_dim + values, values, heads, heads)
         self._rule = _Delta(
-            ops.gdn_chunk_prefill, ops.gdn_recurrent, ops.gdn_step, norm=norm, eps=eps, sigmoid=False, **arguments
+            ops.gdn_chunk_prefill, ops.gdn_recurrent, ops.gdn_step, layer, dt_bias=layer.dt_bias, sigmoid=False
         )
 
     def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """See `GdnMix.mix`."""
         qkv, z, b, a = x.split_with_sizes(self._widths, 1)
         return self._rule(qkv, b, a, z, plan)
 
 
 class CudaKda:
-    """See `Backend.kda`."""
-
-    def __init__(
-        self, *, num_heads: int, head_dim: int, eps: float, wide: torch.Tensor, dt_bias: torch.Tensor,
-        norm: torch.Tensor, **arguments: Any,
-    ) -> None:  # fmt: skip
-        self._widths, self._wide = (3 * num_heads * head_dim, 2 * head_dim, num_heads), wide
+    def __init__(self, layer: KdaLayer) -> None:
+        heads, dim = layer.num_heads, layer.head_dim
+        self._widths, self._wide = (3 * heads * dim, 2 * dim, heads), layer.wide
+        dt_bias = layer.dt_bias.view(heads, dim)
         self._rule = _Delta(
-            ops.kda_chunk_prefill, ops.kda_recurrent, ops.kda_step, dt_bias=dt_bias.view(num_heads, head_dim),
-            norm=norm, eps=eps, sigmoid=True, **arguments,
-        )  # fmt: skip
+            ops.kda_chunk_prefill, ops.kda_recurrent, ops.kda_step, layer, dt_bias=dt_bias, sigmoid=True
+        )
 
     def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """See `KdaMix.mix`."""
         qkv, narrow, beta = x.split_with_sizes(self._widths, 1)
         # Both products in one launch, of slices as they lie.
         decay, gate = ops.head_linear(narrow.unflatten(1, (2, -1)), self._wide, static_weight=True).unbind(1)

@@ -1,4 +1,4 @@
-"""A step as the kernels behind the door want it: index tensors on the device, made once and copied at once."""
+"""A step as the kernels want it: index tensors on the device, made once and copied at once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

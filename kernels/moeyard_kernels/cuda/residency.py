@@ -1,4 +1,4 @@
-"""A layer's experts when not all have slots, decided and copied on the GPU. See `ExpertResidency`.
+"""A layer's experts when not all have slots, decided and copied on the GPU.
 
 A step of decode rows asks nothing of the host, so it can be captured: a kernel decides, what hits is computed while a
 few programs copy what missed out of pinned memory, then that is computed; again where a layer needs more than half of
@@ -13,7 +13,7 @@ the next: what has no slot there is copied ahead, while it attends. Decode's slo
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -42,7 +42,11 @@ _NEARLY_ALL = 0.9
 
 
 class CudaResidency:
-    """The experts of L layers, E each, in the first `num_slots` of `slots`; what is beyond them is the stream's."""
+    """The experts of L layers, E each, in the first `num_slots` of `slots`; the slots beyond them are the stream's.
+
+    Layers and experts are counted from 0. The decisions are those of `policy`. `lent`: how other processes of the host
+    find the experts that are kept in its memory, if they may.
+    """
 
     def __init__(
         self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int,
@@ -76,18 +80,22 @@ class CudaResidency:
         self._copied = self._lane.event()
 
     def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """See `ExpertResidency.put`."""
+        """Keep one expert in the host's memory; return its bytes."""
         return self._host.put(layer * self._num_experts + expert, gate, up, down)
 
     def start(self) -> int:
-        """See `ExpertResidency.start`."""
+        """Fill the slots as the policy starts, once all experts are kept; return the bytes copied."""
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
         self._lane.synchronize()
         return self._num_slots * self._host.blobs[0].nbytes
 
-    def run(self, layer: int, run: CudaExpertRun, fetch: FetchWindow | None = None) -> None:
-        """See `ExpertResidency.run`."""
+    def run(self, layer: int, run: Any, fetch: FetchWindow | None = None) -> None:
+        """Compute all of a run of the slots.
+
+        Without prompt rows nothing waits for the device, and ranks with a `fetch` window, all of a host or none, read
+        what they miss together.
+        """
         if not run.experts.numel():
             return
         if run.prompt is None:
@@ -107,7 +115,7 @@ class CudaResidency:
             self._fetch_ahead(layer + 1, [e for e in range(self._num_experts) if following[e] < 0])
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
-        """See `ExpertResidency.counts`."""
+        """Return the counts of now, which waits for the device, or else those of the call before the last."""
         live = self._state.counts
         if wait or not live.is_cuda:
             self._counted.copy_(live)
@@ -119,7 +127,7 @@ class CudaResidency:
         return self._totals(self._counted.tolist())
 
     def validate(self) -> None:
-        """See `ExpertResidency.validate`."""
+        """Assert every invariant; waits for the device."""
         self._state.validate()
 
     def _totals(self, counts: Sequence[int]) -> ResidencyCounts:

@@ -108,8 +108,8 @@ def sample(
             ids[b] = best
         if t == 0 or not np.isfinite(x[best]):
             continue
-        assert seeds is not None, "the door demands seeds"
-        assert positions is not None, "the door demands positions"
+        assert seeds is not None, "seeds are checked"
+        assert positions is not None, "positions are checked"
         kept, weights = candidates(
             x,
             t,

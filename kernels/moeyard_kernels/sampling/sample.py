@@ -140,8 +140,8 @@ def sample(
         check_indices("sample", low=-1, high=edits.words.shape[0], slots=edits.slots)
     rows = _largest(logits, edits, config, temperature=temperature, top_k=top_k, ids=ids)
     if temperature is not None:
-        assert seeds is not None, "the door demands seeds"
-        assert positions is not None, "the door demands positions"
+        assert seeds is not None, "seeds are checked"
+        assert positions is not None, "positions are checked"
         _draw(
             rows, config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
             positions=positions, ids=ids,

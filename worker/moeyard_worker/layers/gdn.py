@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moeyard_kernels.backend import Backend, GdnMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_kernels.types.layers import GdnLayer
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.weights import Weight, matrix, regrouped, stacked, weight
 from moeyard_worker.state.layout import LayerState, SlotArray
@@ -112,17 +113,19 @@ class Gdn:
     ) -> GdnBlock:
         """See `Attention.build`."""
         mix = backend.gdn(
-            num_k_heads=self.num_k_heads,
-            num_v_heads=self.num_v_heads,
-            k_dim=self.k_dim,
-            v_dim=self.v_dim,
-            eps=self.norm_eps,
-            conv=weights["conv"],
-            a_log=weights["a_log"],
-            dt_bias=weights["dt_bias"],
-            norm=weights["norm"],
-            state=state["state"],
-            window=state["window"],
+            GdnLayer(
+                num_k_heads=self.num_k_heads,
+                num_v_heads=self.num_v_heads,
+                k_dim=self.k_dim,
+                v_dim=self.v_dim,
+                eps=self.norm_eps,
+                conv=weights["conv"],
+                a_log=weights["a_log"],
+                dt_bias=weights["dt_bias"],
+                norm=weights["norm"],
+                state=state["state"],
+                window=state["window"],
+            )
         )
         return GdnBlock(backend, mix, weights)
 

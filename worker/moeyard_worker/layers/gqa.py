@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moeyard_kernels.backend import Backend, GqaAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_kernels.types.layers import GqaLayer
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.weights import Weight, matrix, norm, regrouped, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
@@ -85,18 +86,20 @@ class Gqa:
     ) -> GqaBlock:
         """See `Attention.build`."""
         attend = backend.gqa(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.scale,
-            window=self.sliding_window,
-            eps=self.norm_eps,
-            q_norm=weights.get("q_norm"),
-            k_norm=weights.get("k_norm"),
-            rope=rope,
-            interleaved=self.rope is not None and self.rope.interleaved,
-            k=state["k"],
-            v=state["v"],
+            GqaLayer(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=self.scale,
+                window=self.sliding_window,
+                eps=self.norm_eps,
+                q_norm=weights.get("q_norm"),
+                k_norm=weights.get("k_norm"),
+                rope=rope,
+                interleaved=self.rope is not None and self.rope.interleaved,
+                k=state["k"],
+                v=state["v"],
+            )
         )
         return GqaBlock(self, backend, attend, weights)
 

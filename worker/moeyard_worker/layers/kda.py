@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moeyard_kernels.backend import Backend, KdaMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_kernels.types.layers import KdaLayer
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.gdn import delta_state
 from moeyard_worker.layers.weights import Part, Weight, matrix, stacked, weight
@@ -75,16 +76,18 @@ class Kda:
     ) -> KdaBlock:
         """See `Attention.build`."""
         mix = backend.kda(
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            eps=self.norm_eps,
-            wide=weights["wide"],
-            conv=weights["conv"],
-            a_log=weights["a_log"],
-            dt_bias=weights["dt_bias"],
-            norm=weights["norm"],
-            state=state["state"],
-            window=state["window"],
+            KdaLayer(
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                eps=self.norm_eps,
+                wide=weights["wide"],
+                conv=weights["conv"],
+                a_log=weights["a_log"],
+                dt_bias=weights["dt_bias"],
+                norm=weights["norm"],
+                state=state["state"],
+                window=state["window"],
+            )
         )
         return KdaBlock(backend, mix, weights)
 

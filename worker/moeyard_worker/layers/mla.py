@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moeyard_kernels.backend import Backend, MlaAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_kernels.types.layers import MlaLayer
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
@@ -97,18 +98,20 @@ class Mla:
     ) -> MlaBlock:
         """See `Attention.build`."""
         attend = backend.mla(
-            num_heads=self.num_heads,
-            nope_dim=self.nope_dim,
-            rope_dim=self.rope_dim,
-            v_dim=self.v_dim,
-            scale=self.scale,
-            kv_b=weights["kv_b"],
-            rope=rope,
-            interleaved=self.rope is not None and self.rope.interleaved,
-            # With a query rank one launch normalises both, ahead of the query's up projection.
-            kv_norm=None if "q_norm" in weights else weights["kv_norm"],
-            eps=self.norm_eps,
-            latents=state["latents"],
+            MlaLayer(
+                num_heads=self.num_heads,
+                nope_dim=self.nope_dim,
+                rope_dim=self.rope_dim,
+                v_dim=self.v_dim,
+                scale=self.scale,
+                kv_b=weights["kv_b"],
+                rope=rope,
+                interleaved=self.rope is not None and self.rope.interleaved,
+                # With a query rank one launch normalises both, ahead of the query's up projection.
+                kv_norm=None if "q_norm" in weights else weights["kv_norm"],
+                eps=self.norm_eps,
+                latents=state["latents"],
+            )
         )
         return MlaBlock(self, backend, attend, weights)
 

@@ -1,0 +1,117 @@
+"""The gate of a layer on a GPU, and how often gates chose each expert: the launches that choose count."""
+
+from dataclasses import asdict
+
+import torch
+
+from moeyard_kernels import ops
+from moeyard_kernels.cuda.plan import CudaPlan
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, can_share
+from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
+
+
+class GateCounts:
+    """How many rows have chosen each expert, without padding, for a backend's gates in the order of their making."""
+
+    # Whether what is launched, or captured, from now on counts. Off only to compare steps without (`bench/choices.py`).
+    on = True
+
+    def __init__(self) -> None:
+        self._counts: list[torch.Tensor] = []
+        # Pinned, and when the copy into it is complete; None: none is on its way.
+        self._seen: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def of_gate(self, num_experts: int, device: torch.device) -> torch.Tensor:
+        """[E] int64 for another gate to count in, each like those before. It stays where it is: graphs write to it."""
+        # Layers are made in inference mode, and its tensors could not be cleared outside of it.
+        with torch.inference_mode(mode=False):
+            self._counts.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
+        return self._counts[-1]
+
+    def clear(self) -> None:
+        """Count from zero."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def read(self) -> list[list[int]] | None:
+        """Return [L, E] so far, of L gates; None while the copy from the device is on its way: ask again later."""
+        if not self.on:
+            return []
+        if self._copied is None:
+            # Behind whole steps: in every layer as many rows have been counted.
+            now = torch.stack(self._counts)
+            if not now.is_cuda:
+                return as_lists(now)
+            if self._seen is None:
+                self._seen = torch.empty_like(now, device="cpu", pin_memory=True)
+            self._seen.copy_(now, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        if self._seen is None or not self._copied.query():
+            return None
+        self._copied = None
+        return as_lists(self._seen)
+
+
+def as_lists(counts: torch.Tensor) -> list[list[int]]:
+    """The values of counts [L, E]."""
+    found: list[list[int]] = counts.tolist()
+    return found
+
+
+class CudaGate:
+    """The gate of one layer.
+
+    fp32 logits of bf16 rows: if the weight's values are bf16, as in bf16 checkpoints, both operands stay bf16 and only
+    the sums are fp32. Their products are exact either way, and a GPU's fp32 product is 20 times as slow.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
+        choices: GateCounts, shared_gate: torch.Tensor | None = None,
+        shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
+        self._num_experts, self._gated = weight.shape[0], shared_gate is not None
+        self._fp32_logits = weight.dtype == torch.float32
+        if shared_gate is not None:
+            # One product gives both, in rows of a multiple of 16 logits: of such strides Triton reads many at once.
+            padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
+            weight = torch.cat((weight, shared_gate.to(weight.dtype), padding))
+        # A weight in another dtype than fp32 is in the rows'.
+        rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
+        self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
+        self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
+        self._defers = rule.top_k <= FEW_PAIRS
+        # The first product of shared experts is one launch with the router's then, of operands that are alike.
+        self.takes_shared = (
+            shared is not None and self._weight.dtype == shared[0].dtype == torch.bfloat16
+            and self._defers and can_share(shared[1].shape[1])
+        )  # fmt: skip
+        self._shared = shared if self.takes_shared else None
+
+    def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:
+        if not plan.num_rows:
+            return no_choice(x, self._rule.top_k)
+        defer = defer and plan.num_rows == 1 and self._defers
+        rows, out_dtype = x.to(self._weight.dtype), torch.float32 if self._fp32_logits else None
+        shared = None
+        if defer and self._shared is not None:
+            gate_up, down = self._shared
+            logits, y = ops.linear_pair(rows, self._weight, gate_up, static_weight=True, out_dtype=out_dtype)
+            shared = SharedRow(gate_up=y, down=down, out=torch.empty_like(x))
+        else:
+            logits = ops.linear(rows, self._weight, static_weight=True, out_dtype=out_dtype)
+        counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}
+        shared_gate = logits[:, self._num_experts] if self._gated else None
+        if self._gated:
+            logits = logits[:, : self._num_experts]
+        if defer:
+            weights, ids = (logits.new_empty(1, self._rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
+            later = TokenChoice(
+                rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, shared=shared, **counted
+            )
+            return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)
+        weights, ids = ops.topk_gate(logits, **self._arguments, bias=self._bias, **counted)
+        return Chosen(weights=weights, ids=ids, shared_gate=shared_gate)
