@@ -84,8 +84,9 @@ def begin(runner: Runner) -> None:
 
 def slots_of(runner: Runner) -> list[torch.Tensor]:
     """All that the layers keep in slots."""
-    rules = [layer.attention._mix for layer in runner.model._layers if hasattr(layer.attention, "_mix")]
-    return [x for mix in rules for x in (getattr(mix, "_rule", mix)._state, getattr(mix, "_rule", mix)._window)]
+    rules = [layer._attention._mix for layer in runner.model._layers if hasattr(layer._attention, "_mix")]
+    layers = [getattr(mix, "_rule", mix)._layer for mix in rules]
+    return [x for layer in layers for x in (layer.state, layer.window)]
 
 
 def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:

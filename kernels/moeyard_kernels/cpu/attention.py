@@ -89,9 +89,9 @@ class CpuGqa:
 
 
 class CpuMla:
-    """Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the absorbed
-    form: the key decompression moves to the query and the value decompression behind the attention, so that a step
-    reads one latent per position and not a key and a value per head. Same mathematics, other bits: which form a
+    """Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the
+    absorbed form: the key decompression moves to the query and the value decompression behind the attention, so that a
+    step reads one latent per position and not a key and a value per head. Same mathematics, other bits: which form a
     position takes depends on whether it is prompt or output, and on nothing else.
     """
 

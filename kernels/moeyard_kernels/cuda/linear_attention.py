@@ -24,10 +24,9 @@ class _Delta:
         self, chunked: Rule, recurrent: Rule, step: Rule, layer: DeltaLayer, *, dt_bias: torch.Tensor, sigmoid: bool
     ) -> None:
         self._chunked, self._recurrent, self._step = chunked, recurrent, step
-        self._norm, self._eps, self._sigmoid = layer.norm, layer.eps, sigmoid
+        self._layer, self._rates, self._sigmoid = layer, (layer.a_log, dt_bias), sigmoid
         # Tap by tap, so that what a thread reads of it lies together.
-        self._conv, self._window = layer.conv.t().contiguous().t(), layer.window
-        self._rates, self._state = (layer.a_log, dt_bias), layer.state
+        self._conv = layer.conv.t().contiguous().t()
 
     def __call__(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
@@ -38,11 +37,13 @@ class _Delta:
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
             # Products lie between this and the launches of the step before that wrote these slots.
             return self._step(
-                qkv, self._conv, self._window, b, a, *self._rates, self._state, gate, self._norm, self._eps,
+                qkv, self._conv, self._layer.window, b, a, *self._rates, self._layer.state, gate, self._layer.norm, self._layer.eps,
                 slots=rows.slots, sigmoid=self._sigmoid, rows=rows.stand_in, static_state=True,
             )  # fmt: skip
         mixed = self._mixed(qkv, b, a, plan, rows)
-        return ops.gated_rms_norm(mixed, gate, self._norm, self._eps, sigmoid=self._sigmoid, rows=rows.stand_in)
+        return ops.gated_rms_norm(
+            mixed, gate, self._layer.norm, self._layer.eps, sigmoid=self._sigmoid, rows=rows.stand_in
+        )
 
     def _mixed(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan, rows: StateRows
@@ -50,16 +51,18 @@ class _Delta:
         """[num_rows, H, Dv], of prompt rows and decode rows."""
         first, parts = plan.num_prompt, []
         if rows.restored is not None:
-            ops.restore_slots(self._state, self._window, moves=rows.restored)
+            ops.restore_slots(self._layer.state, self._layer.window, moves=rows.restored)
         if rows.chunks is not None:
-            mixed = ops.causal_conv1d_prefill(qkv[:first], self._conv, self._window, chunks=rows.chunks)
-            parts.append(self._chunked(mixed, b[:first], a[:first], *self._rates, self._state, chunks=rows.chunks))
+            mixed = ops.causal_conv1d_prefill(qkv[:first], self._conv, self._layer.window, chunks=rows.chunks)
+            parts.append(
+                self._chunked(mixed, b[:first], a[:first], *self._rates, self._layer.state, chunks=rows.chunks)
+            )
         if first < plan.num_tokens:
             inputs = (qkv, b, a) if not first else (qkv[first:], b[first:], a[first:])
             if rows.slots is not None:
                 parts.append(self._steps(*inputs, rows.slots))
             else:
-                out = qkv.new_empty(plan.num_tokens - first, *self._state.shape[1:4:2])
+                out = qkv.new_empty(plan.num_tokens - first, *self._layer.state.shape[1:4:2])
                 for wave in rows.waves:
                     some_qkv, some_b, some_a = (x.index_select(0, wave.rows) for x in inputs)
                     some = self._steps(some_qkv, some_b, some_a, wave.slots)
@@ -68,8 +71,8 @@ class _Delta:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _steps(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: StateSlots) -> torch.Tensor:
-        mixed = ops.causal_conv1d_update(qkv, self._conv, self._window, slots=slots)
-        return self._recurrent(mixed, b, a, *self._rates, self._state, slots=slots)
+        mixed = ops.causal_conv1d_update(qkv, self._conv, self._layer.window, slots=slots)
+        return self._recurrent(mixed, b, a, *self._rates, self._layer.state, slots=slots)
 
 
 class CudaGdn:
