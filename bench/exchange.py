@@ -88,15 +88,15 @@ def run_rank(case: Case, rank: int, pipe: Connection, keys: WorkerKeys) -> None:
         step, layer = divmod(number, LAYERS_PER_STEP)
         if layer == 0:
             begun = time.perf_counter()
-            exchange.begin_step(step)
-            exchange.expect(PeerRows(case.tokens, (prompt,) * case.ranks, (case.tokens,) * case.ranks))
+            exchange.steps.begin(step)
+            exchange.steps.set_rows(PeerRows(case.tokens, (prompt,) * case.ranks, (case.tokens,) * case.ranks))
         if number == WARM_UP_LAYERS:
             exchange.stats.seconds = {"dispatch": [], "combine": []}
         received = exchange.dispatch(x, routes[number % len(routes)], layer=layer, num_prompt=prompt)
         outputs = answers[: len(received.rows) * case.top_k].view(-1, case.top_k, case.hidden)
         exchange.combine(outputs, received.handle)
         if layer == LAYERS_PER_STEP - 1:
-            exchange.drain()
+            exchange.steps.drain()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             walls.append((time.perf_counter() - begun) / LAYERS_PER_STEP)

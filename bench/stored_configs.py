@@ -133,7 +133,7 @@ class Variant:
             )
             for row in range(self._rows)
         ]  # fmt: skip
-        self._runner.exchange.expect(PeerRows(self._rows, (self._rows,)))
+        self._runner.exchange.steps.set_rows(PeerRows(self._rows, (self._rows,)))
         self._runner.forward(Step(prefill=tuple(chunks)))
 
     def milliseconds(self) -> float:

@@ -95,7 +95,7 @@ def serve(connection: Connection) -> None:
                 result = None
             elif name == "hang":
                 # Its host, in the next step: what it has launched, it has.
-                worker._engine._exchange.begin_step = lambda *_step: threading.Event().wait()
+                worker._engine._exchange.steps.begin = lambda *_step: threading.Event().wait()
                 result = None
             elif name == "validate":
                 worker.experts.validate()
@@ -124,8 +124,11 @@ def fall_silent(exchange: Any) -> None:
     else:
         # Its host does not come to the rows of its next layer, and comes back from there only with its process.
         # What a graph holds asks no host: then nor to its next step.
-        name = "dispatch" if getattr(exchange, "of_epoch", None) is None else "expect"
-        setattr(exchange, name, lambda *_args, **_rows: threading.Event().wait())
+        wait = lambda *_args, **_rows: threading.Event().wait()  # noqa: E731
+        if exchange.traits.graphs_per_epoch:
+            exchange.steps.set_rows = wait
+        else:
+            exchange.dispatch = wait
 
 
 def rank_context() -> ForkServerContext:

@@ -82,7 +82,10 @@ def test_steps_have_one_layer_of_each_kind_and_choices_no_model() -> None:
     model = SimpleNamespace(one_layer_of_each_kind=one_layer_of_each_kind)
     names = iter("abc")
     runner: Any = object.__new__(GpuRunner)
-    runner._runner, runner._exchange = SimpleNamespace(model=model), SimpleNamespace(expect=told.append)
+    runner._runner, runner._exchange = (
+        SimpleNamespace(model=model),
+        SimpleNamespace(steps=SimpleNamespace(set_rows=told.append)),
+    )
     runner._sampler = SimpleNamespace(runs=lambda _: [lambda: told.append(next(names))])
     for run in runner._rehearsal([lambda: told.append(next(names))] * 2, [1]):
         run()

@@ -10,6 +10,7 @@ import torch
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.steps import graphs as module
 from moeyard_worker.engine.steps.graphs import StepGraphs
+from moeyard_worker.exchange.base import ExchangeTraits
 
 
 class Graph:
@@ -23,16 +24,17 @@ class Graph:
 class Exchange:
     """Of one epoch, or not; says what it was asked, in order."""
 
-    def __init__(self, *, of_epoch: bool = True) -> None:
+    def __init__(self, *, per_epoch: bool = True) -> None:
         self.asked: list[str] = []
-        self.of_epoch = self if of_epoch else None
-        self.forget: Any = None
+        self.traits = ExchangeTraits(graphs_per_epoch=per_epoch)
+        self.steps = self
+        self.release_graphs: Any = None
 
-    def expect(self, rows: Any) -> None:
-        self.asked.append(f"expect {rows.most}")
+    def set_rows(self, rows: Any) -> None:
+        self.asked.append(f"rows {rows.most}")
 
-    def capturing(self) -> None:
-        self.asked.append("capturing")
+    def before_capture(self) -> None:
+        self.asked.append("before_capture")
 
 
 def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StepGraphs:
@@ -57,20 +59,20 @@ def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cu
 def test_each_is_captured_once_when_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = Exchange()
     found = steps(exchange, monkeypatch)
-    assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
+    assert exchange.asked == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
     assert not found.captured
     exchange.asked.clear()
     size = found.find(StepSize(sequences=1, width=3), 3)
     assert size == StepSize(sequences=2, width=8, peers=4)
     assert found.step(size) is found.step(size)
-    assert exchange.asked == ["capturing", "expect 4", "inputs 2"]
+    assert exchange.asked == ["before_capture", "rows 4", "inputs 2"]
     assert [*found.captured] == [size]
 
 
 def test_else_all_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = Exchange(of_epoch=False)
+    exchange = Exchange(per_epoch=False)
     found = steps(exchange, monkeypatch)
-    assert exchange.asked == ["expect 4", "inputs 2", "forward", "expect 1", "inputs 0", "forward"]
+    assert exchange.asked == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
     assert len(found.captured) == 2
     with pytest.raises(AssertionError, match="was to be captured at the start"):
         found.step(StepSize(sequences=8, width=8))
@@ -99,12 +101,12 @@ def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
     found = steps(exchange, monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", event(asked=asked, says=says))
     monkeypatch.setattr(module, "_END_S", 0.1)
-    exchange.forget()
+    exchange.release_graphs()
     assert not asked, "nothing was captured"
     size = found.find(StepSize(sequences=1, width=3), 3)
     assert size is not None
     held = found.step(size)
-    exchange.forget()
+    exchange.release_graphs()
     assert not found.captured
     assert cast(Any, held.graphs["model"]).resets == goes
     assert (len(found._running) == 0) == goes

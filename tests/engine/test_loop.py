@@ -19,6 +19,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.loop.loop import Engine
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
+from moeyard_worker.exchange.base import ExchangeSteps
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.lockstep import Agreed, Lockstep
 from moeyard_worker.exchange.mesh import Mesh
@@ -49,15 +50,13 @@ class Device:
         return launched
 
 
-class Waits(LocalExchange):
-    """Its device waits for peers; `looks` counts how often it has looked at them meanwhile."""
+class WaitingSteps(ExchangeSteps):
+    """A device that waits for peers; `looks` counts how often the host has looked at the mesh meanwhile."""
 
     looks = 0
 
-    def attach(self, mesh: Mesh, placement: Placement) -> None:
-        self._mesh = mesh
-
-    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
+    def finish(self, step: int, has_run: Callable[[], bool]) -> None:
+        super().finish(step, has_run)
         self.drain(has_run)
 
     def drain(self, has_run: Callable[[], bool] | None = None) -> None:
@@ -65,9 +64,21 @@ class Waits(LocalExchange):
         while has_run is not None and not has_run():
             assert time.monotonic() < limit, "the step does not end"
             time.sleep(0.001)
-            # Which takes what has come from the sockets.
-            self._mesh.check_peers()
+            assert self.mesh is not None
+            # This takes arrived frames from the sockets.
+            self.mesh.check_peers()
             self.looks += 1
+
+
+class Waits(LocalExchange):
+    """An exchange with `WaitingSteps`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: WaitingSteps = WaitingSteps()
+
+    def attach(self, mesh: Mesh, placement: Placement) -> None:
+        self.steps.open_epoch(mesh)
 
 
 class Clocked:
@@ -174,8 +185,8 @@ def test_a_rank_without_rows_agrees_on_the_next_step_while_one_runs(idle: Idle) 
     # No more than two: now it waits for the first, and says nothing of a third, whose plan it has read.
     third = idle.threads.submit(idle.peer.agree, 3, 4)
     idle.wait_for(lambda: third.done() or bool(idle.mesh._open_wires().inbox[0]))
-    looks = idle.exchange.looks
-    idle.wait_for(lambda: third.done() or idle.exchange.looks > looks + 10)
+    looks = idle.exchange.steps.looks
+    idle.wait_for(lambda: third.done() or idle.exchange.steps.looks > looks + 10)
     assert not third.done()
     first.ran.set()
     assert third.result(timeout=HANG_SECONDS).num_tokens == (4, 0)

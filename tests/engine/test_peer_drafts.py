@@ -161,7 +161,7 @@ def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any
     if case.ranks > 1:
         counted = [worker._engine._exchange for worker in fleet.workers]  # type: ignore[union-attr]
         for exchange in counted:
-            exchange._counts.look(wait=True)  # type: ignore[attr-defined]
+            exchange.steps.counts.look(wait=True)  # type: ignore[attr-defined]
         assert sum(e.stats.bytes_sent for e in counted) == sum(e.stats.bytes_received for e in counted) > 0
 
 

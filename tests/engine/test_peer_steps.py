@@ -80,12 +80,14 @@ class Recorded:
         self._said = self._now()
 
     def _now(self) -> tuple[Any, ...]:
-        return () if not hasattr(self._exchange, "_rows") else (self._exchange._rows, self._exchange._prompt)
+        exchange = self._exchange
+        return () if not hasattr(exchange, "_max_rows") else (exchange.steps.rows, exchange._max_rows, exchange._prompt)
 
     def replay(self) -> None:
         if self._said:
-            assert self._exchange is not None
-            self._exchange._rows, self._exchange._prompt = self._said
+            exchange = self._exchange
+            assert exchange is not None
+            exchange.steps.rows, exchange._max_rows, exchange._prompt = self._said
         in_graph.replays = True
         again = self._run()
         in_graph.replays = False

@@ -152,12 +152,12 @@ def connect_exchange(
     state.exchange.attach(state.mesh, placement)
 
 
-def expect(state: Rank, scenario: Scenario) -> None:
+def set_rows(state: Rank, scenario: Scenario) -> None:
     """What plan frames tell: nobody who is away brings anything."""
     ranks = range(state.mesh.world_size)
     counts = tuple(scenario.tokens[rank] if rank in state.mesh.members else 0 for rank in ranks)
     prompts = tuple(round(count * scenario.prefill) for count in counts)
-    state.exchange.expect(PeerRows(max(counts), prompts, counts))
+    state.exchange.steps.set_rows(PeerRows(max(counts), prompts, counts))
 
 
 def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int, num_layers: int) -> list[Observed]:
@@ -166,13 +166,13 @@ def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int,
     Rows of which no expert is here count for nothing, and an exchange may bring such too.
     """
     seen = []
-    state.exchange.begin_step(step)
-    expect(state, scenario)
+    state.exchange.steps.begin(step)
+    set_rows(state, scenario)
     for number in range(num_layers):
         layer = make_layer(shape, scenario, state.rank, number)
         x, ids = layer.x.to(state.device), layer.topk_ids.to(state.device)
         got = state.exchange.dispatch(x, ids, layer=2 * number, num_prompt=layer.num_prompt)
-        state.exchange.drain()
+        state.exchange.steps.drain()
         rows, experts = got.rows.cpu().clone(), got.experts.cpu()
         keep = (experts >= 0).any(1)
         outputs = random_rows(shape, experts.numel(), generator("beside", state.rank, number))
@@ -180,7 +180,7 @@ def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int,
         outputs[keep] = expert_outputs(shape, experts[keep], state.rank, number)
         assert torch.equal(got.rows.cpu().view(torch.uint8), rows.view(torch.uint8)), "rows changed before combine"
         home = state.exchange.combine(outputs.to(state.device), got.handle)
-        state.exchange.drain()
+        state.exchange.steps.drain()
         prompt = torch.zeros(len(rows), dtype=torch.bool) if got.prompt is None else got.prompt.cpu()
         seen.append(
             Observed(
@@ -210,20 +210,20 @@ def meet_death(state: Rank, victim: int, number: int) -> None:
 def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, phase: str, number: int) -> None:
     """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
     for step in range(1000):
-        state.exchange.begin_step(step)
-        expect(state, scenario)
+        state.exchange.steps.begin(step)
+        set_rows(state, scenario)
         for layer in range(2):
             made = make_layer(shape, scenario, state.rank, layer)
             x, ids = made.x.to(state.device), made.topk_ids.to(state.device)
             if (step, layer, phase) == (2, 1, "dispatch"):
                 meet_death(state, victim, number)
             got = state.exchange.dispatch(x, ids, layer=layer, num_prompt=made.num_prompt)
-            state.exchange.drain()
+            state.exchange.steps.drain()
             if (step, layer, phase) == (2, 1, "combine"):
                 meet_death(state, victim, number)
             outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer).to(state.device)
             state.exchange.combine(outputs, got.handle)
-            state.exchange.drain()
+            state.exchange.steps.drain()
 
 
 def linger(
@@ -235,8 +235,8 @@ def linger(
     """
     begun = 0.0
     for step in range(steps):
-        state.exchange.begin_step(step)
-        expect(state, scenario)
+        state.exchange.steps.begin(step)
+        set_rows(state, scenario)
         for layer in range(2):
             made = make_layer(shape, scenario, state.rank, layer)
             if (step, layer) == (1, 1):
@@ -246,11 +246,11 @@ def linger(
                         state.mesh.say(sign)
                     time.sleep(seconds)
             got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prompt=made.num_prompt)
-            state.exchange.drain()
+            state.exchange.steps.drain()
             outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer)
             state.exchange.combine(outputs, got.handle)
-            state.exchange.drain()
-        state.exchange.finish_step(step, lambda: True)
+            state.exchange.steps.drain()
+        state.exchange.steps.finish(step, lambda: True)
     return begun
 
 

@@ -10,7 +10,7 @@ def test_prompt_rows_are_told_once_in_each_step() -> None:
     exchange, rows, ids = LocalExchange(), torch.zeros(3, 4), torch.zeros(3, 1, dtype=torch.int64)
     told = []
     for _ in range(2):
-        exchange.expect(PeerRows(3))
+        exchange.steps.set_rows(PeerRows(3))
         first, second = (exchange.dispatch(rows, ids, layer=layer, num_prompt=2).prompt for layer in range(2))
         assert first is not None
         assert first is second
@@ -18,9 +18,9 @@ def test_prompt_rows_are_told_once_in_each_step() -> None:
         # What was captured and never ran left anything there.
         first.fill_(False)
     assert told[0] is not told[1]
-    exchange.expect(PeerRows(3))
+    exchange.steps.set_rows(PeerRows(3))
     found = exchange.dispatch(rows, ids, layer=0, num_prompt=2).prompt
     assert found is not None
     assert found.tolist() == [True, True, False]
-    exchange.expect(PeerRows(3))
+    exchange.steps.set_rows(PeerRows(3))
     assert exchange.dispatch(rows, ids, layer=0, num_prompt=0).prompt is None

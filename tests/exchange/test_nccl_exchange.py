@@ -20,7 +20,7 @@ from tests.exchange.test_staged_exchange import check_alone, fleet_of, rank_runn
 
 from moeyard_worker.config.nccl_config import NCCL_ENVIRONMENT, set_nccl_environment
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.exchange import nccl
+from moeyard_worker.exchange import nccl, watch
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
 from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame
@@ -69,7 +69,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     for exchange, runner in zip(exchanges, runners, strict=True):
         # Before they have met: with and without prompts it takes no part, and leaves nothing behind.
         for prompts in ((), (38,) * world):
-            exchange.expect(PeerRows(38, prompts))
+            exchange.steps.set_rows(PeerRows(38, prompts))
             runner.forward(steps_of(50)[0])
         assert exchange.stats.bytes_sent == 0
     attach(exchanges, meshes, placement)
@@ -78,12 +78,14 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
         exchange = exchanges[rank]
 
         def begin(number: int) -> None:
-            exchange.begin_step(number + 1)
+            exchange.steps.begin(number + 1)
             counts = tuple(plan[number].num_tokens for plan in plans)
-            exchange.expect(PeerRows(max(counts), tuple(plan[number].num_prefill_tokens for plan in plans), counts))
+            exchange.steps.set_rows(
+                PeerRows(max(counts), tuple(plan[number].num_prefill_tokens for plan in plans), counts)
+            )
 
         seen = run_steps(runners[rank], plans[rank], begin)
-        exchange.finish_step(6, lambda: True)
+        exchange.steps.finish(6, lambda: True)
         return seen
 
     seen = together([lambda rank=rank: run(rank) for rank in range(world)])
@@ -102,7 +104,7 @@ def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -
 
 def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer: int) -> torch.Tensor:
     """Home of rows whose results say who computed them, as which expert: 10 * rank + its number there."""
-    exchange.expect(peers)
+    exchange.steps.set_rows(peers)
     x = torch.zeros(len(ids), 8, dtype=torch.bfloat16)
     got = exchange.dispatch(x, ids, layer=layer, num_prompt=peers.prompts[exchange.rank])
     out = torch.full((*got.experts.shape, 8), float("nan"), dtype=torch.bfloat16)
@@ -165,7 +167,7 @@ def test_a_group_that_breaks_is_named_by_who_is_gone() -> None:
     exchanges = [make_exchange(mesh) for mesh in meshes]
     placement = Placement.of_shards((0,), partition(6, 2))
     attach(exchanges, meshes, placement)
-    exchanges[0].begin_step(812)
+    exchanges[0].steps.begin(812)
     exchanges[0].close()
     peers, ids = PeerRows(1, (0, 0), (1, 1)), torch.tensor([[5, 1]])
     said = together([lambda: raised(lambda: round_trip(exchanges[0], ids, peers, 0)), lambda: listen(meshes[1])])
@@ -229,8 +231,8 @@ def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]
     for exchange, mesh, device in zip(exchanges, meshes, devices, strict=True):
         mesh.step = 812
         device.ended = False
-        exchange.begin_step(812)
-        exchange.expect(PeerRows(1, (0, 0, 0), (1, 1, 1)))
+        exchange.steps.begin(812)
+        exchange.steps.set_rows(PeerRows(1, (0, 0, 0), (1, 1, 1)))
         launch_one(exchange)
     yield exchanges, devices, meshes
     for mesh in meshes:
@@ -259,7 +261,7 @@ def test_a_device_that_does_not_come_is_named_by_all(on_devices: Ranks) -> None:
     exchanges, devices, meshes = on_devices
     devices[1].comes = False
     begun = time.monotonic()
-    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges])
     assert set(said) == {said[0]}
     assert said[0] == "rank 1 silent (1.0 s) at step 812, layer 2, dispatch"
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,)] * 3
@@ -271,14 +273,14 @@ def test_a_device_that_nobody_waits_for_is_named_by_its_own_rank(on_devices: Ran
     exchanges, devices, _ = on_devices
     devices[1].comes = False
     begun = time.monotonic()
-    assert raised(exchanges[1].drain).startswith("rank 1 silent (2.0 s) at step 812, layer 2, dispatch")
+    assert raised(exchanges[1].steps.drain).startswith("rank 1 silent (2.0 s) at step 812, layer 2, dispatch")
     assert time.monotonic() - begun >= 2.0
 
 
 def test_devices_that_all_wait_have_no_network(on_devices: Ranks) -> None:
     exchanges, devices, meshes = on_devices
     begun = time.monotonic()
-    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges])
     where = "step 812, layer 2, dispatch"
     assert said == [f"ranks 0, 1, 2 wait for each other's rows (2.0 s) at {where}: the network may be down"] * 3
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0, 1, 2)] * 3
@@ -290,7 +292,7 @@ def test_a_host_that_does_not_come_is_named_by_those_that_wait(on_devices: Ranks
     """It lives, and does something else: nothing but its silence tells it from the others."""
     exchanges, devices, meshes = on_devices
     begun = time.monotonic()
-    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
     assert said == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(2,)] * 2
     assert time.monotonic() - begun >= 1.0
@@ -300,8 +302,8 @@ def test_a_host_that_does_not_come_is_named_by_those_that_wait(on_devices: Ranks
 def test_one_that_comes_late_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
     """Just before the others' time is over; its rows take a while more."""
     exchanges, devices, meshes = on_devices
-    calls = [e.drain for e in exchanges[:2]]
-    calls += [in_a_while(0.6, exchanges[2].drain), in_a_while(1.5, lambda: end_all(devices))]
+    calls = [e.steps.drain for e in exchanges[:2]]
+    calls += [in_a_while(0.6, exchanges[2].steps.drain), in_a_while(1.5, lambda: end_all(devices))]
     together(calls)
     assert [mesh.failure for mesh in meshes] == [None] * 3
 
@@ -310,8 +312,8 @@ def test_one_that_compiles_is_waited_for_until_rows_have_come(on_devices: Ranks)
     """That the others have waited for long says nothing of the network."""
     exchanges, devices, meshes = on_devices
     meshes[2].say(Phase.BUSY)
-    calls = [e.drain for e in exchanges[:2]]
-    calls += [in_a_while(2.5, exchanges[2].drain), in_a_while(3.0, lambda: end_all(devices))]
+    calls = [e.steps.drain for e in exchanges[:2]]
+    calls += [in_a_while(2.5, exchanges[2].steps.drain), in_a_while(3.0, lambda: end_all(devices))]
     together(calls)
     assert [mesh.failure for mesh in meshes] == [None] * 3
 
@@ -321,7 +323,7 @@ def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bo
     """Without rows it needs nothing of the rank that holds up the others; its loop has nothing to do."""
     exchanges, devices, meshes = on_devices
     devices[1].ended = True
-    exchanges[1].drain()
+    exchanges[1].steps.drain()
     lockstep, over = Lockstep(meshes[1]), threading.Event()
     if busy:
         meshes[2].say(Phase.BUSY)
@@ -331,9 +333,9 @@ def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bo
             assert not lockstep.peer_started(813)
         return "idle"
 
-    calls: list[Callable[[], Any]] = [lambda: raised(exchanges[0].drain), lambda: raised(idle)]
+    calls: list[Callable[[], Any]] = [lambda: raised(exchanges[0].steps.drain), lambda: raised(idle)]
     if busy:
-        calls = [exchanges[0].drain, idle, in_a_while(1.5, lambda: (end_all(devices), over.set()))]
+        calls = [exchanges[0].steps.drain, idle, in_a_while(1.5, lambda: (end_all(devices), over.set()))]
     said = together(calls)
     found = [mesh.finding and mesh.finding.ranks for mesh in meshes[:2]]
     assert found == ([None] * 2 if busy else [(2,)] * 2)
@@ -344,7 +346,7 @@ def test_one_that_compiles_without_end_is_named(on_devices: Ranks) -> None:
     exchanges, _, meshes = on_devices
     meshes[2].say(Phase.BUSY)
     begun = time.monotonic()
-    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
     assert said == ["rank 2 silent (4.0 s) at step 812, layer 2, dispatch"] * 2
     assert time.monotonic() - begun >= 3.9
 
@@ -354,11 +356,11 @@ def test_one_that_waited_once_and_hangs_in_the_next_exchange_is_named(on_devices
     exchanges, devices, _ = on_devices
 
     def go_on(rank: int) -> str:
-        exchanges[rank].drain()
+        exchanges[rank].steps.drain()
         devices[rank].ended = False
-        return raised(lambda: (launch_one(exchanges[rank]), exchanges[rank].drain()))
+        return raised(lambda: (launch_one(exchanges[rank]), exchanges[rank].steps.drain()))
 
-    calls: list[Callable[[], Any]] = [lambda: go_on(0), lambda: go_on(1), exchanges[2].drain]
+    calls: list[Callable[[], Any]] = [lambda: go_on(0), lambda: go_on(1), exchanges[2].steps.drain]
     begun = time.monotonic()
     said = together([*calls, in_a_while(0.7, lambda: end_all(devices))])
     assert said[:2] == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
@@ -366,7 +368,9 @@ def test_one_that_waited_once_and_hangs_in_the_next_exchange_is_named(on_devices
 
 
 def launch_one(exchange: NcclExchange) -> None:
+    """One dispatch without its combine."""
     exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.tensor([[0, 5]]), layer=2, num_prompt=0)
+    exchange.steps.leave(2)
 
 
 def test_one_that_plans_the_next_step_has_passed_this_one(on_devices: Ranks) -> None:
@@ -375,7 +379,7 @@ def test_one_that_plans_the_next_step_has_passed_this_one(on_devices: Ranks) -> 
     plan = encode_plan_frame(PlanFrame(epoch=1, step=813, source=2, num_tokens=1))
     for peer in (0, 1):
         meshes[2].send(peer, plan)
-    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
     assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
 
 
@@ -393,7 +397,7 @@ def test_a_host_is_not_far_ahead_of_a_device_that_waits(
     said = together([lambda e=e: raised(lambda: launch(e)) for e in exchanges])
     assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
     assert {text.split(") at ")[1] for text in said} == {"step 812, layer 2, dispatch: the network may be down"}
-    assert [device.launched for device in devices] == [nccl._AHEAD + 1] * 3
+    assert [device.launched for device in devices] == [watch._AHEAD + 1] * 3
 
 
 def test_a_peer_that_is_gone_ends_the_waits_at_once(
@@ -401,7 +405,7 @@ def test_a_peer_that_is_gone_ends_the_waits_at_once(
 ) -> None:
     exchanges, devices, meshes = on_devices
     meshes[2].close()
-    said = together([lambda e=e: raised(e.drain) for e in exchanges[:2]])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
     assert said == ["rank 2 lost at step 812, layer 2, dispatch"] * 2
     assert devices[0].ended
     assert devices[1].ended
@@ -414,11 +418,11 @@ def test_a_device_that_computes_too_long_behind_its_exchanges_is_named(
     exchanges, devices, _ = on_devices
     for device in devices:
         device.ended = True
-    exchanges[0].drain()
+    exchanges[0].steps.drain()
     [said, *_] = together(
         [
-            lambda: raised(lambda: exchanges[0].finish_step(812, lambda: False)),
-            *(lambda e=e: raised(lambda: e.finish_step(812, lambda: False)) for e in exchanges[1:]),
+            lambda: raised(lambda: exchanges[0].steps.finish(812, lambda: False)),
+            *(lambda e=e: raised(lambda: e.steps.finish(812, lambda: False)) for e in exchanges[1:]),
         ]
     )
     assert "silent (2.0 s) at step 812" in said

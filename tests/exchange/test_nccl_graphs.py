@@ -35,11 +35,11 @@ def test_of_few_rows_ranks_send_alike(
     prompts: tuple[int, ...], sizes: tuple[int, ...], room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there is room for, whoever brings fewer, or none; so a step that is launched meets one of a graph."""
-    monkeypatch.setattr(nccl, "_ROOMS", sizes)
+    monkeypatch.setattr(nccl, "_ROW_SIZES", sizes)
     counts, ids = (0, 1, 2), torch.tensor([[5, 1], [4, -1]])
     meshes = open_meshes(3)
     exchanges = [make_exchange(mesh, Holdable()) for mesh in meshes]
-    assert [exchange.rooms for exchange in exchanges] == [sizes] * 3
+    assert [exchange.traits.row_sizes for exchange in exchanges] == [sizes] * 3
     attach(exchanges, meshes, Placement.of_shards((4,), partition(6, 3)))
     peers = PeerRows(2, prompts, counts)
     for _ in range(2):
@@ -61,13 +61,13 @@ def test_rooms_are_as_large_as_all_may_return(monkeypatch: pytest.MonkeyPatch) -
     for each in meshes:
         each.close()
     mesh = meshes[0]
-    assert make_exchange(mesh).rooms == ()
-    assert make_exchange(mesh).of_epoch is None
-    assert make_exchange(mesh, Holdable()).rooms == (1, 4)
+    assert make_exchange(mesh).traits.row_sizes == ()
+    assert not make_exchange(mesh).traits.graphs_per_epoch
+    assert make_exchange(mesh, Holdable()).traits.row_sizes == (1, 4)
     monkeypatch.setattr(nccl, "_MOST_WHOLE", 3 * 2 * 16 * 4 - 1)
     held = make_exchange(mesh, Holdable())
-    assert held.rooms == (1,)
-    assert held.of_epoch is held
+    assert held.traits.row_sizes == (1,)
+    assert held.traits.graphs_per_epoch
 
 
 class Replays(Device):
@@ -109,9 +109,9 @@ def replaying() -> Iterator[tuple[list[NcclExchange], list[Replays], list[Mesh]]
         for exchange, device, mesh in zip(exchanges, devices, meshes, strict=True):
             mesh.step = 812
             device.did.clear()
-            exchange.begin_step(812)
-            exchange.expect(PeerRows(3, (0, 0), (3, 1)))
-            exchange.replayed()
+            exchange.steps.begin(812)
+            exchange.steps.set_rows(PeerRows(3, (0, 0), (3, 1)))
+            exchange.steps.replayed()
         yield exchanges, devices, meshes
     finally:
         for mesh in meshes:
@@ -131,7 +131,7 @@ def test_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str)
     exchanges, devices, _ = replaying
     for device in devices:
         device.passes(passed)
-    said = together([lambda e=e: raised(e.drain) for e in exchanges])
+    said = together([lambda e=e: raised(e.steps.drain) for e in exchanges])
     assert said == [f"ranks 0, 1 wait for each other's rows (2.0 s) at step 812, {where}: the network may be down"] * 2
 
 
@@ -139,7 +139,7 @@ def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ran
     exchanges, devices, meshes = replaying
     devices[0].passes(2)
     devices[1].passes(3)
-    said = together([lambda: raised(exchanges[0].drain), lambda: raised(exchanges[1].drain)])
+    said = together([lambda: raised(exchanges[0].steps.drain), lambda: raised(exchanges[1].steps.drain)])
     assert said == ["rank 0 silent (1.0 s) at step 812, layer 2, combine"] * 2
     assert {mesh.finding and mesh.finding.ranks for mesh in meshes} == {(0,)}
 
@@ -149,17 +149,17 @@ def test_a_graph_that_has_run_is_waited_for_no_more(replaying: Ranks) -> None:
     exchanges, devices, _ = replaying
     for exchange, device in zip(exchanges, devices, strict=True):
         device.passes(7)
-        assert exchange._watch._progress() == (1, True)
+        assert exchange.steps._progress() == (1, True)
         device.passes(1)
-        exchange.drain()
+        exchange.steps.drain()
         # Four rows to the other: one of 8 values and two ids, and two that come home, in either layer.
         assert exchange.stats.bytes_sent == exchange.stats.bytes_received == 2 * 4 * (16 + 8 + 2 * 16)
         device.ended = True
         launch_one(exchange)
-        exchange.drain()
+        exchange.steps.drain()
         device.ended = False
-        exchange.replayed()
-        assert exchange._watch._progress() == (4, False)
+        exchange.steps.replayed()
+        assert exchange.steps._progress() == (4, False)
 
 
 def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks) -> None:
@@ -170,8 +170,8 @@ def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks
         assert device.ticks.heard() == 8
         device.did.append("forget")
 
-    exchange.forget = forget
-    exchange.abort()
+    exchange.steps.release_graphs = forget
+    exchange.steps.abort()
     assert device.did == ["abort", "forget", "settle"]
 
 
@@ -186,4 +186,4 @@ def test_a_device_that_has_failed_ends_an_epoch_all_the_same(replaying: Ranks, m
     monkeypatch.setattr(device.ticks, "heard", fail)
     exchange.close()
     assert device.did == ["abort", "settle"]
-    assert not len(exchange._watch)
+    assert not exchange.steps._marks

@@ -160,7 +160,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: py
     most = [max(step.num_tokens for step in steps) for steps in zip(*plans, strict=True)]
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     for exchange, runner in zip(exchanges, runners, strict=True):
-        exchange.expect(PeerRows(48))
+        exchange.steps.set_rows(PeerRows(48))
         runner.forward(steps_of(50)[0])
     meshes = open_meshes(world, shape)
     attach(exchanges, meshes, placement)
@@ -169,12 +169,14 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: py
         exchange = exchanges[rank]
 
         def begin(number: int) -> None:
-            exchange.begin_step(number + 1)
+            exchange.steps.begin(number + 1)
             # Room for more rows than anybody has changes nothing, and ranks need not have as much.
-            exchange.expect(PeerRows(most[number] + rank, tuple(plan[number].num_prefill_tokens for plan in plans)))
+            exchange.steps.set_rows(
+                PeerRows(most[number] + rank, tuple(plan[number].num_prefill_tokens for plan in plans))
+            )
 
         seen = run_steps(runners[rank], plans[rank], begin)
-        exchange.finish_step(6, lambda: True)
+        exchange.steps.finish(6, lambda: True)
         return seen
 
     seen = together([lambda rank=rank: run(rank) for rank in range(world)])
@@ -203,7 +205,7 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
     ids = torch.tensor([[5, 1], [4, 5]])
 
     def step(rank: int, layer: int) -> list[list[int]]:
-        exchanges[rank].expect(PeerRows(3))
+        exchanges[rank].steps.set_rows(PeerRows(3))
         got = exchanges[rank].dispatch(x, ids if rank == 0 else ids[:0], layer=layer, num_prompt=0)
         experts = got.experts.tolist()
         exchanges[rank].combine(torch.zeros(6, 2, 8, dtype=torch.bfloat16), got.handle)
@@ -224,14 +226,14 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
 
 def test_prompt_rows_are_marked_by_what_was_agreed_on(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
-    exchanges[0].expect(PeerRows(3, (0, 2)))
+    exchanges[0].steps.set_rows(PeerRows(3, (0, 2)))
     marked = exchanges[0]._prompt
     assert marked is not None
     assert marked.view(3, 2).tolist() == [[False, True], [False, True], [False, False]]
-    exchanges[0].expect(PeerRows(3, (0, 0)))
+    exchanges[0].steps.set_rows(PeerRows(3, (0, 0)))
     assert exchanges[0]._prompt is None
     with pytest.raises(AssertionError, match="most=9"):
-        exchanges[0].expect(PeerRows(9))
+        exchanges[0].steps.set_rows(PeerRows(9))
 
 
 def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
@@ -240,7 +242,7 @@ def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkEx
     x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
 
     def step(rank: int, ids: torch.Tensor) -> None:
-        exchanges[rank].expect(PeerRows(3))
+        exchanges[rank].steps.set_rows(PeerRows(3))
         got = exchanges[rank].dispatch(x, ids, layer=2, num_prompt=0)
         exchanges[rank].combine(torch.zeros(6, 2, 8, dtype=torch.bfloat16), got.handle)
 
@@ -248,15 +250,17 @@ def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkEx
     ids = torch.tensor([[5, 1], [4, 3]])
     together([lambda: step(0, ids), lambda: step(1, ids[:0])])
     for exchange in exchanges:
-        exchange.finish_step(1, lambda: True)
+        exchange.steps.begin(1)
+        exchange.steps.finish(1, lambda: True)
     there, back = 2 * (2 * 4 + 16), 3 * 16
     stats = [exchange.stats for exchange in exchanges]
     assert [(each.bytes_sent, each.bytes_received) for each in stats] == [(there, back), (back, there)]
     together([lambda: step(0, ids), lambda: step(1, ids[:0])])
-    exchanges[0].finish_step(2, lambda: True)
+    exchanges[0].steps.begin(2)
+    exchanges[0].steps.finish(2, lambda: True)
     assert stats[0].bytes_sent == there, "so soon it is not looked at again"
     exchanges[0]._window.reset()
-    exchanges[0]._counts.look(wait=True)
+    exchanges[0].steps.counts.look(wait=True)
     assert (stats[0].bytes_sent, stats[0].bytes_received) == (2 * there, 2 * back)
 
 
@@ -298,16 +302,16 @@ def test_what_the_device_wrote_down_is_what_all_ranks_name(
     exchanges, meshes = pair
     for exchange, mesh in zip(exchanges, meshes, strict=True):
         for step in (812, 813):
-            exchange.begin_step(step)
+            exchange.steps.begin(step)
         mesh.step = 813
     write_fault(exchanges[0], phase, 2, 0b10, 4 + 3, SILENT)
-    exchanges[0].finish_step(812, lambda: True)
+    exchanges[0].steps.finish(812, lambda: True)
     named = f"rank 1 silent \\({DEADLINE:.1f} s\\) at step 813, layer 2, {word}"
     # The other waits for its own device and hears of it.
 
     def fails(rank: int, has_run: Callable[[], bool]) -> None:
         with pytest.raises(ExchangeError, match=named):
-            exchanges[rank].finish_step(813, has_run)
+            exchanges[rank].steps.finish(813, has_run)
 
     together([lambda: fails(0, lambda: True), lambda: fails(1, lambda: bool(exchanges[1]._window.fault[ABORT]))])
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,), (1,)]
@@ -316,22 +320,23 @@ def test_what_the_device_wrote_down_is_what_all_ranks_name(
 def test_with_drafts_a_failure_is_this_steps_at_the_latest(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     """Its number does not tell the step, and what is computed behind it must not be told."""
     exchanges, _ = pair
-    exchanges[0]._drafts = True
+    exchanges[0].steps._drafts = True
     for step in range(1, 101):
-        exchanges[0].begin_step(step)
+        exchanges[0].steps.begin(step)
     write_fault(exchanges[0], DISPATCH, 2, 0b10, 598, SILENT)
     with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 100, layer 2, dispatch"):
-        exchanges[0].finish_step(100, lambda: True)
+        exchanges[0].steps.finish(100, lambda: True)
 
 
 def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
-    exchanges[0].begin_step(812)
+    exchanges[0].steps.begin(812)
     write_fault(exchanges[0])
-    exchanges[0].finish_step(812, lambda: True)
+    exchanges[0].steps.finish(812, lambda: True)
+    exchanges[0].steps.begin(813)
     write_fault(exchanges[0], DISPATCH, 2, 0b10, 5, SILENT)
     with pytest.raises(ExchangeError, match=r"rank 1 silent .* at step 813, layer 2, dispatch"):
-        exchanges[0].finish_step(813, lambda: True)
+        exchanges[0].steps.finish(813, lambda: True)
 
 
 class Waiting:
@@ -356,19 +361,19 @@ def test_a_wait_ends_after_a_deadline_where_the_device_would_go_on(
     """As what is launched may have to be compiled on a peer, its own limit is longer."""
     exchanges, meshes = pair
     meshes[0].deadline = 0.4
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     device = Waiting(exchanges[0])
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
-        exchanges[0].finish_step(7, device.has_run)
+        exchanges[0].steps.finish(7, device.has_run)
     assert time.monotonic() - device._begun > 0.4
 
 
 def test_whoever_compiles_is_waited_for(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     meshes[1].say(Phase.BUSY)
-    exchanges[0].finish_step(7, Waiting(exchanges[0], most=1.8).has_run)
+    exchanges[0].steps.finish(7, Waiting(exchanges[0], most=1.8).has_run)
     assert exchanges[0]._window.fault[ABORT] == 0
 
 
@@ -376,11 +381,11 @@ def test_whoever_compiled_a_moment_ago_is_too(pair: tuple[list[NvlinkExchange], 
     """Its next plan ends what it said, and its device may not be where others wait for it."""
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     meshes[1].say(Phase.BUSY)
     device, spent = Waiting(exchanges[0], most=1.8), exchanges[0]._window.fault[SPENT]
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(exchanges[0].finish_step, 7, device.has_run)
+        waits = pool.submit(exchanges[0].steps.finish, 7, device.has_run)
         while spent < 1.2e9 and not waits.done():
             time.sleep(0.001)
         # Any other frame ends it.
@@ -393,13 +398,14 @@ def test_a_wait_that_ends_as_the_host_would_end_it_leaves_the_next_one_its_time(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:
     exchanges, meshes = pair
-    fault, exchanges[0]._ended = exchanges[0]._window.fault, True
+    fault, exchanges[0].steps._ended = exchanges[0]._window.fault, True
     exchanges[0]._window.abort()
-    exchanges[0].begin_step(7)
-    exchanges[0].finish_step(7, lambda: fault[ABORT] == 0)
+    exchanges[0].steps.begin(7)
+    exchanges[0].steps.finish(7, lambda: fault[ABORT] == 0)
     meshes[0].deadline = 0.4
+    exchanges[0].steps.begin(8)
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7"):
-        exchanges[0].finish_step(7, Waiting(exchanges[0]).has_run)
+        exchanges[0].steps.finish(8, Waiting(exchanges[0]).has_run)
 
 
 def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +414,8 @@ def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nvlink, "ops", Turns(3))
     exchanges, meshes = open_exchanges(3, SMALL, placement), open_meshes(3, SMALL, deadline=2.0)
     attach(exchanges, meshes, placement)
-    meshes[0].deadline, exchanges[0]._looking = deadline, 0.001
-    exchanges[0]._looked = time.monotonic()
+    meshes[0].deadline, exchanges[0].steps._looking = deadline, 0.001
+    exchanges[0].steps._looked = time.monotonic()
     exchanges[0]._window.fault[SPENT] = int(2e9)
     meshes[2].say(Phase.BUSY)
     # It has come, and is not read yet.
@@ -417,7 +423,7 @@ def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPa
 
     def agree_late(mesh: Mesh) -> None:
         """Rank 0 has looked at what was said by then."""
-        while not (exchanges[0]._slow or exchanges[0]._window.fault[ABORT]):
+        while not (exchanges[0].steps._slow or exchanges[0]._window.fault[ABORT]):
             time.sleep(0.001)
         Lockstep(mesh).agree(1, 0)
 
@@ -434,7 +440,7 @@ def test_what_the_device_has_found_is_heard_while_a_plan_is_waited_for(
     """That of a host that hangs, for which others would wait for longer."""
     exchanges, meshes = pair
     meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     write_fault(exchanges[0], DISPATCH, 2, 0b10, 3, SILENT)
     with pytest.raises(ExchangeError, match=rf"rank 1 silent \({DEADLINE:.1f} s\) at step 7, layer 2, dispatch"):
         Lockstep(meshes[0]).agree(8, 1)
@@ -444,7 +450,7 @@ def test_and_its_wait_ends_after_a_deadline(pair: tuple[list[NvlinkExchange], li
     exchanges, meshes = pair
     meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
     meshes[0].deadline = 0.4
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     device = Waiting(exchanges[0])
     with ThreadPoolExecutor(1) as pool:
         runs = pool.submit(lambda: [None for _ in iter(device.has_run, True)])
@@ -460,29 +466,29 @@ def test_so_it_does_where_the_host_waits_in_the_midst_of_a_step(
     """Not for what has run, as results of a step that is completed: a later one's failure is not theirs."""
     exchanges, meshes = pair
     meshes[0].deadline = 0.4
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     device = Waiting(exchanges[0])
     monkeypatch.setattr(exchanges[0]._memory, "mark", lambda: device.has_run)
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
-        exchanges[0].drain()
+        exchanges[0].steps.drain()
     assert time.monotonic() - device._begun > 0.4
-    exchanges[0].drain(lambda: True)
+    exchanges[0].steps.drain(lambda: True)
 
 
 def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
-    exchanges[0].begin_step(7)
+    exchanges[0].steps.begin(7)
     meshes[1].close()
     fault = exchanges[0]._window.fault
-    with pytest.raises(ExchangeError, match=r"rank 1 .* after step 0"):
-        exchanges[0].finish_step(7, lambda: bool(fault[ABORT]))
+    with pytest.raises(ExchangeError, match=r"rank 1 .* after step 7"):
+        exchanges[0].steps.finish(7, lambda: bool(fault[ABORT]))
     assert fault[ABORT] == 1
 
 
 def test_an_epoch_that_ends_ends_the_wait_too(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
     assert exchanges[0]._window.fault.tolist() == [0] * NUM_FAULT
-    exchanges[0].abort()
+    exchanges[0].steps.abort()
     assert exchanges[0]._window.fault[ABORT] == 1
 
 

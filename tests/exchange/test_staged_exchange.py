@@ -130,7 +130,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     with ThreadPoolExecutor(world) as pool:
         runs = [
-            pool.submit(run_steps, runner, plan, exchange.begin_step)
+            pool.submit(run_steps, runner, plan, exchange.steps.begin)
             for runner, plan, exchange in zip(runners, plans, exchanges, strict=True)
         ]
         seen = [run.result(timeout=HANG_SECONDS) for run in runs]
@@ -146,7 +146,7 @@ def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:
     gpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=placement, device=torch.device("cuda:0"))
     cpu = build_exchange("zmq", mesh=mesh, shape=shape, placement=placement)
     assert (type(gpu), type(cpu)) == (StagedExchange, ZmqExchange)
-    assert not gpu.captures
-    assert not cpu.captures
-    assert local_runner(checkpoint, dtype=torch.bfloat16, num_pages=1).exchange.captures
+    assert not gpu.traits.capturable
+    assert not cpu.traits.capturable
+    assert local_runner(checkpoint, dtype=torch.bfloat16, num_pages=1).exchange.traits.capturable
     gpu.close()

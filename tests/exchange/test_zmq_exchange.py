@@ -41,7 +41,7 @@ def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange
     meshes = [build_mesh(request.param, shape=SHAPE, rank=rank, world_size=2, deadline=10) for rank in range(2)]
     assert connect_all(meshes) == [None, None]
     exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=placed(2))
-    exchange.begin_step(9)
+    exchange.steps.begin(9)
     yield request.param, exchange, meshes[1]
     exchange.close()
     meshes[1].close()
@@ -73,7 +73,7 @@ def test_dispatch_and_combine_alternate(alone: ZmqExchange) -> None:
     with pytest.raises(AssertionError, match="dispatch of layer 1 before the combine of layer 0"):
         alone.dispatch(X, IDS, layer=1, num_prompt=0)
     with pytest.raises(AssertionError, match="step 1 begins before the combine of layer 0"):
-        alone.begin_step(1)
+        alone.steps.begin(1)
     with pytest.raises(AssertionError):
         alone.combine(torch.zeros(2, 1, 8), first.handle)
     alone.combine(torch.zeros(2, 2, 8), first.handle)

@@ -9,7 +9,7 @@ import torch
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice
-from moeyard_worker.exchange.base import Dispatched
+from moeyard_worker.exchange.base import Dispatched, ExchangeTraits
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.nccl import NcclExchange
 from moeyard_worker.exchange.nvlink import NvlinkExchange
@@ -54,7 +54,7 @@ class Experts:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "stays", "takes_choices", "shared", "deferred"),
+    ("num_rows", "local", "takes_choices", "shared", "deferred"),
     [
         (1, True, True, None, True),
         (2, True, True, None, False),
@@ -70,9 +70,9 @@ class Experts:
         "two rows and a shared expert", "somebody reads ids, and a shared expert",
     ],
 )  # fmt: skip
-def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: str | None, deferred: bool) -> None:
+def test_who_chooses(num_rows: int, local: bool, takes_choices: bool, shared: str | None, deferred: bool) -> None:
     gate, exchange = Gate(takes_shared=shared == "with them"), LocalExchange()
-    experts, exchange.stays = Experts(takes_choices=takes_choices), stays
+    experts, exchange.traits = Experts(takes_choices=takes_choices), ExchangeTraits(local=local)
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.T,
@@ -96,17 +96,19 @@ def test_who_chooses(num_rows: int, stays: bool, takes_choices: bool, shared: st
     parts = moe.forward(torch.ones(num_rows, HIDDEN), plan)
     assert gate.asked is deferred
     assert experts.given is not None
-    assert (experts.given.choice is not None) == deferred
+    assert (experts.given.deferred_choice is not None) == deferred
     # Those that came with the choice are less than 0.
     sign = None if parts.shared is None else parts.shared.sign().unique().item()
     assert sign == (None if shared is None else -1 if deferred else 1)
-    if experts.given.choice is not None:
-        assert experts.given.choice.ids is experts.given.experts, "they are written where the experts' ids are read"
+    if experts.given.deferred_choice is not None:
+        assert experts.given.deferred_choice.ids is experts.given.experts, (
+            "they are written where the experts' ids are read"
+        )
 
 
-def test_rows_stay_in_a_fleet_of_one_rank_only() -> None:
+def test_rows_are_local_in_a_fleet_of_one_rank_only() -> None:
     kinds = (LocalExchange, ZmqExchange, StagedExchange, NvlinkExchange, NcclExchange)
-    assert [kind.__name__ for kind in kinds if kind.stays] == ["LocalExchange"]
+    assert [kind.__name__ for kind in kinds if kind.traits.local] == ["LocalExchange"]
 
 
 class Slots:
@@ -119,7 +121,8 @@ class Slots:
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
         run = self._slots.begin(
-            dispatched.rows, dispatched.experts, num_experts=WIDE_EXPERTS, prompt=None, choice=dispatched.choice
+            dispatched.rows, dispatched.experts, num_experts=WIDE_EXPERTS, prompt=None,
+            choice=dispatched.deferred_choice,
         )  # fmt: skip
         run.compute(self._slots.slot_table(range(WIDE_EXPERTS)))
         return run.result()

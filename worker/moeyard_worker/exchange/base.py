@@ -1,12 +1,14 @@
 """The token exchange between ranks: one interface for every transport.
 
-A step's chain of collectives is fixed by the model alone: one `dispatch` and one `combine` per MoE layer, on every
-rank, in layer order, also when a rank has no token. All transports return the same bits.
+A layer calls `dispatch` and `combine`. The engine's loop drives the life of each step (`Exchange.steps`). What captured
+graphs and padding may rely on is a constant description (`Exchange.traits`). The model alone fixes a step's chain of
+collectives: one `dispatch` and one `combine` per MoE layer, on every rank, in layer order, also for a rank without a
+token. All transports return the same bits.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,36 +17,67 @@ from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_worker.config.placement import Placement
 
+if TYPE_CHECKING:
+    from moeyard_worker.exchange.mesh import Mesh
+
+
+class ExchangeError(RuntimeError):
+    """The step is poisoned; the message names rank, step, layer and phase. The fleet cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeTraits:
+    """What captured graphs and padding may rely on; constant for the life of an exchange.
+
+    capturable: CUDA graphs can hold its launches, because no phase needs the host.
+    local: rows stay on this rank, and expert ids are not read before the experts run.
+    graphs_per_epoch: captured graphs hold the communicator of one epoch and end with it.
+    row_sizes: with `graphs_per_epoch`, the padded numbers of rows per rank, ascending. Every rank pads a step without
+        prompts to the first size that holds the largest rank. A larger step is not padded.
+    """
+
+    capturable: bool = False
+    local: bool = False
+    graphs_per_epoch: bool = False
+    row_sizes: tuple[int, ...] = ()
+
+    @property
+    def pads_peers(self) -> bool:
+        """Whether a rank has room for equally many rows of every peer (`PeerRows.most`)."""
+        return self.capturable and not self.local
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """What a rank received for its experts in one layer, on the device of the rows.
+    """The rows that one layer's experts on this rank compute, on the device of the sent rows.
 
-    rows: [R, H] token rows, in an order that the exchange chooses and that changes no bit. Read-only, valid until the
-        `combine` of the same layer. Those of which no expert is here hold anything.
-    experts: [R, K] the local id of each (row, k)'s expert, -1 where it is elsewhere or the row is padding.
-    prompt: [R] bool, which rows are prompt rows of their source; None when none is, or it is not told.
-    handle: opaque; `combine` consumes it.
-    one_in: of so many (row, k) at best one has its expert here.
-    fetch: where ranks read for each other what they miss of their experts, for whoever computes here; else None.
-    choice: of one row, where whoever computes is to choose its experts; they are written into `experts` then.
-    home: where whoever computes may put the results itself; else None.
+    rows: [R, H] token rows in any order, which changes no bit. Read-only, valid until the `combine` of the same layer.
+        Rows that no local expert needs hold anything.
+    experts: [R, K] local expert ids; -1 for an expert of another rank and in padding rows.
+    prompt: [R] bool, prompt rows of their source. None if there are none, or the exchange does not know.
+    handle: opaque argument of `combine`.
+    num_owners: hint: about 1 / num_owners of the (row, k) pairs are local.
+    expert_fetch: window through which ranks read missed experts for each other; None if every rank reads alone.
+    deferred_choice: of a single row, the choice of experts that the expert kernels make and write into `experts`.
+    result_window: window to which the expert kernels may write results directly; None if there is none.
     """
 
     rows: torch.Tensor
     experts: torch.Tensor
     prompt: torch.Tensor | None
     handle: Any
-    one_in: int = 1
-    fetch: FetchWindow | None = None
-    choice: TokenChoice | None = None
-    home: PeerWindow | None = None
+    num_owners: int = 1
+    expert_fetch: FetchWindow | None = None
+    deferred_choice: TokenChoice | None = None
+    result_window: PeerWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRows:
-    """What ranks bring to the exchanges of a step: `most`, with padding, of the rank that brings most, and the prompt
-    rows of each (none: of no rank). `counts`: the rows of each, with padding, 0 of one that is away (none: not told).
+    """Rows that ranks bring to the exchanges of a step.
+
+    most: rows of the largest rank, with padding. prompts: prompt rows of each rank; empty if no rank has any. counts:
+    rows of each rank, with padding, 0 for an absent rank; empty if unknown.
     """
 
     most: int
@@ -61,100 +94,125 @@ class ExchangeStats:
     bytes_received: int = 0
 
 
-class ExchangeError(RuntimeError):
-    """The step is poisoned; the message names rank, step, layer and phase. The fleet cannot go on."""
+class ExchangeSteps:
+    """The life of steps in an exchange. This class serves exchanges whose device never waits for a peer.
 
+    Order in an epoch: `Exchange.attach` opens it. Each step is `begin`, `set_rows`, the layers, `finish`; another step
+    may begin before `finish`. `abort` ends the epoch. Any other order is an assertion. Before the first `attach` only
+    `set_rows` and layers are legal; such launches move nothing, so that they can be captured or compiled.
 
-class OfEpoch(Protocol):
-    """What captured steps are to an exchange that makes what they hold of it anew in every epoch.
-
-    rooms: how many rows of each rank one of them has room for, ascending. A step without prompts has the first that is
-        large enough for the rank with most, on all ranks, captured or not; where none is, exactly what ranks bring.
-    forget: set by whoever captures; called when the epoch has ended, and the device waits for peers no more unless it
-        hangs. It lets them all go, and raises nothing.
+    mesh: the mesh of the epoch, None before the first. rows: the last `set_rows` of this step. release_graphs: with
+    `ExchangeTraits.graphs_per_epoch`, the owner of captured graphs sets it. `abort` calls it when no launch waits for a
+    peer any more; it frees all graphs and raises nothing.
     """
 
-    rooms: tuple[int, ...]
-    forget: Callable[[], None]
+    def __init__(self, on_rows: Callable[[PeerRows], None] = lambda rows: None) -> None:
+        self.mesh: Mesh | None = None
+        self.rows: PeerRows | None = None
+        self.release_graphs: Callable[[], None] = lambda: None
+        self._open_layer: int | None = None
+        self._on_rows = on_rows
+        self._first = self._last = self._finished = -1
 
-    def capturing(self) -> None:
-        """A step is about to be captured: wait, where peers are watched, until the device waits for none of them, and
-        tell them that this host is busy. Raises ExchangeError as `Exchange.drain`."""
-        ...
+    @property
+    def step(self) -> int:
+        """The step that began last in this epoch; -1 before the first."""
+        return self._last
+
+    def open_epoch(self, mesh: "Mesh") -> None:
+        """Start over with the peers of a connected mesh; for `Exchange.attach`. Unfinished steps are dropped."""
+        self.mesh, self.rows, self._open_layer = mesh, None, None
+        self._first = self._last = self._finished = -1
+
+    def begin(self, step: int) -> None:
+        """Begin lockstep step `step`: on every rank the same number, one above the previous step of the epoch."""
+        assert self.mesh is not None, f"step {step} begins before the exchange is attached to a mesh"
+        assert self._last in (-1, step - 1), f"step {step} begins after step {self._last}"
+        assert self._open_layer is None, f"step {step} begins before the combine of layer {self._open_layer}"
+        self._first, self._last, self.rows = step if self._first < 0 else self._first, step, None
+        self.mesh.step = step
+
+    def set_rows(self, rows: PeerRows) -> None:
+        """Set the rows that ranks bring to the exchanges launched from here on."""
+        self.rows = rows
+        self._on_rows(rows)
+
+    def enter(self, layer: int) -> None:
+        """Note a dispatch; for the exchange."""
+        assert self._open_layer is None, f"dispatch of layer {layer} before the combine of layer {self._open_layer}"
+        self._open_layer = layer
+
+    def leave(self, layer: int) -> None:
+        """Note the combine of the dispatch before it; for the exchange."""
+        assert layer == self._open_layer, "combine takes the handle of the last dispatch, once"
+        self._open_layer = None
+
+    def finish(self, step: int, has_run: Callable[[], bool]) -> None:
+        """Wait until the launches of a step have run, if its device may wait for peers.
+
+        `has_run` answers without waiting. Steps are finished in order. Raises ExchangeError with the failure of this
+        step or an earlier one that the device, or meanwhile the mesh, has found.
+        """
+        assert self._finished < step <= self._last, f"finish of step {step}: {self._finished} to {self._last} are open"
+        self._finished = step
+
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
+        """Wait before the host waits for its device in the middle of a step.
+
+        Wait until `has_run`; without it until the device waits for no peer in the launches so far. Return at once if no
+        device waits for peers. Raises ExchangeError as `finish`.
+        """
+
+    def abort(self, lost: Sequence[int] = ()) -> None:
+        """End the epoch: every wait for peers on a device stops, until the next `attach`.
+
+        Once the `lost` ranks are known, a second call gives back what this rank holds of them.
+        """
+
+    def before_capture(self) -> None:
+        """Prepare to capture a graph while serving: wait for the device and tell peers that this host is busy.
+
+        Raises ExchangeError as `drain`.
+        """
 
     def replayed(self) -> None:
-        """A captured step was launched, with the exchanges of all layers."""
-        ...
+        """Note that a captured step, with the exchanges of all layers, was launched with the rows of `set_rows`."""
 
 
 class Exchange(Protocol):
-    """Moves token rows to the ranks that own their experts and the experts' outputs back."""
+    """Moves token rows to the ranks that own their experts, and the experts' outputs back."""
 
     rank: int
     world_size: int
     stats: ExchangeStats
-    # Whether a CUDA graph can hold it: it moves rows without the host.
-    captures: bool
-    # Whether what is launched before the first `attach` takes no part: so its kernels are compiled ahead.
-    warms: bool
-    # Whether a rank has room for so many rows of each, whoever brings fewer: `expect` says how many.
-    places_rows: bool
-    # Whether rows stay where they are and ids are not read: so these may be written by who computes the experts.
-    stays: bool
 
     @property
-    def of_epoch(self) -> OfEpoch | None:
-        """Where captured steps are one epoch's, what they are to it; None where they outlive it, or there are none."""
-        ...
+    def traits(self) -> ExchangeTraits: ...
+    @property
+    def steps(self) -> ExchangeSteps: ...
 
-    def attach(self, mesh: Any, placement: Placement) -> None:
-        """Go on over another connected `Mesh` by another placement; what was begun over the one before is given up."""
-        ...
+    def attach(self, mesh: "Mesh", placement: Placement) -> None:
+        """Go on with the peers of another connected mesh and another placement; drop everything begun before.
 
-    def begin_step(self, step: int) -> None:
-        """Start lockstep step `step` (every rank calls it with the same number, one higher each time)."""
-        ...
-
-    def expect(self, rows: PeerRows) -> None:
-        """What ranks bring to the exchanges that are launched from here on; who learns it in time needs no word."""
-        ...
-
-    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
-        """Wait until what was launched of a step has run, where it may wait for peers on its device.
-
-        `has_run` says so without waiting. Raises ExchangeError with what the device, or the mesh meanwhile, found of
-        this step or one before it. Steps are finished in order.
+        Raises ExchangeError naming an absent peer, ValueError for a placement that does not fit.
         """
-        ...
-
-    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
-        """Before the host waits for its device in the midst of a step: wait until `has_run`, or, without it, until the
-        device waits for no peer in what was launched so far.
-
-        Where no device waits for peers nothing is waited for. Raises ExchangeError as `finish_step`.
-        """
-        ...
-
-    def abort(self, lost: Sequence[int] = ()) -> None:
-        """The epoch has ended: whatever waits for peers on a device stops waiting, until `attach`. Once it is known who
-        is `lost`, what is held of these is given back, as others take their place."""
         ...
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """Send the first T rows of x (contiguous, fp32 or bf16) to the owners of topk_ids [T, K] (global expert ids).
 
-        T may be 0; an id of -1 goes nowhere. Rows [0, num_prompt) are prompt rows, the rest decode rows. A token goes
-        to a rank once, however many of its experts live there. Raises ExchangeError on a lost, late or out-of-order
+        T may be 0; an id of -1 goes nowhere. Rows [0, num_prompt) are prompt rows, the rest decode rows. A rank gets a
+        token once, however many of the token's experts it owns. Raises ExchangeError on a lost, late or out-of-order
         peer.
         """
         ...
 
     def combine(self, expert_out: torch.Tensor | None, handle: Any) -> torch.Tensor:
-        """Return expert_out [R, K, H] (rows of `Dispatched`, holes where the expert is elsewhere) home: [T, K, H].
+        """Return expert_out [R, K, H] (rows of `Dispatched`, holes for experts elsewhere) to the tokens: [T, K, H].
 
-        Unweighted, one row per (token, k); a hole only where the id was -1. None where they have been put there
-        (`Dispatched.home`). What is returned may lie in memory that peers write to: it is valid until this rank's next
-        `dispatch`.
+        The result is unweighted, one row per (token, k), with a hole only for an id of -1. `expert_out` is None if the
+        kernels wrote to `Dispatched.result_window`. The result may lie in memory that peers write to: it is valid until
+        the next `dispatch` of this rank.
         """
         ...
 

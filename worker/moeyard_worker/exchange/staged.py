@@ -4,47 +4,27 @@ The portable way, and the oracle for those that never leave the device: the host
 every layer, so no step that uses it can be captured in a graph.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, Exchange, PeerRows
+from moeyard_worker.exchange.base import Dispatched, Exchange, ExchangeTraits
 from moeyard_worker.exchange.mesh import Mesh
 
 
 class StagedExchange:
     """`Exchange` on `device` over `host`, one of the CPU. Bits are only moved."""
 
-    captures = False
-    of_epoch = None
-    warms = False
-    places_rows = stays = False
+    traits = ExchangeTraits()
 
     def __init__(self, host: Exchange, device: torch.device) -> None:
         self.rank, self.world_size, self.stats = host.rank, host.world_size, host.stats
         self._host, self._device = host, device
+        self.steps = host.steps
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
         """See `Exchange.attach`."""
         self._host.attach(mesh, placement)
         self.rank, self.world_size = self._host.rank, self._host.world_size
-
-    def begin_step(self, step: int) -> None:
-        """See `Exchange.begin_step`."""
-        self._host.begin_step(step)
-
-    def expect(self, rows: PeerRows) -> None:
-        """Every frame says it."""
-
-    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
-        """Each phase has waited for its own packets."""
-
-    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
-        """Each phase has waited for its own packets."""
-
-    def abort(self, lost: Sequence[int] = ()) -> None:
-        """The host waits, not the device."""
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`; all that it returns is on the device."""
@@ -59,7 +39,7 @@ class StagedExchange:
 
     def combine(self, expert_out: torch.Tensor | None, handle: object) -> torch.Tensor:
         """See `Exchange.combine`."""
-        assert expert_out is not None, "nobody was told where home is"
+        assert expert_out is not None, "the staged exchange has no result window"
         return self._host.combine(expert_out.cpu(), handle).to(self._device)
 
     def close(self) -> None:

@@ -1,18 +1,18 @@
-"""Waiting for exchanges that only the host can end: of whom it is known that they wait, too, and of whom they do not.
+"""The life of steps whose collectives only the host can end: which ranks wait, too, and which do not.
 
-A device that waits in a collective knows nothing of others. So hosts tell each other (`Mesh.say`): whoever waits for
-half a deadline says that it does, and again as long as it lasts; whoever hears that and waits, too, says so at once.
-After a deadline a peer that has not said it, and is not compiling either, has not come so far.
+A device that waits in a collective knows nothing of others. So hosts tell each other (`Mesh.say`): a host that has
+waited for half a deadline says so, and repeats it; a host that hears this and waits, too, answers at once. After a
+deadline, a peer that has neither said so nor is compiling has not come to the collective.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from moeyard_worker.exchange.base import ExchangeError
+from moeyard_worker.exchange.base import ExchangeError, ExchangeSteps, PeerRows
 from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.naming import name_ranks, where_in_step
@@ -20,51 +20,88 @@ from moeyard_worker.exchange.row_group import Moved, RowGroup
 
 log = logging.getLogger(__name__)
 
-# Between two looks at what is waited for, and between two at the mesh meanwhile.
+# Between two looks at the device, and between two at the mesh meanwhile.
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
-# Who comes at the last moment has so long to say so.
+# A peer that comes at the last moment has this long to say so.
 _GRACE_S = 0.05
-# What is left of a step once it waits for nobody.
+# The rest of a step after its waits for peers have ended.
 _DRAIN_S = 10.0
+# Collectives that the host launches ahead of its device, two a layer. If some thousand launches wait for a device that
+# waits for a peer, the next launch blocks, and the host would no longer watch.
+_AHEAD = 16
+
+# Step, layer and phase of a collective.
+Place = tuple[int, int, Phase]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Rows on their way, and for which part of a step."""
+    """Rows in flight and their place."""
 
-    at: tuple[int, int, Phase]
+    at: Place
     moved: Moved
 
 
-class Watch:
-    """What one rank's device has not passed yet of what `group` moves, oldest first (`len`), and the wait for it.
+class NcclSteps(ExchangeSteps):
+    """Steps of one rank: the collectives of `group` that its device has not passed yet, oldest first.
 
-    A device that does not come to its next exchange within `seconds` is named by its own rank.
+    A rank names itself if its device does not come to its next collective within `seconds`. `on_replay` returns the
+    layers of a captured step in order.
     """
 
-    def __init__(self, group: RowGroup, *, rank: int, seconds: float) -> None:
-        self._group, self._rank, self._seconds = group, rank, seconds
+    def __init__(
+        self,
+        group: RowGroup,
+        *,
+        rank: int,
+        seconds: float,
+        on_rows: Callable[[PeerRows], None],
+        on_replay: Callable[[], Sequence[int]],
+    ) -> None:
+        super().__init__(on_rows)
+        self._group, self._rank, self._seconds, self._on_replay = group, rank, seconds, on_replay
         self._marks: deque[_Mark] = deque()
-        self._mesh: Mesh | None = None
         # When a peer was last known to compile: the others' rows may have come long before its own.
         self._compiled = 0.0
 
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def begin(self, mesh: Mesh) -> None:
-        """Go on over another mesh; what was on its way is forgotten."""
-        self._mesh = mesh
+    def open_epoch(self, mesh: Mesh) -> None:
+        super().open_epoch(mesh)
         self._marks.clear()
 
-    def add(self, at: tuple[int, int, Phase], moved: Moved) -> None:
-        """Rows were launched: of which step, layer and phase."""
+    def finish(self, step: int, has_run: Callable[[], bool]) -> None:
+        super().finish(step, has_run)
+        self._until(has_run)
+
+    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
+        self._until(has_run or (lambda: not self._marks))
+
+    def abort(self, lost: Sequence[int] = ()) -> None:
+        """Captured graphs hold the communicator, which holds the waits of the device: they go in this order."""
+        self._end()
+        self.release_graphs()
+        self._group.settle()
+
+    def before_capture(self) -> None:
+        self.drain()
+        if self.mesh is not None:
+            self.mesh.say(Phase.BUSY)
+
+    def replayed(self) -> None:
+        places = [(self.step, layer, phase) for layer in self._on_replay() for phase in (Phase.DISPATCH, Phase.COMBINE)]
+        moves = self._group.replayed(len(places)) if places else ()
+        self._marks.extend(_Mark(at, moved) for at, moved in zip(places, moves, strict=True))
+
+    def launched(self, at: Place, moved: Moved) -> None:
+        """Note a launched collective, and wait if the host is too far ahead; on a CPU its rows have come then."""
         self._marks.append(_Mark(at, moved))
+        ahead = 0 if self._group.host_waits else _AHEAD
+        if len(self._marks) > ahead:
+            self._until(lambda: len(self._marks) <= ahead)
 
-    def until(self, has_run: Callable[[], bool], *, step: int) -> None:
-        """Wait, in `step`; raises ExchangeError as soon as it is known to be in vain, and the device waits no more.
+    def _until(self, has_run: Callable[[], bool]) -> None:
+        """Wait; raise ExchangeError once the wait is known to be in vain, when the device waits no longer.
 
-        What the host did before it waits, as to compile what comes next, counts for nothing here.
+        Time that the host spent before the wait, as to compile the next launch, does not count.
         """
         since = looked = time.monotonic()
         state: tuple[int, bool] | None = None
@@ -77,11 +114,11 @@ class Watch:
                 state, since = now, clock
             if clock - looked > _LOOK_S:
                 looked = clock
-                self._look(clock - since, step)
+                self._look(clock - since)
             time.sleep(_PAUSE_S)
 
     def _progress(self) -> tuple[int, bool]:
-        """How many exchanges are ahead of the device, and whether it waits in the first of them."""
+        """How many collectives are ahead of the device, and whether it waits in the first of them."""
         while self._marks and self._marks[0].moved.has_ended():
             mark = self._marks.popleft()
             try:
@@ -90,9 +127,9 @@ class Watch:
                 self.fail(error, mark.at)
         return len(self._marks), bool(self._marks) and self._marks[0].moved.has_begun()
 
-    def _look(self, seconds: float, step: int) -> None:
-        """Listen to the mesh; the device has been where it is for so long."""
-        mesh = self._mesh
+    def _look(self, seconds: float) -> None:
+        """Listen to the mesh; the device has not moved for `seconds`."""
+        mesh = self.mesh
         assert mesh is not None, "a step begins after the ranks have met"
         at = self._marks[0].at if self._marks else None
         try:
@@ -100,14 +137,14 @@ class Watch:
             if at is not None and self._marks[0].moved.has_begun():
                 self._ask(mesh, seconds, at)
             elif seconds > self._seconds:
-                where = f"step {step}" if at is None else where_in_step(*at)
+                where = f"step {self.step}" if at is None else where_in_step(*at)
                 raise ExchangeError(mesh.fail(f"rank {self._rank} silent ({self._seconds:.1f} s) at {where}"))
         except ExchangeError:
-            self.end()
+            self._end()
             raise
 
-    def _ask(self, mesh: Mesh, seconds: float, at: tuple[int, int, Phase]) -> None:
-        """This rank waits for its peers: tell them, and raise ExchangeError once it is in vain."""
+    def _ask(self, mesh: Mesh, seconds: float, at: Place) -> None:
+        """Tell the peers that this rank waits for them; raise ExchangeError once the wait is in vain."""
         said, limit, clock = {peer: mesh.signs.of(peer) for peer in mesh.peers}, mesh.deadline, time.monotonic()
         if seconds > limit / 2 or Phase.WAITING in said.values():
             mesh.say(Phase.WAITING)
@@ -116,31 +153,31 @@ class Watch:
         if seconds < limit + _GRACE_S:
             return
         where, (step, layer, phase) = where_in_step(*at), at
-        # Whoever has sent anything that is due later has been here.
+        # A peer that has sent a later frame has been here.
         silent = {peer for peer, sign in said.items() if sign is None}.difference(mesh.arrived())
         if silent:
             reason = f"{name_ranks(silent)} silent ({mesh.signs.allowed(silent, limit):.1f} s) at {where}"
             mesh.miss(silent, reason, step=step, layer=layer, phase=phase)
         if seconds > 2 * limit and clock - self._compiled > limit:
-            # No host is late, and no device: what is late is between them.
+            # Neither a host nor a device is late, so the delay lies between them.
             reason = f"{name_ranks(mesh.members)} wait for each other's rows ({2 * limit:.1f} s) at {where}"
             raise ExchangeError(mesh.fail(f"{reason}: the network may be down", ranks=mesh.members))
 
-    def fail(self, error: RuntimeError, at: tuple[int, int, Phase]) -> NoReturn:
-        """The group has failed: a peer's end is the reason, if the mesh learns of one."""
-        assert self._mesh is not None
-        limit = time.monotonic() + self._mesh.deadline
+    def fail(self, error: RuntimeError, at: Place) -> NoReturn:
+        """Raise ExchangeError for a group that has failed; a peer's end is the reason, if the mesh learns of one."""
+        assert self.mesh is not None
+        limit = time.monotonic() + self.mesh.deadline
         try:
             while time.monotonic() < limit:
-                self._mesh.check_peers(at)
+                self.mesh.check_peers(at)
                 time.sleep(_LOOK_S)
             said = str(error).strip().split("\n", 1)[0]
-            raise ExchangeError(self._mesh.fail(f"rank {self._rank} cannot move rows at {where_in_step(*at)}: {said}"))
+            raise ExchangeError(self.mesh.fail(f"rank {self._rank} cannot move rows at {where_in_step(*at)}: {said}"))
         finally:
-            self.end()
+            self._end()
 
-    def end(self) -> None:
-        """End what the device waits for, and let it run to its end."""
+    def _end(self) -> None:
+        """End the waits of the device, and let it run to its end."""
         self._group.abort()
         limit = time.monotonic() + (0 if self._group.host_waits else _DRAIN_S)
         try:
@@ -149,6 +186,6 @@ class Watch:
                     self._marks.popleft()
                 else:
                     time.sleep(_PAUSE_S)
-        except RuntimeError as error:  # boundary: a device that has failed waits for nobody, and its loop says why
+        except RuntimeError as error:  # boundary: a failed device waits for no peer; its error is raised elsewhere
             log.warning("a device that has failed: %s", str(error).split("\n", 1)[0])
         self._marks.clear()

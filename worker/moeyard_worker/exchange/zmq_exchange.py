@@ -9,7 +9,6 @@ For other peers the frame carries the ids, the distinct rows the peer needs, and
 Both sides derive the same routing from the same ids (routing.py), so rows need no addresses. Bits are only moved.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from time import perf_counter
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, PeerRows
+from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStats, ExchangeSteps, ExchangeTraits
 from moeyard_worker.exchange.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.mesh import Mesh
 from moeyard_worker.exchange.outbox import Outbox
@@ -62,14 +61,12 @@ class ZmqExchange:
     `combine` of the same layer, the latter until the next `dispatch`.
     """
 
-    captures = False
-    of_epoch = None
-    warms = False
-    places_rows = stays = False
+    traits = ExchangeTraits()
 
     def __init__(self, mesh: Mesh, *, shape: ExchangeShape, placement: Placement) -> None:
         self.rank = mesh.rank
         self.stats = ExchangeStats()
+        self.steps = ExchangeSteps()
         self._shape = shape
         self._row_bytes = shape.row_bytes
         self._row_type = np.dtype(f"V{shape.row_bytes}")
@@ -81,10 +78,7 @@ class ZmqExchange:
         self.attach(mesh, placement)
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
-        """See `Exchange.attach`. Memory shared over the mesh before is not used again: who was lost may write it.
-
-        Raises ValueError for a placement of another number of experts, or on ranks that are not there.
-        """
+        """Memory that was shared over the previous mesh is not used again: a lost rank may still write it."""
         shape = self._shape
         assert (mesh.rank, mesh.slab_bytes) == (self.rank, shape.slab_bytes), shape
         if placement.num_experts != shape.num_experts or not set(placement.ranks) <= set(mesh.members):
@@ -100,31 +94,13 @@ class ZmqExchange:
         self._home_view = self._home[:0].view(0, shape.top_k, shape.hidden)
         self._near = {peer: Slab(shape, shared.memory) for peer, shared in mesh.peer_slabs.items()}
         self._far = {peer: Outbox() for peer in mesh.peers if peer not in self._near}
-        self._open: ZmqHandle | None = None
-
-    def begin_step(self, step: int) -> None:
-        """Start lockstep step `step`: it becomes part of every tag."""
-        assert self._open is None, f"step {step} begins before the combine of layer {self._open.layer}"
-        self._mesh.step = step
-
-    def expect(self, rows: PeerRows) -> None:
-        """Every frame says it."""
-
-    def finish_step(self, step: int, has_run: Callable[[], bool]) -> None:
-        """Each phase has waited for its own packets."""
-
-    def drain(self, has_run: Callable[[], bool] | None = None) -> None:
-        """Each phase has waited for its own packets."""
-
-    def abort(self, lost: Sequence[int] = ()) -> None:
-        """Nothing waits but the caller."""
+        self.steps.open_epoch(mesh)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
         """See `Exchange.dispatch`. More than `max_tokens` rows, or an expert id out of range, is an assertion."""
         start = perf_counter()
         num_tokens, shape = topk_ids.shape[0], self._shape
         ids = topk_ids.numpy()
-        assert self._open is None, f"dispatch of layer {layer} before the combine of layer {self._open.layer}"
         assert x.shape[0] >= num_tokens, (x.shape, ids.shape)
         assert x.shape[1] == shape.hidden, (x.shape, shape)
         assert x.dtype == self._dtype, (x.dtype, shape)
@@ -132,6 +108,7 @@ class ZmqExchange:
         assert num_tokens <= shape.max_tokens, f"{num_tokens} tokens, the exchange was sized for {shape.max_tokens}"
         assert 0 <= num_prompt <= num_tokens, num_prompt
         own = _Source(ids, self._as_rows(x)[:num_tokens], num_prompt, picked=False)
+        self.steps.enter(layer)
         remote_pairs = self._send_tokens(own, layer)
         frames = self._mesh.recv_all(Phase.DISPATCH, layer=layer, since=start)
         sources = [self._source(peer, frame, layer) if frame else self._absent for peer, frame in enumerate(frames)]
@@ -144,25 +121,24 @@ class ZmqExchange:
             token_bounds=token_bounds,
             tables=self._tables[layer],
         )
-        self._open = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_pairs)
+        handle = ZmqHandle(layer, num_tokens, routing, token_bounds, remote_pairs)
         dispatched = Dispatched(
             rows=self._gather_rows(sources, routing, token_bounds),
             experts=torch.from_numpy(routing.experts),
             prompt=_prompt_rows(sources, routing, token_bounds),
-            handle=self._open,
+            handle=handle,
         )
         self.stats.seconds["dispatch"].append(perf_counter() - start)
         return dispatched
 
     def combine(self, expert_out: torch.Tensor | None, handle: ZmqHandle) -> torch.Tensor:
         """See `Exchange.combine`."""
-        assert expert_out is not None, "nobody was told where home is"
+        assert expert_out is not None, "the ZMQ exchange has no result window"
         start = perf_counter()
-        assert handle is self._open, "combine takes the handle of the last dispatch, once"
         shape, routing, bounds = self._shape, handle.routing, handle.routing.pair_bounds
         assert expert_out.shape == (*routing.experts.shape, shape.hidden), (expert_out.shape, shape)
         assert expert_out.dtype == self._dtype, (expert_out.dtype, shape)
-        self._open = None
+        self.steps.leave(handle.layer)
         out = self._as_rows(expert_out.view(-1, shape.hidden))
         tag = pack_tag(self._mesh.epoch, self._mesh.step, handle.layer, Phase.COMBINE, self.rank)
         for peer in self._mesh.peers:

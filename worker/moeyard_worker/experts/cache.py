@@ -186,7 +186,7 @@ class ExpertCache:
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
         """The experts' outputs of one layer, [R, K, H], one row per (row, k) whose expert is here, holes elsewhere;
-        None where the backend has put them home (`Dispatched.home`).
+        None where the kernels have written them to `Dispatched.result_window`.
 
         With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
         """
@@ -196,7 +196,7 @@ class ExpertCache:
         owned = self._owned[self._index[layer]]
         run = self._slots.begin(
             dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt,
-            one_in=dispatched.one_in, choice=dispatched.choice, home=dispatched.home,
+            one_in=dispatched.num_owners, choice=dispatched.deferred_choice, home=dispatched.result_window,
         )  # fmt: skip
         if self._recorder is not None:
             decode, prefill = needed(run)
@@ -208,7 +208,7 @@ class ExpertCache:
                 self._counting.count_resident(layer, run, self._policy.settled)
             run.compute(self._tables[layer])
         elif self._residency is not None:
-            self._residency.run(self._index[layer], run, dispatched.fetch)
+            self._residency.run(self._index[layer], run, dispatched.expert_fetch)
         else:
             self._run_waves(layer, run)
         return run.result()

@@ -74,7 +74,7 @@ class Moe:
         Every rank calls this in every step, also without a row.
         """
         alone = plan.num_rows == 1
-        defer = alone and self._exchange.stays and self._experts.takes_choices
+        defer = alone and self._exchange.traits.local and self._experts.takes_choices
         # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
         defer = defer and (self._shared is None or self._gate.takes_shared)
         # Beside the routed experts; of one row already beside the choice, which is latencies. More rows take the memory
@@ -85,9 +85,9 @@ class Moe:
             shared = self._share(x, plan)
         dispatched = self._exchange.dispatch(x, chosen.ids, layer=self._layer, num_prompt=plan.num_prompt)
         if dispatched.prompt is not None and not self._experts.all_resident:
-            self._exchange.drain()
+            self._exchange.steps.drain()
         if chosen.deferred is not None:
-            dispatched = replace(dispatched, choice=chosen.deferred)
+            dispatched = replace(dispatched, deferred_choice=chosen.deferred)
         routed = self._exchange.combine(self._experts.run(self._layer, dispatched), dispatched.handle)
         beside = chosen.shared if shared is None else shared()
         return ExpertParts(routed=routed, weights=chosen.weights, shared=beside, shared_gate=chosen.shared_gate)

@@ -119,12 +119,9 @@ class CudaDevice:
             adaptive=config.draft_tokens is None,
             captures_prompts=not plan.stream_slots,
         )
-        if not config.enforce_eager and runner.exchange.captures:
+        if not config.enforce_eager and runner.exchange.traits.capturable:
             runner.warm_recompute()
             found.capture()
-        elif not (config.enforce_eager or config.num_drafts) and runner.exchange.warms:
-            runner.warm_recompute()
-            found.warm()
         return found
 
 

@@ -173,7 +173,7 @@ class Worker:
             config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
             seconds=patience(config), drafts=config.num_drafts > 0, lending=lending(config, model, experts),
         )  # fmt: skip
-        if not (exchange.captures or config.enforce_eager or config.device == "cpu"):
+        if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
             self.checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,

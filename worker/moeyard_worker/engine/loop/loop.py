@@ -274,13 +274,13 @@ class Engine:
     @property
     def _listens(self) -> bool:
         # Whether the exchange waits for the device, and listens to peers meanwhile.
-        return bool(self.mesh.peers) and self._exchange.captures
+        return bool(self.mesh.peers) and self._exchange.traits.capturable
 
     def _pause(self, over: Callable[[], bool]) -> bool:
         """Wait until it is `over`: False. True where anything is heard before, and soon where no device waits."""
         if self._listens:
             # Who looks at the mesh meanwhile takes a plan from its socket.
-            self._exchange.drain(lambda: over() or self._poller.wait(0).anything or self._peer_started())
+            self._exchange.steps.drain(lambda: over() or self._poller.wait(0).anything or self._peer_started())
             return not over()
         return self._poller.wait(1).anything
 
@@ -291,7 +291,7 @@ class Engine:
             num_rows=self._runner.rows_of(step),
         )  # fmt: skip
         self.step += 1
-        self._exchange.begin_step(self.step)
+        self._exchange.steps.begin(self.step)
         self._experts.begin_step(self.step)
         before = self._launched[-1][0] if self._launched else None
         requests, depth = self._scheduler.requests(step), agreed.num_drafts
@@ -306,7 +306,7 @@ class Engine:
     def _complete(self, launched: LaunchedStep, number: int, started: float) -> None:
         """Take the results of the oldest step in flight."""
         step = launched.step
-        self._exchange.finish_step(number, launched.has_run)
+        self._exchange.steps.finish(number, launched.has_run)
         if unsound := launched.unsound:
             # What made them is in the pages by now, and others may share these.
             raise not_finite(unsound, step=number)
@@ -338,12 +338,12 @@ class Engine:
     def _lose(self, error: ExchangeError) -> None:
         """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
         self._poller.forget()
-        self._exchange.abort()
+        self._exchange.steps.abort()
         # What others found may be the cause of what was met here; all ranks name one.
         self.failure = self.mesh.fail(str(error))
         finding = self.mesh.finding
         assert finding is not None, "a mesh that failed knows why"
-        self._exchange.abort(finding.ranks)
+        self._exchange.steps.abort(finding.ranks)
         self._launched.clear()
         if self._pacing is not None:
             self._pacing.clear()

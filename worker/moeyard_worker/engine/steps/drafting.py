@@ -64,7 +64,7 @@ class Speculation:
         x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
         # From here on there are no rows of prompts, whoever had some.
-        self._exchange.expect(PeerRows(most_rows))
+        self._exchange.steps.set_rows(PeerRows(most_rows))
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
             x, going = _rows(x, kept), [going[i] for i in kept]
@@ -74,14 +74,14 @@ class Speculation:
             x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
             self._choose(x, going)
         # Also where nobody goes on, or has a row: these passes wait for peers, too.
-        self._exchange.drain()
+        self._exchange.steps.drain()
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
     def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:
         """One more draft of each, by rows x [len(going), H]."""
         if not going:
             return
-        self._exchange.drain()
+        self._exchange.steps.drain()
         found = choose(self._model.head(x).float(), [tail.row_of_next() for tail in going], self._eos_token_ids)
         for tail, (token_id, _) in zip(going, found, strict=True):
             tail.drafts.append(token_id)

@@ -56,8 +56,8 @@ class GpuRunner:
     whether a step with prompts asks nothing of the host. `num_replayed` and `num_eager` count how steps ran;
     `num_rows` are the rows of those that were replayed, `num_padded_rows` the same with padding.
 
-    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met, and steps without
-    prompts only, since the host asks what those bring.
+    With `ExchangeTraits.graphs_per_epoch` each step is captured when it is first met, and only steps without prompts:
+    the host asks what prompts bring.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class GpuRunner:
         exchange, config = runner.exchange, runner.config
         self._runner, self._backend, self._exchange = runner, backend, exchange
         self._max_sequences, self._max_pages, self._max_prompt = max_sequences, max_pages, max_prompt
-        self._of_epoch, self._has_peers = exchange.of_epoch, exchange.places_rows
+        self._per_epoch, self._has_peers = exchange.traits.graphs_per_epoch, exchange.traits.pads_peers
         # Whether steps beside prompts are captured, and whether steps with prompts are.
-        self._captures_prompts = captures_prompts and self._of_epoch is None
-        self._replays_prompts = self._captures_prompts and (not num_drafts or exchange.stays)
+        self._captures_prompts = captures_prompts and not self._per_epoch
+        self._replays_prompts = self._captures_prompts and (not num_drafts or exchange.traits.local)
         # A step without drafts has one row per sequence, another has as many as the step before drafted.
         self._queries = range(1, 2 + num_drafts) if adaptive else sorted({1, 1 + num_drafts})
         self._drafts = num_drafts > 0
@@ -108,8 +108,8 @@ class GpuRunner:
     def sizes(self) -> Iterator[StepSize]:
         """The size of every step that is captured."""
         own = [*self._own_sizes()]
-        if self._of_epoch is not None:
-            return with_agreed_rows(own, self._of_epoch.rooms)
+        if self._per_epoch:
+            return with_agreed_rows(own, self._exchange.traits.row_sizes)
         return with_peers(own) if self._has_peers else iter(own)
 
     def _own_sizes(self) -> Iterator[StepSize]:
@@ -133,21 +133,21 @@ class GpuRunner:
             sampled = sorted({size.rows for size in sizes if size.decode})
         else:
             sampled = below(DECODING.sequences, self._max_sequences)
-        if self._of_epoch is None:
+        if not self._per_epoch:
             # But for prompts that ask the host about experts without a slot.
             prompts = self._warm_runs() if self._captures_prompts else ()
             self._backend.compile_ahead(self._rehearsal(chain(prompts, self._graphs.runs(sizes)), sampled))
         self._warm_prompts()
         pool = self._graphs.prepare(sizes)
-        if self._of_epoch is not None:
+        if self._per_epoch:
             # More rows than there is room for are launched.
-            self._warm_decode(above=max(self._of_epoch.rooms, default=0))
+            self._warm_decode(above=max(self._exchange.traits.row_sizes, default=0))
         with self._backend.without_collection():
             self._sampler.capture(sampled, pool)
         num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
         log.info("%s", listed(self._graphs.captured, num_graphs=num_graphs, seconds=seconds))
-        if self._of_epoch is not None:
-            rows = ", ".join(map(str, self._of_epoch.rooms)) or "no"
+        if self._per_epoch:
+            rows = ", ".join(map(str, self._exchange.traits.row_sizes)) or "no"
             log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rows)
 
     def _rehearsal(
@@ -158,13 +158,7 @@ class GpuRunner:
             yield from steps
         yield from self._sampler.runs(sampled)
         # Nothing of the last step is kept.
-        self._exchange.expect(PeerRows(0))
-
-    @torch.inference_mode()
-    def warm(self) -> None:
-        """Where nothing is captured: run steps of all sizes once, which compiles their kernels."""
-        self._warm_prompts()
-        self._warm_decode()
+        self._exchange.steps.set_rows(PeerRows(0))
 
     def _warm_decode(self, above: int = 0) -> None:
         for rows in below(DECODING.sequences, self._max_sequences):
@@ -178,12 +172,12 @@ class GpuRunner:
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
         """What is launched kernel by kernel beside the graphs."""
         model, sizes = self._runner.model, {size for size in (*_WARM, self._max_prompt) if size <= self._max_prompt}
-        if not self._drafts and self._captures_prompts and self._exchange.captures:
+        if not self._drafts and self._captures_prompts and self._exchange.traits.capturable:
             # What is captured runs once before it is.
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0
-            self._exchange.expect(PeerRows(size))
+            self._exchange.steps.set_rows(PeerRows(size))
             step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
             speculation = self._runner.speculation
             yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.inputs)
@@ -229,8 +223,8 @@ class GpuRunner:
         found = None if size is None else self._graphs.step(size)
         if self._drafts and (found is None or step.prefill):
             return self._settled(step, requests, found, before=before, num_drafts=num_drafts, peers=peers)
-        if found is None or self._of_epoch is not None:
-            self._exchange.expect(peers)
+        if found is None or self._per_epoch:
+            self._exchange.steps.set_rows(peers)
         begun = torch.cuda.Event(enable_timing=True)
         begun.record()
         scores, verified = list[SampledTokens](), None
@@ -273,8 +267,8 @@ class GpuRunner:
             # A step that the host has settled leaves nothing on the device.
             found.program.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
         found.graphs[MODEL].replay()
-        if self._of_epoch is not None:
-            self._of_epoch.replayed()
+        if self._per_epoch:
+            self._exchange.steps.replayed()
             self._drain()
         self._count(found, step)
 
@@ -352,8 +346,8 @@ class GpuRunner:
     def _drain(self) -> None:
         """Where only the host can end what a device waits for, that is over before the step's last launches."""
         # Also of a graph: later work of the host may wait for the device, where peers are not watched.
-        if not self._exchange.captures or self._of_epoch is not None:
-            self._exchange.drain()
+        if not self._exchange.traits.capturable or self._per_epoch:
+            self._exchange.steps.drain()
 
 
 def _places(step: Step, each: int) -> list[int]:

@@ -41,15 +41,13 @@ class CapturedStep:
 class StepGraphs:
     """Captured steps: what `program` launches for a size.
 
-    Where captured steps are one epoch's (`Exchange.of_epoch`), each is captured when it is first met in the epoch,
-    while peers wait.
+    With `ExchangeTraits.graphs_per_epoch` each is captured when it is first met in the epoch, while peers wait.
     """
 
     def __init__(self, program: Callable[[StepSize], Program], exchange: Exchange, backend: StepBackend) -> None:
         self._program, self._exchange, self._backend = program, exchange, backend
-        self._of_epoch = exchange.of_epoch
-        if self._of_epoch is not None:
-            self._of_epoch.forget = self._forget
+        self._per_epoch = exchange.traits.graphs_per_epoch
+        exchange.steps.release_graphs = self._release
         # The smallest first: a step takes the first that holds it.
         self._sizes: tuple[StepSize, ...] = ()
         self._captured: dict[StepSize, CapturedStep] = {}
@@ -76,7 +74,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = tuple(sorted(sizes, key=lambda size: size.order))
         with self._backend.without_collection():
-            (self._capture_all if self._of_epoch is None else self._run_some)()
+            (self._run_some if self._per_epoch else self._capture_all)()
         return self._pool
 
     def runs(self, sizes: Iterable[StepSize]) -> Iterator[Callable[[], object]]:
@@ -107,7 +105,7 @@ class StepGraphs:
             peers.add(size.peers)
 
     def _expected(self, size: StepSize) -> Program:
-        self._exchange.expect(PeerRows(size.peers))
+        self._exchange.steps.set_rows(PeerRows(size.peers))
         return self._program(size)
 
     def run(self, size: StepSize) -> None:
@@ -120,18 +118,18 @@ class StepGraphs:
         return smallest(self._sizes, size, most)
 
     def step(self, size: StepSize) -> CapturedStep:
-        """A captured step, captured now if it has not been. Raises ExchangeError as `OfEpoch.capturing`."""
+        """A captured step, captured now if it has not been. Raises ExchangeError as `ExchangeSteps.before_capture`."""
         found = self._captured.get(size)
         if found is None:
-            assert self._of_epoch is not None, f"{size} was to be captured at the start"
-            self._of_epoch.capturing()
+            assert self._per_epoch, f"{size} was to be captured at the start"
+            self._exchange.steps.before_capture()
             program = self._expected(size)
             graphs = {name: self._backend.capture_while_serving(run, self._pool) for name, run in program.parts.items()}
             found = self._captured[size] = CapturedStep(program, graphs)
         return found
 
-    def _forget(self) -> None:
-        """See `OfEpoch.forget`. Any thread may call it."""
+    def _release(self) -> None:
+        """Free all graphs, as `ExchangeSteps.release_graphs` asks. Any thread may call it."""
         captured, self._captured = self._captured, {}
         if not captured:
             return

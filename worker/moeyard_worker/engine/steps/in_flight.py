@@ -72,7 +72,7 @@ class InFlight:
         """`results[i]` of `step.sampled[i]`."""
         if self._results is None:
             begun = time.monotonic()
-            self._exchange.drain(self.has_run)
+            self._exchange.steps.drain(self.has_run)
             self._done.synchronize()
             self.waited = time.monotonic() - begun
             self._results = self._accepted()

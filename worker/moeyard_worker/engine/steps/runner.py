@@ -111,7 +111,7 @@ class Runner:
         for rows in (2, 5):
             ids = (0,) * rows
             again = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=ids, state_slot=0, prompt=False, num_sampled=1)
-            self.exchange.expect(PeerRows(rows))
+            self.exchange.steps.set_rows(PeerRows(rows))
             self.forward(Step(decode=(again,)))
         if self.backend.choices is not None:
             self.backend.choices.clear()
@@ -134,7 +134,7 @@ class Runner:
         results before. Raises ExchangeError when a peer is lost.
         """
         peers = peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,))
-        self.exchange.expect(peers)
+        self.exchange.steps.set_rows(peers)
         fed = feed(step, before)
         plan = self.backend.plan(fed)
         hidden = self.model.hidden(plan)
@@ -154,7 +154,7 @@ class Runner:
         rank in an exchange.
         """
         rows = sampled_rows(fed, requests, before)
-        self.exchange.drain()
+        self.exchange.steps.drain()
         chosen = choose(logits, rows, self.config.eos_token_ids)
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
         found = chosen_logits(logits, ids.to(logits.device))
