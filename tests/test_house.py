@@ -64,15 +64,11 @@ LAUNCHER_ROOMS = {
     "cli": ("fleet", "local", "clients"),
 }
 LAUNCHER_FILES = ("__main__", "entry", "last_resort", "listen", "logs", "options", "signals")
-# Where the kernels are entered by other doors than the seam: where a backend is chosen, and where tokens are.
-KERNEL_DOORS = {
-    "moeyard_worker.engine.assembly.device": (
-        "moeyard_kernels.cpu",
-        "moeyard_kernels.cuda",
-    ),
-    "moeyard_worker.engine.assembly.local": ("moeyard_kernels.cpu.backend",),
-    "moeyard_worker.engine.sampling.sampling": ("moeyard_kernels.ops",),
-    "moeyard_worker.engine.sampling.scoring": ("moeyard_kernels.ops",),
+# The backend is the worker's only way to the kernels, with these exceptions.
+BEYOND_BACKEND = {
+    # It chooses the backend.
+    "moeyard_worker.engine.assembly.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
+    # An exchange is built before a layer asks anything of a backend; `Backend.peers` has the same.
     "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
     "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.peers",),
     "moeyard_worker.exchange.peer_fetch": ("moeyard_kernels.host_memory",),
@@ -191,7 +187,7 @@ def test_packages_import_one_way() -> None:
         for name, node in source.imports()
         if name.split(".")[0] in PACKAGES
         and not any(
-            inside(name, allowed) for allowed in (*MAY_IMPORT[module.split(".")[0]], *KERNEL_DOORS.get(module, ()))
+            inside(name, allowed) for allowed in (*MAY_IMPORT[module.split(".")[0]], *BEYOND_BACKEND.get(module, ()))
         )
     ]
     assert wrong == []

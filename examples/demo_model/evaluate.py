@@ -148,7 +148,8 @@ def continue_with_moeyard(runner: Runner, prompt: Sequence[int], params: Samplin
     ends = runner.config.eos_token_ids
     logits = prompt_logits(runner, prompt, pages)[-1:]
     while True:
-        [(token_id, _)] = choose(logits, [SampledRow(params=params, prompt=prompt, output=output)], ends)
+        row = SampledRow(params=params, prompt=prompt, output=output)
+        [(token_id, _)] = choose(runner.backend, logits, [row], ends)
         output.append(token_id)
         if token_id in ends or len(output) == params.max_tokens:
             return output

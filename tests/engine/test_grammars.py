@@ -20,6 +20,7 @@ from bench.structured import Answer, Bench, asked_for, fault, random_schema
 from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.engine.sampling import grammar_client
 from moeyard_worker.engine.sampling import grammars as grammars_module
@@ -39,6 +40,7 @@ from moeyard_worker.scheduling.request import Accepted, Mask, Request
 from moeyard_worker.scheduling.step import Chunk, Step
 
 EOS = (1, 6)
+BACKEND = CpuBackend(page_size=16)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -607,7 +609,7 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
                 if request.constraint is not None:
                     mask = held(grammars, **kinds[request.request_id]).mask(known[i])
                 rows.append(SampledRow(params=request.sampling, prompt=(3, 4), output=list(known[i]), mask=mask))
-            wanted = choose(logits, rows, eos)
+            wanted = choose(BACKEND, logits, rows, eos)
             sampler.logits[:4] = logits
             tokens, errors = sampler.choose(Step(decode=tuple(chunks)), requests, before=before, greedy=False)
             asked = [r.sampling.logprobs for r in requests]

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.engine.sampling.sampling import SampledRow, accepted, choose, feed, sampled_rows
 from moeyard_worker.engine.steps.runner import Launched
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Mask, Request
 from moeyard_worker.scheduling.sampling_check import MAX_CHANGED, sampling_error
 from moeyard_worker.scheduling.step import Chunk, Step
+
+BACKEND = CpuBackend(page_size=16)
 
 V = 40
 
@@ -29,11 +32,11 @@ def logits_for(seed: int, *shape: int) -> torch.Tensor:
 
 
 def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> int:
-    return choose(logits[None], [row(**options)], eos)[0][0]
+    return choose(BACKEND, logits[None], [row(**options)], eos)[0][0]
 
 
 def told(logits: torch.Tensor, **options: Any) -> TokenLogprob | None:
-    return choose(logits[None], [row(**options)], ())[0][1]
+    return choose(BACKEND, logits[None], [row(**options)], ())[0][1]
 
 
 def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
@@ -94,7 +97,7 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> N
     params = SamplingParams(**{"max_tokens": 1, **cuts})
     expected = naive_probabilities(logits.double().tolist(), params)
     n = 2000
-    tokens = [t for t, _ in choose(logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())]
+    tokens = [t for t, _ in choose(BACKEND, logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())]
     counts = np.bincount(tokens, minlength=V)
     support = [i for i in range(V) if expected[i] > 0]
     assert all(expected[i] > 0 for i in np.flatnonzero(counts)), "a token outside the support was drawn"
@@ -124,7 +127,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
     logits = torch.linspace(1, 0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(seed))]
     expected = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **cuts))
     n = 800
-    drawn = {t for t, _ in choose(logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())}
+    drawn = {t for t, _ in choose(BACKEND, logits.expand(n, V), [row(seed=i, **cuts) for i in range(n)], ())}
     assert drawn <= {i for i in range(V) if expected[i] > 0}
     assert drawn >= {i for i in range(V) if n * expected[i] > 15}
 
@@ -172,7 +175,7 @@ def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
         prompt, output = (tuple(rng.integers(0, V, size=n).tolist()) for n in (6, 25))
         asked = row(prompt, output, temperature=0.0, **edits)
         edited = naive_edit(values.double().tolist(), asked)
-        ((chosen, _),) = choose(values[None], [asked], ())
+        ((chosen, _),) = choose(BACKEND, values[None], [asked], ())
         assert edited[chosen] >= max(edited) - 1e-12
         changed += chosen != int(values.argmax())
     assert changed > 5, "the rows are too easy to notice the edits"
@@ -216,7 +219,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
     logits[3, [4, 9, 17]] = 12.0
     expected = torch.log_softmax(logits.double(), dim=-1)
     edits = {"temperature": 0.7, "top_k": 9, "presence_penalty": 1.0, "logit_bias": {5: 4.0}}
-    out = choose(logits, [row(seed=i, logprobs=5, **edits) for i in range(30)], ())
+    out = choose(BACKEND, logits, [row(seed=i, logprobs=5, **edits) for i in range(30)], ())
     for values, exact, (token_id, got) in zip(logits, expected, out, strict=True):
         assert got is not None
         assert got.logprob == pytest.approx(float(exact[token_id]), abs=1e-6)
@@ -236,7 +239,7 @@ def test_number_of_logprobs(seed: int) -> None:
         assert logprob is not None
         assert len(logprob.top) == asked
     # Each row is told as many as it asked for.
-    (_, few), (_, none), (_, many) = choose(logits.expand(3, V), [row(logprobs=n) for n in (2, None, 7)], ())
+    (_, few), (_, none), (_, many) = choose(BACKEND, logits.expand(3, V), [row(logprobs=n) for n in (2, None, 7)], ())
     assert none is None
     assert few is not None
     assert many is not None
@@ -249,10 +252,10 @@ def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
     kinds: list[dict[str, Any]] = [*CUTS, *PENALTIES, {"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 9}]
     logits = logits_for(seed, len(kinds) + 5, 257)
     rows = [row((1, 2), (3, 4, 4), seed=i, logprobs=3, **kind) for i, kind in enumerate(kinds)]
-    alone = [choose(logits[i][None].clone(), [each], (7,))[0] for i, each in enumerate(rows)]
-    assert choose(logits, rows, (7,)) == alone
+    alone = [choose(BACKEND, logits[i][None].clone(), [each], (7,))[0] for i, each in enumerate(rows)]
+    assert choose(BACKEND, logits, rows, (7,)) == alone
     flipped = logits[: len(rows)].flip(0).contiguous()
-    assert choose(flipped, rows[::-1], (7,))[::-1] == alone
+    assert choose(BACKEND, flipped, rows[::-1], (7,))[::-1] == alone
     assert len({token_id for token_id, _ in alone}) > 3
 
 
@@ -275,7 +278,7 @@ def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
 def test_sampling_leaves_the_logits_alone(seed: int) -> None:
     logits = logits_for(seed, 1, V)
     before = logits.clone()
-    choose(logits, [row(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
+    choose(BACKEND, logits, [row(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
     assert torch.equal(logits, before)
 
 
@@ -300,14 +303,14 @@ def test_the_most_that_is_let_in_can_be_chosen_from() -> None:
     assert sampling_error(params, vocab) is None
     mask = Mask(words=b"\xff" * (vocab // 8))
     rows = [SampledRow(params=params, prompt=(1,), output=[], mask=m) for m in (None, mask)]
-    chosen = choose(torch.zeros(2, vocab), rows, (4096, 4097))
+    chosen = choose(BACKEND, torch.zeros(2, vocab), rows, (4096, 4097))
     assert all(token_id not in range(1500, MAX_CHANGED) for token_id, _ in chosen[:1])
     assert sampling_error(replace(params, top_k=2**63), vocab) is not None
     assert sampling_error(replace(params, stop_token_ids=tuple(range(1500, MAX_CHANGED + 1))), vocab) is not None
 
 
 def test_no_rows() -> None:
-    assert choose(torch.empty(16, V), [], ()) == []
+    assert choose(BACKEND, torch.empty(16, V), [], ()) == []
 
 
 def request(prompt: tuple[int, ...], output: tuple[int, ...]) -> Request:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.engine.sampling.edit_counts import MAX_BIASES
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
@@ -19,6 +20,7 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 V = 96
 EOS = (7, 8)
+BACKEND = CpuBackend(page_size=16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -81,7 +83,7 @@ class Session:
         mine, theirs = [requests[i] for i in places], [rows[i] for i in places]
         logits = logits[places].to(DEVICE)
         self.sampler.logits[: len(rows)] = logits
-        wanted = choose(logits.clone(), theirs, EOS)
+        wanted = choose(BACKEND, logits.clone(), theirs, EOS)
         with torch.inference_mode():
             tokens, errors = self.sampler.choose(step, mine, before=self.before, greedy=False)
             got = tell(tokens, [r.sampling.logprobs for r in mine])

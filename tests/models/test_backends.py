@@ -112,7 +112,7 @@ def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
     with torch.inference_mode():
         for runner, whole in zip(runners, (True, False), strict=True):
             hidden = runner.model.hidden(runner.backend.plan(step))
-            found.append(told(step, score(runner.model.head, hidden, step, whole=whole))[0])
+            found.append(told(step, score(runner.backend, runner.model.head, hidden, step, whole=whole))[0])
     ours, theirs = (torch.tensor([entry.logprob for entry in scores]) for scores in found)
     assert len(ours) == 86
     assert relative(ours, theirs) < 1e-4

@@ -139,7 +139,10 @@ def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]]
 def scores_of(runner: Runner, *prefill: Chunk, whole: bool = False) -> Scores:
     step = Step(prefill=prefill)
     with torch.inference_mode():
-        return told(step, score(runner.model.head, runner.model.hidden(runner.backend.plan(step)), step, whole=whole))
+        return told(
+            step,
+            score(runner.backend, runner.model.head, runner.model.hidden(runner.backend.plan(step)), step, whole=whole),
+        )
 
 
 def scored_chunk(ids: list[int], start: int, size: int, *, first_page: int = 0, first: int = 0) -> Chunk:

@@ -32,18 +32,28 @@ class _Delta:
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, gate: torch.Tensor, plan: CudaPlan
     ) -> torch.Tensor:
         """qkv [num_rows, C], b [num_rows, H], a and gate as projected -> [num_rows, H Dv] in their dtype."""
-        rows = plan.state
+        rows, layer = plan.state, self._layer
         assert rows is not None, "a plan knows its slots once there is linear attention"
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
             # Products lie between this and the launches of the step before that wrote these slots.
             return self._step(
-                qkv, self._conv, self._layer.window, b, a, *self._rates, self._layer.state, gate, self._layer.norm, self._layer.eps,
-                slots=rows.slots, sigmoid=self._sigmoid, rows=rows.stand_in, static_state=True,
-            )  # fmt: skip
+                qkv,
+                self._conv,
+                layer.window,
+                b,
+                a,
+                *self._rates,
+                layer.state,
+                gate,
+                layer.norm,
+                layer.eps,
+                slots=rows.slots,
+                sigmoid=self._sigmoid,
+                rows=rows.stand_in,
+                static_state=True,
+            )
         mixed = self._mixed(qkv, b, a, plan, rows)
-        return ops.gated_rms_norm(
-            mixed, gate, self._layer.norm, self._layer.eps, sigmoid=self._sigmoid, rows=rows.stand_in
-        )
+        return ops.gated_rms_norm(mixed, gate, layer.norm, layer.eps, sigmoid=self._sigmoid, rows=rows.stand_in)
 
     def _mixed(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan, rows: StateRows

@@ -23,6 +23,11 @@ from moeyard_worker.engine.steps.runner import Runner
 CAPABILITY = (9, 0)
 
 
+def cpu_backend(page_size: int) -> Backend:
+    """Return the backend of a CPU. Raises ValueError for a page size that does not divide the attention's block."""
+    return CpuBackend(page_size=page_size)
+
+
 class CpuDevice:
     """The CPUs of the host, which all its ranks share."""
 
@@ -31,7 +36,7 @@ class CpuDevice:
     shared = True
 
     def __init__(self, config: EngineConfig) -> None:
-        self.backend: Backend = CpuBackend(page_size=config.page_size)
+        self.backend = cpu_backend(config.page_size)
 
     def available(self) -> int:
         """Bytes that this rank may still take of the memory it computes in."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.engine.assembly.device import cpu_backend
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
@@ -35,7 +35,7 @@ def local_runner(
     """
     config = load_model_config(directory, num_pages * page_size)
     checkpoint = open_checkpoint(directory, config)
-    backend = CpuBackend(page_size=page_size) if backend is None else backend
+    backend = cpu_backend(page_size) if backend is None else backend
     experts = ExpertCache(
         backend=backend,
         source=MappedExperts(checkpoint),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.ops import sample
+from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_kernels.types.sending import to_device
@@ -151,19 +151,22 @@ def unsound(step: Step, requests: Sequence[Request], logits: torch.Tensor) -> tu
 
 
 def choose(
-    logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
+    backend: Backend, logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
 ) -> list[tuple[int, TokenLogprob | None]]:
     """The token of each row of logits [>= len(rows), V], and what its request wants to know of it."""
     if not rows:
         return []
-    return tell(ask(logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
+    return tell(ask(backend, logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
 
 
-def ask(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> SampledTokens:
+def ask(
+    backend: Backend, logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
+) -> SampledTokens:
     """The first half of `choose`: where the logits are, and without waiting for them."""
     logits = logits[: len(rows)]
     num_top = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
-    return sample(logits, edits=_edits(logits, rows, eos_token_ids), logprobs=num_top, **_arguments(logits, rows))
+    edits = _edits(logits, rows, eos_token_ids)
+    return backend.sample(logits, edits=edits, logprobs=num_top, **_arguments(logits, rows))
 
 
 def tell(done: SampledTokens, asked: Sequence[int | None]) -> list[tuple[int, TokenLogprob | None]]:

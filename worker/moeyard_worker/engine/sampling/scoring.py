@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moeyard_kernels.ops import token_logprobs
+from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.memory.plan import SCORED_ROWS
@@ -22,7 +22,12 @@ Scores = list[tuple[TokenLogprob, ...]]
 
 
 def score(
-    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, step: Step, *, whole: bool = False
+    backend: Backend,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    step: Step,
+    *,
+    whole: bool = False,
 ) -> list[SampledTokens]:
     """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]); without waiting for a device.
 
@@ -38,16 +43,16 @@ def score(
     for begin in range(0, count, SCORED_ROWS):
         block = slice(begin, begin + SCORED_ROWS)
         logits = head(hidden.index_select(0, where[block])).float()
-        found = token_logprobs(logits, ids[block], num_top)
+        found = backend.token_logprobs(logits, ids[block], num_top)
         blocks.append(found.each(lambda x, left=count - begin: x[:left]))  # type: ignore[misc]
     return blocks
 
 
-def warm_scoring(head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+def warm_scoring(backend: Backend, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
     """Have the kernels of a whole block compiled, by a row of any values, hidden [1, H]."""
     rows = hidden.expand(SCORED_ROWS, -1).contiguous()
     ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=hidden.device)
-    token_logprobs(head(rows).float(), ids, MAX_TOP)
+    backend.token_logprobs(head(rows).float(), ids, MAX_TOP)
 
 
 def _wanted(step: Step) -> tuple[list[int], list[int], int]:

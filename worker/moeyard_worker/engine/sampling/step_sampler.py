@@ -272,7 +272,7 @@ class StepSampler:
         rows = sampled_rows(feed(Step(decode=some), before), [requests[i] for i in helped], before)
         places = [i * each + row for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
         where = to_device(torch.tensor(places), self._backend.device)
-        self._put(tokens, where, ask(self.logits[where], rows, self._eos))
+        self._put(tokens, where, ask(self._backend, self.logits[where], rows, self._eos))
         found = errors_of(rows)
         if not found:
             return {}

@@ -82,7 +82,8 @@ class Speculation:
         if not going:
             return
         self._exchange.steps.drain()
-        found = choose(self._model.head(x).float(), [tail.row_of_next() for tail in going], self._eos_token_ids)
+        rows = [tail.row_of_next() for tail in going]
+        found = choose(self._backend, self._model.head(x).float(), rows, self._eos_token_ids)
         for tail, (token_id, _) in zip(going, found, strict=True):
             tail.drafts.append(token_id)
 

@@ -182,7 +182,7 @@ class GpuRunner:
             speculation = self._runner.speculation
             yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.inputs)
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
-        yield partial(warm_scoring, model.head, row)
+        yield partial(warm_scoring, self._backend, model.head, row)
         if self._drafts:
             yield self._sampler.warm
 
@@ -341,7 +341,7 @@ class GpuRunner:
         hidden = model.hidden(plan)
         self._drain()
         model.sampled(hidden, plan, out=self._sampler.logits[: plan.num_sampled])
-        return score(model.head, hidden, step, whole=True) if step.scored else []
+        return score(self._backend, model.head, hidden, step, whole=True) if step.scored else []
 
     def _drain(self) -> None:
         """Where only the host can end what a device waits for, that is over before the step's last launches."""

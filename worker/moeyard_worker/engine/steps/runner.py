@@ -155,7 +155,7 @@ class Runner:
         """
         rows = sampled_rows(fed, requests, before)
         self.exchange.steps.drain()
-        chosen = choose(logits, rows, self.config.eos_token_ids)
+        chosen = choose(self.backend, logits, rows, self.config.eos_token_ids)
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
         found = chosen_logits(logits, ids.to(logits.device))
         results = accepted(fed, chosen, errors_of(rows))
@@ -167,7 +167,7 @@ class Runner:
         _look_ahead(fed, requests, rows, results)
         # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
         whole = self.backend.device.type != "cpu"
-        scores = told(step, score(self.model.head, hidden, step, whole=whole)) if step.scored else []
+        scores = told(step, score(self.backend, self.model.head, hidden, step, whole=whole)) if step.scored else []
         bad = unsound(fed, requests, found) + (unsound_scores(step, scores) if scores else ())
         return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
 
