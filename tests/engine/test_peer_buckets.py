@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from moeyard_kernels.types.step_size import StepSize
-from moeyard_worker.engine.steps.sizes import smallest, with_agreed_rows, with_peers
+from moeyard_worker.engine.steps.graphs import smallest
+from moeyard_worker.engine.steps.sizes import with_agreed_rows, with_peers
 
 ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160), (64, 512, 2048, 8192)
 OWN = [StepSize(sequences=rows, width=width) for rows, width in product(ROWS, WIDTHS)]

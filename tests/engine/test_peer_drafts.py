@@ -17,7 +17,8 @@ from moeyard_kernels import ops
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
-from moeyard_worker.engine.steps.sizes import smallest, with_peers
+from moeyard_worker.engine.steps.graphs import smallest
+from moeyard_worker.engine.steps.sizes import with_peers
 from moeyard_worker.protocol import Done, Grammar
 from moeyard_worker.scheduling.scheduler import Scheduler
 

@@ -22,7 +22,7 @@ from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.layers import GqaLayer
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
-from moeyard_worker.engine.sampling.scoring import score, told
+from moeyard_worker.engine.sampling.scoring import read_scores, score
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
@@ -112,7 +112,7 @@ def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
     with torch.inference_mode():
         for runner, whole in zip(runners, (True, False), strict=True):
             hidden = runner.model.hidden(runner.backend.plan(step))
-            found.append(told(step, score(runner.backend, runner.model.head, hidden, step, whole=whole))[0])
+            found.append(read_scores(step, score(runner.backend, runner.model.head, hidden, step, whole=whole))[0])
     ours, theirs = (torch.tensor([entry.logprob for entry in scores]) for scores in found)
     assert len(ours) == 86
     assert relative(ours, theirs) < 1e-4

@@ -10,7 +10,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from moeyard_kernels.ops import token_logprobs
 from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.sampling.sampling import tell
-from moeyard_worker.engine.sampling.scoring import Scores, score, told
+from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.protocol import TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
@@ -139,7 +139,7 @@ def test_only_sampled_rows_are_returned(runner: Runner, prompts: list[list[int]]
 def scores_of(runner: Runner, *prefill: Chunk, whole: bool = False) -> Scores:
     step = Step(prefill=prefill)
     with torch.inference_mode():
-        return told(
+        return read_scores(
             step,
             score(runner.backend, runner.model.head, runner.model.hidden(runner.backend.plan(step)), step, whole=whole),
         )

@@ -94,7 +94,7 @@ class Worker:
         # What `load` is at, for what it says when memory runs out.
         self._doing = "loading weights"
         # What `wait` returns, or raises; the last one stays.
-        self._told: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
+        self._ended: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def endpoints(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Worker:
         self._engine = Engine(
             rank=self._spec.rank, epoch=self._mesh.epoch, scheduler=scheduler, runner=step_runner, experts=experts,
             exchange=exchange, mesh=self._mesh, frontend=self._frontend, metrics=self._metrics,
-            on_loss=self._told.put, grammars=self.grammars,
+            on_loss=self._ended.put, grammars=self.grammars,
         )  # fmt: skip
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
@@ -293,7 +293,7 @@ class Worker:
             if self._recording is not None:
                 self._recording.close()
             # Before others miss this rank: its own word says why. Routers must not go on talking to one that has ended.
-            self._told.put(end)
+            self._ended.put(end)
             self._mesh.close()
             self._frontend.close()
 
@@ -302,12 +302,12 @@ class Worker:
 
         Then None after `stop`; otherwise raises what ended it.
         """
-        told = self._told.get()
-        if isinstance(told, Loss):
-            return asdict(told)
-        self._told.put(told)
-        if told is not None:
-            raise told
+        end = self._ended.get()
+        if isinstance(end, Loss):
+            return asdict(end)
+        self._ended.put(end)
+        if end is not None:
+            raise end
         return None
 
     def stop(self) -> None:
@@ -323,7 +323,7 @@ class Worker:
         self._mesh.close()
         self._frontend.close()
         self._metrics.close()
-        self._told.put(None)
+        self._ended.put(None)
 
 
 def open_recorder(

@@ -16,45 +16,13 @@ from moeyard_worker.exchange.lockstep import Lockstep
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.scheduling.scheduler import Scheduler
 
-# Seconds. The first set is for waits of a request, the second for what happens many times in a step.
+# Seconds: of a request's waits, of a step, and of what happens many times in a step.
 REQUEST_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
 REQUEST_BUCKETS += (1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
-STEP_BUCKETS: tuple[float, ...] = (
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-)
-STEP_BUCKETS += (0.25, 0.5, 1.0, 2.5)
-EXCHANGE_BUCKETS = (
-    5e-6,
-    1e-5,
-    2e-5,
-    5e-5,
-    1e-4,
-    2e-4,
-    4e-4,
-    8e-4,
-    0.0016,
-    0.0032,
-    0.0064,
-    0.0128,
-    0.05,
-    0.25,
-    1.0,
-    5.0,
-)
+STEP_BUCKETS: tuple[float, ...] = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05)
+STEP_BUCKETS += (0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+EXCHANGE_BUCKETS: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 0.0016, 0.0032, 0.0064, 0.0128)
+EXCHANGE_BUCKETS += (0.05, 0.25, 1.0, 5.0)
 LABELS = ("model_name", "rank")
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -212,7 +180,7 @@ class WorkerMetrics:
         """Bring the gauges of running and waiting requests and of KV pages up to date."""
         self._gauge("num_requests_running", scheduler.num_running)
         self._gauge("num_requests_waiting", scheduler.num_waiting)
-        self._gauge("state_snapshots", scheduler.snapshots.num_held)
+        self._gauge("state_snapshots", scheduler.snapshots.num_held if scheduler.config.num_snapshots else 0)
         self._gauge("kv_cache_usage_ratio", 1 - scheduler.pool.num_free / scheduler.pool.num_pages)
 
     def _gauge(self, name: str, value: float) -> None:

@@ -70,7 +70,7 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
     return rows, targets, num_top
 
 
-def told(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
+def read_scores(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
     """What `score` found, in words; waits for it."""
     asked = [n for chunk in step.scored for n in _asked(chunk)]
     words: list[TokenLogprob] = []

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeyard_kernels.backend import StepBackend
+from moeyard_kernels.backend import StepBackend, VerifiedRows
 from moeyard_kernels.types.logit_edits import LogitEdits
 from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
 from moeyard_kernels.types.sending import to_device
@@ -50,6 +50,25 @@ _CHAINS = tuple(
     for cuts, edits in ((False, False), (True, False), (True, True))
     for logprobs in (False, True)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The sampled chunks of a step and their requests; `before`: the step that it was planned upon."""
+
+    chunks: Sequence[Chunk]
+    requests: Sequence[Request]
+    before: Yielded | None
+    verified: VerifiedRows | None
+
+    @property
+    def each(self) -> int:
+        """Rows of a sequence."""
+        return 1 if self.verified is None else self.verified.size.queries
+
+    def num_output(self, i: int) -> int:
+        """How many output tokens stand before the first sampled row of a chunk, with its least start."""
+        return self.chunks[i].end - self.chunks[i].num_sampled + 1 - len(self.requests[i].prompt)
 
 
 class StepSampler:
@@ -132,18 +151,18 @@ class StepSampler:
         requests: Sequence[Request],
         *,
         before: Yielded | None,
-        verified: Any = None,
+        verified: VerifiedRows | None = None,
         greedy: bool = True,
     ) -> tuple[SampledTokens, dict[int, str]]:
         """Choose for all sampled rows of a step, whose logits are the first rows of `logits`, without waiting for them.
 
-        Sequence b has rows b * Q + j, as of `verified` (`VerifiedRows`), or one. `greedy`: `last_ids` holds the ids of
-        the largest logits. Waits for `before` where a grammar needs its tokens, or a penalty counts tokens that are not
-        on the device. The tokens are the sampler's own, good until the next replay. Returns `errors_of` the step's rows
-        with them. With edits, `count_accepted` must follow if drafts are verified.
+        Sequence b has rows b * Q + j of `verified`, or one. `greedy`: `last_ids` holds the ids of the largest logits.
+        Waits for `before` where a grammar needs its tokens, or a penalty counts tokens that are not on the device. The
+        tokens are the sampler's own, good until the next replay. Returns `errors_of` the step's rows with them. With
+        edits, `count_accepted` must follow if drafts are verified.
         """
-        chunks, each = step.sampled, 1 if verified is None else verified.size.queries
-        edited, helped = self._apart(chunks, requests)
+        rows = _Rows(step.sampled, requests, before, verified)
+        edited, helped = self._apart(rows)
         apart = helped if verified is None else edited + helped
         params = [request.sampling for request in requests]
         for i in apart:
@@ -151,90 +170,69 @@ class StepSampler:
         self.replayed = ()
         if (edited and verified is None) or any(p.temperature or p.logprobs is not None for p in params):
             if verified is None:
-                slots = self._slots(chunks, requests, edited, before)
-                self._fill(params, [chunk.end for chunk in chunks], slots)
+                self._fill(params, [chunk.end for chunk in rows.chunks], self._slots(rows, edited))
             else:
-                params = [p for p in params for _ in range(each)]
+                params = [p for p in params for _ in range(rows.each)]
                 self.ask(params)
                 self._staging.on_device["positions"][: len(params)] = verified.positions.flatten()[: len(params)] + 1
             tokens = self._chosen(params, edits=verified is None and bool(edited))
         else:
-            count = len(chunks) * each
+            count = len(params) * rows.each
             if not greedy and count:
                 self.last_ids[:count] = self._backend.sample(self.logits[:count]).ids
             tokens = SampledTokens(ids=self.last_ids[:count])
         if edited and verified is not None:
-            self._choose_edited(chunks, requests, edited, tokens, before=before, verified=verified)
-        errors = self._choose_helped(chunks, requests, helped, tokens, before=before, each=each) if helped else {}
+            self._choose_edited(rows, verified, edited, tokens)
+        errors = self._choose_helped(rows, helped, tokens) if helped else {}
         if apart and verified is not None and any(request.sampling.temperature for request in requests):
             # For the drafts, which are drawn as the tokens are.
-            self.ask([request.sampling for request in requests for _ in range(each)])
+            self.ask([request.sampling for request in requests for _ in range(rows.each)])
         return tokens, errors
 
-    def _apart(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+    def _apart(self, rows: _Rows) -> tuple[list[int], list[int]]:
         """The requests whose logits are edited: on the device, and with the host's help."""
         edited, helped = list[int](), list[int]()
-        for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
+        for i, request in enumerate(rows.requests):
             p = request.sampling
             if request.constraint is not None:
                 helped.append(i)
-            elif edits_logits(p) or _num_output(chunk, request) < p.min_tokens:
+            elif edits_logits(p) or rows.num_output(i) < p.min_tokens:
                 (edited if self._counts.takes(p) else helped).append(i)
         return edited, helped
 
-    def _slots(
-        self, chunks: Sequence[Chunk], requests: Sequence[Request], edited: Sequence[int], before: Yielded | None
-    ) -> list[int]:
-        """Where the counts of each row are, up to date with the tokens before it; -1 for a row without edits."""
-        slots, here = [-1] * len(chunks), {request.key for request in requests} if edited else set()
-        for i in edited:
-            found = self._counts.up_to_date(chunks[i], requests[i], here, before)
-            self._counts.hold(found, _num_output(chunks[i], requests[i]) < requests[i].sampling.min_tokens)
+    def _counted(self, rows: _Rows, edited: Sequence[int]) -> list[Counted]:
+        """The counts of these requests, up to date with the tokens before the step."""
+        here = {rows.requests[i].key for i in edited}
+        return [self._counts.up_to_date(rows.chunks[i], rows.requests[i], here, rows.before) for i in edited]
+
+    def _slots(self, rows: _Rows, edited: Sequence[int]) -> list[int]:
+        """Where the counts of each row are; -1 for a row without edits."""
+        slots = [-1] * len(rows.chunks)
+        for i, found in zip(edited, self._counted(rows, edited), strict=True):
+            self._counts.hold(found, rows.num_output(i) < found.sampling.min_tokens)
             # The chain counts the token that it chooses.
             found.num_output += 1
             slots[i] = found.slot
         return slots
 
-    def _choose_edited(
-        self,
-        chunks: Sequence[Chunk],
-        requests: Sequence[Request],
-        edited: Sequence[int],
-        tokens: SampledTokens,
-        *,
-        before: Yielded | None,
-        verified: Any,
-    ) -> None:
+    def _choose_edited(self, rows: _Rows, verified: VerifiedRows, edited: Sequence[int], tokens: SampledTokens) -> None:
         """Choose again for all rows of edited sequences."""
-        some, here = [requests[i] for i in edited], {requests[i].key for i in edited}
-        found = [self._counts.up_to_date(chunks[i], requests[i], here, before) for i in edited]
-        count, each = len(edited), verified.size.queries
-        params, device = [request.sampling for request in some], self._backend.device
-        whole = [
-            [*edited],
-            [counted.slot for counted in found],
-            [len(request.prompt) for request in some],
-            [p.min_tokens for p in params],
-            [seed_bits(p.seed) for p in params],
-            [p.top_k for p in params],
-        ]
-        exact = [
-            [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
-            for p in params
-        ]
+        some, found = [rows.requests[i] for i in edited], self._counted(rows, edited)
+        count, each, device = len(edited), rows.each, self._backend.device
+        params = [request.sampling for request in some]
+        whole = [[*edited], [counted.slot for counted in found], [len(request.prompt) for request in some]]
+        whole += [[p.min_tokens for p in params], [seed_bits(p.seed) for p in params], [p.top_k for p in params]]
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        exact = [[getattr(p, name) for name in names] for p in params]
         real = to_device(torch.tensor(exact, dtype=torch.float64), device)
         where, slots, num_prompt, min_tokens, seeds, top_k = to_device(torch.tensor(whole), device)
         numbers = torch.arange(each, device=device)
         positions = verified.start[where][:, None] + numbers + 1
-        rows = (where[:, None] * each + numbers).flatten()
+        places = (where[:, None] * each + numbers).flatten()
         held = (positions - num_prompt[:, None] < min_tokens[:, None]).long()
         words, bias = self._counts.rows(slots, verified.tokens[where], held)
-        edits = LogitEdits(
-            words=words,
-            bias=bias,
-            slots=torch.arange(count * each, device=device),
-            penalties=real[:, 3:].repeat_interleave(each, 0).contiguous(),
-        )
+        penalties = real[:, 3:].repeat_interleave(each, 0).contiguous()
+        edits = LogitEdits(words=words, bias=bias, slots=torch.arange(count * each, device=device), penalties=penalties)
         arguments: dict[str, torch.Tensor] = {}
         if any(p.temperature for p in params):
             one = (("temperature", real[:, 0]), ("top_p", real[:, 1]), ("min_p", real[:, 2]), ("seeds", seeds))
@@ -242,7 +240,8 @@ class StepSampler:
             arguments["positions"] = positions.flatten()
         logprobs = self._num_top if any(p.logprobs is not None for p in params) else None
         self._uncounted = where, slots, list(zip(found, edited, strict=True))
-        self._put(tokens, rows, self._backend.sample(self.logits[rows], edits=edits, logprobs=logprobs, **arguments))
+        chosen = self._backend.sample(self.logits[places], edits=edits, logprobs=logprobs, **arguments)
+        self._put(tokens, places, chosen)
 
     def count_accepted(self, launch: Yielded, accepted: torch.Tensor, each: int) -> None:
         """Count the first accepted[b] of `each` tokens of every edited sequence of the step that `launch` runs."""
@@ -257,28 +256,16 @@ class StepSampler:
         for counted, place in found:
             counted.launches.append((launch, place))
 
-    def _choose_helped(
-        self,
-        chunks: Sequence[Chunk],
-        requests: Sequence[Request],
-        helped: Sequence[int],
-        tokens: SampledTokens,
-        *,
-        before: Yielded | None,
-        each: int,
-    ) -> dict[int, str]:
+    def _choose_helped(self, rows: _Rows, helped: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
         """Choose again what the host takes part in, waiting for the step before; `errors_of` the step's rows."""
-        some = tuple(chunks[i] for i in helped)
-        rows = sampled_rows(feed(Step(decode=some), before), [requests[i] for i in helped], before)
-        places = [i * each + row for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
-        where = to_device(torch.tensor(places), self._backend.device)
-        self._put(tokens, where, ask(self._backend, self.logits[where], rows, self._eos))
-        found = errors_of(rows)
-        if not found:
-            return {}
-        firsts = list(accumulate((chunk.num_sampled for chunk in chunks), initial=0))
-        numbers = [firsts[i] + row for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
-        return {numbers[i]: error for i, error in found.items()}
+        some = tuple(rows.chunks[i] for i in helped)
+        sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in helped], rows.before)
+        # Of each row its sequence and its place there.
+        named = [(i, row) for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
+        where = to_device(torch.tensor([i * rows.each + row for i, row in named]), self._backend.device)
+        self._put(tokens, where, ask(self._backend, self.logits[where], sampled, self._eos))
+        firsts = [*accumulate((chunk.num_sampled for chunk in rows.chunks), initial=0)]
+        return {firsts[named[k][0]] + named[k][1]: error for k, error in errors_of(sampled).items()}
 
     def _put(self, tokens: SampledTokens, where: torch.Tensor, chosen: SampledTokens) -> None:
         """Put what was chosen for the rows `where` into `tokens`. Alternatives stay: they are those of the logits."""
@@ -342,11 +329,6 @@ class StepSampler:
         ] or np.zeros((0, 3))
         host["slots"][:count], host["slots"][count:] = slots, -1
         self._staging.send()
-
-
-def _num_output(chunk: Chunk, request: Request) -> int:
-    """How many output tokens stand before the first sampled row of a chunk, with its least start."""
-    return chunk.end - chunk.num_sampled + 1 - len(request.prompt)
 
 
 def _least(p: SamplingParams) -> SamplingParams:

@@ -10,7 +10,6 @@ import torch
 
 from moeyard_kernels.backend import StepBackend, StepInputs
 from moeyard_kernels.types.step_size import StepSize
-from moeyard_worker.engine.steps.sizes import smallest
 from moeyard_worker.exchange.base import Exchange, PeerRows
 
 log = logging.getLogger(__name__)
@@ -157,3 +156,14 @@ class StepGraphs:
         except RuntimeError:  # boundary: a device that has failed; its error is raised elsewhere
             return False
         return True
+
+
+def smallest(sizes: Iterable[StepSize], size: StepSize, most: int) -> StepSize | None:
+    """The first of `sizes` that holds a step of `size` beside peers who bring at most `most` rows; None for none.
+
+    Without peers `most` is 0. With peers it brings no more than `most` itself, as was agreed on.
+    """
+    for each in sizes:
+        if each.holds(size) and each.peers >= most and (not most or each.rows <= most):
+            return each
+    return None

@@ -8,7 +8,7 @@ import torch
 
 from moeyard_kernels.types.sampled_tokens import SampledTokens
 from moeyard_worker.engine.sampling.sampling import accepted, tell, unsound
-from moeyard_worker.engine.sampling.scoring import Scores, told, unsound_scores
+from moeyard_worker.engine.sampling.scoring import Scores, read_scores, unsound_scores
 from moeyard_worker.engine.steps.runner import Launched
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -104,7 +104,7 @@ class InFlight:
         """`scores[i]` of `step.scored[i]`."""
         if self._scores is None:
             self._done.synchronize()
-            self._scores = told(self.step, self._blocks) if self._blocks else []
+            self._scores = read_scores(self.step, self._blocks) if self._blocks else []
         return self._scores
 
     @property

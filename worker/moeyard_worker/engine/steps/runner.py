@@ -17,7 +17,7 @@ from moeyard_worker.engine.sampling.sampling import (
     sampled_rows,
     unsound,
 )  # fmt: skip
-from moeyard_worker.engine.sampling.scoring import Scores, score, told, unsound_scores
+from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, unsound_scores
 from moeyard_worker.engine.steps.drafting import Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
@@ -167,7 +167,9 @@ class Runner:
         _look_ahead(fed, requests, rows, results)
         # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
         whole = self.backend.device.type != "cpu"
-        scores = told(step, score(self.backend, self.model.head, hidden, step, whole=whole)) if step.scored else []
+        scores = (
+            read_scores(step, score(self.backend, self.model.head, hidden, step, whole=whole)) if step.scored else []
+        )
         bad = unsound(fed, requests, found) + (unsound_scores(step, scores) if scores else ())
         return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
 

@@ -118,17 +118,6 @@ def with_agreed_rows(sizes: Sequence[StepSize], agreed: Sequence[int]) -> Iterat
                 yield replace(size, peers=rows)
 
 
-def smallest(sizes: Iterable[StepSize], size: StepSize, most: int) -> StepSize | None:
-    """The first of `sizes` that holds a step of `size` beside peers who bring at most `most` rows; None for none.
-
-    Without peers `most` is 0. With peers it brings no more than `most` itself, as was agreed on.
-    """
-    for each in sizes:
-        if each.holds(size) and each.peers >= most and (not most or each.rows <= most):
-            return each
-    return None
-
-
 def listed(sizes: Iterable[StepSize], *, num_graphs: int, seconds: float) -> str:
     """One line for the log: the number of graphs, of which rows, table widths (pages) and prompts, in what time."""
     found = [*sizes]
