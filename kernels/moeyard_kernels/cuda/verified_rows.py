@@ -22,7 +22,7 @@ _STATE = ("slots", "rings")
 
 
 class Tails:
-    """What the latest step leaves of each sequence, in the order of its chunks: state [sequences, 2 + num_drafts].
+    """State behind the latest step's sequences, in the order of its chunks: state [sequences, 2 + num_drafts].
 
     Column 0 counts the accepted tokens of the chunk. Then follow the last of these, and the drafts behind it. No
     position reaches `limit`.
@@ -72,7 +72,7 @@ class VerifiedRows:
         self._firsts = torch.arange(0, size.decode, size.queries, device=device)[:, None]
 
     def fields(self) -> Fields:
-        """What a step's staging holds for it."""
+        """Return the fields that a step's staging holds for it."""
         size, long = self.size, (torch.int64, (self.size.sequences,))
         return {
             "token_ids": (torch.int64, (size.sequences, size.queries)),
@@ -125,7 +125,7 @@ class VerifiedRows:
         return self._state_rows(place, stored) if self._slots else None
 
     def _state_rows(self, place: torch.Tensor, stored: torch.Tensor) -> StateRows:
-        """Of the rows at `place` [B, Q] of their sequences, which leave a state behind them where `stored`."""
+        """Return the slots of the rows at `place` [B, Q] of their sequences; rows leave a state where `stored`."""
         slots, rings, real = (self._on[name][:, None] for name in ("slots", "rings", "real"))
         # As `slot_behind` has them: ahead of row 0, and behind each row.
         start = self.start[:, None]
@@ -155,7 +155,7 @@ class VerifiedRows:
         return DraftRows(self, torch.minimum(positions, self._on["caps"] - 1), stored)
 
     def entries_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of positions [B, n]: page * page_size + offset, [B, n] int64."""
+        """Return page * page_size + offset of positions [B, n], as [B, n] int64."""
         places = positions - self._on["dropped"][:, None]
         pages = self._on["table"].gather(1, places // self._page_size).long()
         return pages * self._page_size + places % self._page_size

@@ -1,4 +1,4 @@
-"""What a rank runs on, chosen once: its backend, the memory that it may take, how its steps are launched."""
+"""The device of a rank, chosen once: its backend, the memory that it may take, how its steps are launched."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ from moeyard_worker.engine.memory.plan import MemoryPlan
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.runner import Runner
 
-# What the kernels are written for; several ask for its copies and products, for which others have no instructions.
+# Compute capability of Hopper: several kernels use its copies and products, which other GPUs lack.
 CAPABILITY = (9, 0)
 
 
@@ -58,7 +58,7 @@ class CpuDevice:
         return nullcontext()
 
     def staging(self) -> Staging | None:
-        """What weights go through on their way from files; None where they are read into place."""
+        """Return the buffer between weight files and this memory; None where weights are read into place."""
         return None
 
     def finish(self) -> None:

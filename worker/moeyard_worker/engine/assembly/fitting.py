@@ -1,6 +1,6 @@
-"""What would fit where something does not: other values of the flags that take memory. Pure.
+"""Values of memory flags that would fit, for the error when a plan does not. Pure.
 
-A plan is asked again and again, so a value that is named here is one that it takes.
+The plan is asked for each value that is named here, so it accepts them.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from moeyard_worker.engine.memory.plan import MemoryPlan
 # Bytes in, a plan out, or ValueError: `plan_memory` with all else given.
 Planner = Callable[..., MemoryPlan]
 _UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
-# Sizes of KV memory are named in MiB from so many on.
+# KV memory is named in MiB from this many on.
 _MANY = 64
 
 
@@ -44,7 +44,7 @@ def ran_out(
 
 
 def what_fits(plan: Planner, config: EngineConfig, available: int) -> str:
-    """Flags by which a rank fits into so many bytes, each the most beside all others as they are; "" if there is none.
+    """Return flags by which a rank fits into `available` bytes, each the most beside all others; "" for none.
 
     Pages whose number is not given grow into what is free, and so do slots of experts: both are named then.
     """

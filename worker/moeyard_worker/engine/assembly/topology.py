@@ -1,4 +1,4 @@
-"""Which exchange `auto` stands for where a rank is, and why; what keeps GPUs from one that was asked for by name."""
+"""The exchange of a rank: what `auto` stands for and why, why a named one cannot be, and the mesh that it needs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +14,17 @@ from moeyard_worker.exchange.row_group import missing_nccl
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.wires import MeshLock
 
-# What `auto` tries where several ranks compute on GPUs of one host, in this order; the last can always be. Graphs hold
+# Exchanges that `auto` tries, in order, for several GPUs of one host; the last always works. Graphs hold
 # "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
-# And where they are on several hosts. "nccl" is asked for by name there: it never ran between them, where its
+# The same on several hosts. "nccl" is asked for by name there: it never ran between them, where its
 # variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
 _AUTO_APART: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
 def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
-    """The spec with the exchange that its rank has, and why, in words; and with what follows for fetching experts. All
-    ranks of a fleet find the same.
+    """Return the spec with the settled exchange and expert fetch, and the reason in words. All ranks of a fleet find
+    the same.
 
     Raises ValueError, in one line, where one that was asked for cannot be.
     """
@@ -50,8 +50,8 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
 def patience(config: EngineConfig) -> float:
     """Seconds that a rank's device waits for a peer's in an exchange, or its host for its own device to come to one.
 
-    One deadline, but where the device waits by itself, and nobody could tell it that a peer is compiling what was not
-    captured.
+    One deadline, except where the device waits by itself: the host cannot tell it that a peer is compiling a step that
+    was not captured.
     """
     launched = config.exchange == "nvlink" and (config.enforce_eager or config.num_drafts > 0)
     return config.step_deadline * (STALL if launched else 1)
@@ -69,10 +69,10 @@ def host_patience(config: EngineConfig) -> float:
 
 
 def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
-    """The rank's mesh of an epoch, which nobody has met yet: of the ranks that own experts then."""
+    """Bind the rank's mesh of an epoch, not yet connected, with the ranks that own experts then."""
     config, keys = spec.config, spec.keys
     return build_mesh(
-        # Of the fleet as it began: with one rank left it is still one that had peers, and may have them again.
+        # By the fleet's first size: a fleet with one rank left may have peers again.
         resolve_kind(config.exchange, config.num_workers),
         shape=shape,
         rank=spec.rank,
@@ -89,7 +89,7 @@ def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Pla
 
 
 def _settle_fetch(config: EngineConfig) -> ExpertFetch:
-    """What `expert_fetch` comes to where the exchange is settled; "auto" is then: together, if ranks find they can.
+    """Return the fetch mode for the settled exchange; "auto" then means shared if ranks find that they can.
 
     Raises ValueError, in one line, where it was asked for and cannot be.
     """
@@ -115,7 +115,7 @@ def _choose(
 
 
 def _problem(kind: ExchangeKind, spec: WorkerSpec, device: Device, shape: ExchangeShape) -> str | None:
-    """What keeps rows from going from GPU to GPU by such an exchange, or None."""
+    """Return why rows cannot go from GPU to GPU by such an exchange, or None."""
     if kind not in ("nvlink", "nccl"):
         return None
     if kind == "nccl":

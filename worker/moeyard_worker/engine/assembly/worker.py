@@ -79,11 +79,11 @@ class Worker:
         self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
         try:
             self._metrics, self._metrics_port = serve_metrics(spec)
-            # What is planned for a sequence later is at most this.
+            # Later plans may shorten sequences, never lengthen them.
             self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
             self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         except BaseException:
-            # Nobody has this object yet, so nobody else takes the names out of /dev/shm and the temporary directory.
+            # No caller has this object yet, so none would remove the names in /dev/shm and the temporary directory.
             self._mesh.close()
             raise
         self._available: int | None = None
@@ -91,9 +91,9 @@ class Worker:
         self._engine: Engine | None = None
         self.grammars: Grammars | None = None
         self._recording: RoutingRecorder | None = None
-        # What `load` is at, for what it says when memory runs out.
+        # The stage of `load`, for its error when memory runs out.
         self._doing = "loading weights"
-        # What `wait` returns, or raises; the last one stays.
+        # Results of `wait`, returned or raised; the last one stays.
         self._ended: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -117,7 +117,7 @@ class Worker:
         """Meet the peers within `timeout` seconds: their endpoints in rank order."""
         self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
         if self._available is None:
-            # At the start none loads before all have met: in `load` peers of this host would already take of it.
+            # At the start no rank loads before all have met: in `load`, peers of this host already take memory.
             self._available = self._device.available()
 
     def progress(self) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class Worker:
             raise ValueError(ran_out(error, planner, config, planned=plan, doing=self._doing, now=now)) from error
 
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Everything that `plan` has room for."""
+        """Build everything that `plan` has room for."""
         config, model = self._spec.config, self._model
         owned = self._placement.experts(self._spec.rank)
         self._recording = open_recorder(
@@ -233,7 +233,7 @@ class Worker:
         }
 
     def _planner(self, ranks_on_host: int) -> Planner:
-        """Divides `available` bytes by a `config`; slabs of one host's peers are reserved when they are constructed."""
+        """Return what divides `available` bytes by a `config`; peers of one host have reserved their slabs."""
         footprints = self._device.footprints
         return partial(
             plan_with_fetch, model=self._model, itemsize=self._dtype.itemsize, footprints=footprints,
@@ -256,13 +256,13 @@ class Worker:
         self._engine.rejoin(self._mesh, step, self._placement)
 
     def end_epoch(self, reason: str) -> None:
-        """End the epoch on all ranks though nobody is lost: `wait` tells all of a loss of nobody, then `rebind`."""
+        """End the epoch on all ranks without a loss: `wait` returns a loss of no rank everywhere, then `rebind`."""
         assert self._engine is not None, "an epoch begins before it ends"
         self._engine.end_epoch(reason)
 
     def room(self) -> dict[str, Any]:
-        """What experts of others could have here: bytes of memory and of a slot; whether all of its own have one, any
-        can come or go (a recording is of one shard), and fewer ranks can meet."""
+        """Return what other experts could use here: bytes of memory and of a slot; whether all own experts have a
+        slot, whether experts can come or go (a recording is of one shard), and whether fewer ranks can meet."""
         return {
             "available": self._device.available(),
             "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
@@ -284,7 +284,7 @@ class Worker:
         self._device.activate()
         end: BaseException | None = None
         try:
-            # The loop's thread owns the mesh, and this is its.
+            # This thread runs the loop, which owns the mesh.
             with self._device.before_compiling(lambda: engine.mesh.say(Phase.BUSY)):
                 engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
@@ -292,7 +292,7 @@ class Worker:
         finally:
             if self._recording is not None:
                 self._recording.close()
-            # Before others miss this rank: its own word says why. Routers must not go on talking to one that has ended.
+            # Before peers miss this rank: its own error says why. Routers must not keep talking to a rank that ended.
             self._ended.put(end)
             self._mesh.close()
             self._frontend.close()
@@ -354,7 +354,7 @@ def open_weights(
     staging: Staging | None,
     progress: Callable[[int], None],
 ) -> tuple[Load, ExpertSource]:
-    """What gives the dense weights, and what the experts. `progress` is told the bytes of every block."""
+    """Return the loaders of dense weights and of experts. `progress` is called with the bytes of every block."""
     if isinstance(checkpoint, DummyCheckpoint):
         drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=dtype, progress=progress)
         return drawn.load, drawn
@@ -363,7 +363,7 @@ def open_weights(
 
 
 def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> Lending | None:
-    """What this rank brings to its exchange; None where every rank reads alone."""
+    """Return what this rank lends to its peers' expert fetches; None where every rank reads alone."""
     if config.expert_fetch == "alone":
         return None
     return Lending(
@@ -373,7 +373,7 @@ def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> L
 
 
 def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:
-    """The rank's socket for routers, which may ask for sequences of so many tokens."""
+    """Bind the rank's socket for routers, whose sequences have at most `max_model_len` tokens."""
     return Frontend(spec.host, deadline=spec.config.step_deadline, max_model_len=max_model_len, keys=spec.keys)
 
 

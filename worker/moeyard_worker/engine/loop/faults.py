@@ -1,15 +1,15 @@
 """Faults of a rank by name. Loads no torch: a launcher reads them too.
 
-A fault is what leaves this rank's memory or device in a state that nobody may trust: only a new process may go on. The
-requests that caused it end with the name, if it is known which did; the others go on elsewhere.
+A fault leaves this rank's memory or device in an unknown state: only a new process may go on. Requests that are known
+to have caused it end with its name; the others go on elsewhere.
 """
 
 import re
 from collections.abc import Sequence
 
-# How torch and Triton begin what CUDA told them; what follows on other lines is advice.
+# Prefixes of CUDA errors in torch and Triton; the lines behind them are advice.
 _CUDA = re.compile(r"(?:CUDA error: |Triton Error \[CUDA\]: )([^\n]+)")
-# How torch says that a CPU has no more memory, somewhere behind a place in its own source.
+# Torch's text when the host has no memory left, behind a location in its source.
 _HOST_MEMORY = "DefaultCPUAllocator: "
 _NAMED = 4
 
@@ -51,7 +51,7 @@ def name_of(error: BaseException, *, rank: int, step: int) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error says before it explains; the name of its class if it says nothing."""
+    """Return the first sentence of an error; the name of its class if it has none."""
     return _first_line(error).split(". ", 1)[0] or type(error).__name__
 
 

@@ -1,7 +1,7 @@
 """The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine.
 
-Whoever reaches it may knock. What is not of this fleet is not let in, what is too large is cut off by the socket before
-it is in memory, what is no message is dropped; all of it is counted, and the rank goes on.
+Connections without a key of this fleet are refused. The socket cuts off oversized frames before they are in memory.
+Frames that are no message are dropped. All of these are counted, and the rank goes on.
 """
 
 import logging
@@ -26,9 +26,9 @@ _TURN_S = 0.5
 
 
 def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
-    """What a step says to each router, in few frames: all its tokens in one, behind what is said of prompts.
+    """Yield the messages of a step for each router in few frames: scores of prompts, then all tokens in one frame.
 
-    The rest, ends of requests among it, follows in its order.
+    Other messages, such as ends of requests, follow in order.
     """
     tokens: dict[bytes, list[Tokens]] = {}
     others: list[Reply] = []
@@ -49,8 +49,8 @@ class Frontend:
     """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity.
 
     Routers are those with a key that `keys` admit (None: anybody); one that is silent for `deadline` seconds is gone.
-    Requests have prompts of at most `max_model_len` tokens, which bounds what is read. `refusals` counts the rest.
-    Who waits for `socket` waits for `monitor` too.
+    Prompts have at most `max_model_len` tokens, which bounds what is read. `refusals` counts the rest.
+    A caller that waits for `socket` waits for `monitor` too.
     """
 
     def __init__(self, host: str, *, deadline: float, max_model_len: int, keys: WorkerKeys | None = None) -> None:
@@ -76,9 +76,9 @@ class Frontend:
         self.endpoint = f"tcp://{host}:{port}"
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """What messages have arrived, without blocking; not all if taking them takes _TURN_S seconds: peers may wait.
+        """Yield the messages that have arrived, without blocking, for at most _TURN_S seconds, since peers may wait.
 
-        What is none is counted and dropped.
+        Frames that are no message are counted and dropped.
         """
         begun = time.monotonic()
         while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN and (event := next_event(self.monitor)) is not None:

@@ -3,9 +3,9 @@
 With `max_in_flight` 2 a step is planned, agreed on and launched while the one before runs; then that one's results are
 taken, one step late. With 1 they are taken at once, through the same code.
 
-A rank with work sends its plan and waits for the others'; an idle rank blocks on its sockets until a request arrives or
-a peer's plan does, so nothing spins and nobody coordinates. A peer that is lost or late ends the epoch: the steps in
-flight are rolled back, and the rank keeps its requests and takes more until it is given the mesh of the next epoch.
+A rank with work sends its plan and waits for the others'. An idle rank blocks on its sockets until a request or a
+peer's plan arrives, so nothing spins and there is no coordinator. A peer that is lost or late ends the epoch: the steps
+in flight are rolled back, and the rank keeps its requests and takes more until it is given the mesh of the next epoch.
 """
 
 import logging
@@ -152,21 +152,21 @@ class Engine:
         self._poller.wake()
 
     def end_epoch(self, reason: str) -> None:
-        """End the epoch, also one just given to `rejoin`, on all ranks between steps: a loss of nobody. Any thread."""
+        """End the epoch, also one just given to `rejoin`, on all ranks between steps, without a loss. Any thread."""
         coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
         self._poller.wake()
 
     def close(self) -> None:
-        """Give back what the loop used; after `run` has returned. Later calls of `stop` do nothing."""
+        """Close what the loop used, after `run` has returned. Later calls of `stop` do nothing."""
         self._exchange.close()
         self._poller.close()
 
     def run(self) -> None:
-        """Serve until `stop`. A fault or a broken invariant is raised, named.
+        """Serve until `stop`. A fault or a broken invariant is raised under its name.
 
-        Whatever ends this rank, routers hear nothing of the requests that it leaves: they go on elsewhere. Only those
-        that are known to have caused the fault end here, by its name.
+        Routers hear nothing of the requests that a failing rank leaves: these go on elsewhere. Only requests that are
+        known to have caused the fault end here, with its name.
         """
         try:
             while not self._stopping:
@@ -208,7 +208,7 @@ class Engine:
         if not heard.anything and not self._reporter.asked:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
-            # A grammar may take too long, which nobody else tells.
+            # No socket tells when a grammar takes too long.
             heard = self._poller.wait(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
         if self.failure is None and heard.peers:
             try:
@@ -243,7 +243,7 @@ class Engine:
         if message.sampling.grammar is None:
             self._add(client, message, now)
             return
-        # What can never run needs no grammar.
+        # A request that can never run needs no grammar.
         rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
         if rejected is not None:
             self._send(client, rejected)
@@ -262,7 +262,7 @@ class Engine:
         started = time.monotonic()
         others = self._lockstep.others_decode
         step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
-        # Without a row of its own a rank takes part in its peers' steps only.
+        # Without own rows a rank takes part in its peers' steps only.
         if step.chunks or self._peer_started():
             self._launch(step, started)
             if len(self._launched) < self._scheduler.config.max_in_flight:
@@ -277,9 +277,9 @@ class Engine:
         return bool(self.mesh.peers) and self._exchange.traits.capturable
 
     def _pause(self, over: Callable[[], bool]) -> bool:
-        """Wait until it is `over`: False. True where anything is heard before, and soon where no device waits."""
+        """Wait until it is `over` and return False; True if a message comes before, or soon where no device waits."""
         if self._listens:
-            # Who looks at the mesh meanwhile takes a plan from its socket.
+            # The exchange looks at the mesh meanwhile, which reads a plan from its socket.
             self._exchange.steps.drain(lambda: over() or self._poller.wait(0).anything or self._peer_started())
             return not over()
         return self._poller.wait(1).anything
@@ -308,7 +308,7 @@ class Engine:
         step = launched.step
         self._exchange.steps.finish(number, launched.has_run)
         if unsound := launched.unsound:
-            # What made them is in the pages by now, and others may share these.
+            # Their causes are in the pages by now, which other requests may share.
             raise not_finite(unsound, step=number)
         results = launched.results
         now = time.monotonic()
@@ -336,10 +336,10 @@ class Engine:
             self._grammars.abort_client(client)
 
     def _lose(self, error: ExchangeError) -> None:
-        """The epoch has ended: keep what counts as computed, tell routers and launcher, wait for the next one."""
+        """End the epoch: keep what counts as computed, tell routers and launcher, wait for the next epoch."""
         self._poller.forget()
         self._exchange.steps.abort()
-        # What others found may be the cause of what was met here; all ranks name one.
+        # A peer may have found the cause of this error; all ranks agree on one.
         self.failure = self.mesh.fail(str(error))
         finding = self.mesh.finding
         assert finding is not None, "a mesh that failed knows why"
@@ -357,7 +357,7 @@ class Engine:
         self._on_loss(loss)
 
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
-        """Go on where the end of the epoch before left this rank."""
+        """Go on where the epoch before has left this rank."""
         self.mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
@@ -373,7 +373,7 @@ class Engine:
         self._report(force=True)
 
     def _report(self, *, force: bool) -> None:
-        """Tell every router how this rank is, if it is time to, and those who asked what its experts compute."""
+        """Send routers a snapshot if one is due, and expert loads to the clients that asked."""
         if (snapshot := self._reporter.due(self.step, self.failure, force=force)) is not None:
             for client in list(self._clients):
                 self._send(client, snapshot)

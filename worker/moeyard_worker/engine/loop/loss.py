@@ -1,4 +1,4 @@
-"""What a rank tells of the loss that ended an epoch: for the launcher, which replaces who was lost, and for people."""
+"""The loss that ended an epoch, as a rank reports it: for the launcher, which replaces lost ranks, and for people."""
 
 import traceback
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ class WorkerMetrics:
             buckets=EXCHANGE_BUCKETS,
             registry=self.registry,
         )
-        # Per door (router, peer) what was refused there so far, by reason; read when somebody scrapes.
+        # Refused connections and frames by port (router, peer) and reason; read at each scrape.
         self.refused: dict[str, dict[str, int]] = {}
         self.registry.register(_Refused(self, self._own))
         self._counters = {

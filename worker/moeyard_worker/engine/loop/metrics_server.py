@@ -73,7 +73,7 @@ class MetricsServer(WSGIServer):
             self._cut(list(self._open))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left, or was cut, is nobody's trouble."""
+        """Ignore a client that left, or was cut."""
 
     def _cut(self, requests: Iterable[socket.socket]) -> None:
         for request in requests:

@@ -1,4 +1,4 @@
-"""What a rank tells its routers of itself, and when."""
+"""The snapshots of a rank for its routers, and when they are due."""
 
 import time
 
@@ -16,7 +16,7 @@ PEERS_SECONDS = 1.0
 class Reporter:
     """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due.
 
-    `asked`: the clients who wait for the loads of the experts.
+    `asked`: the clients that wait for the loads of the experts.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Reporter:
         return self.snapshot(step, failure)
 
     def answers(self) -> list[tuple[bytes, ExpertLoads]]:
-        """What those who asked are told, as soon as it is known: a device tells it behind the steps in flight."""
+        """Return the expert loads for the clients that asked, once a device has them behind the steps in flight."""
         loads = self._experts.loads(self._rank) if self.asked else None
         if loads is None:
             return []
@@ -68,7 +68,7 @@ class Reporter:
         return [(client, loads) for client in clients]
 
     def snapshot(self, step: int, failure: str | None) -> Snapshot:
-        """How the rank is now, in step `step`; `failure` is why it does not step."""
+        """Return the state of the rank in step `step`; `failure` is why it does not step."""
         scheduler = self._scheduler
         stats, experts = scheduler.stats, self._experts.stats.counters
         num_compiling = self._grammars.num_tokens if self._grammars.waiting else 0

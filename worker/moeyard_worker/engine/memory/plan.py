@@ -23,15 +23,15 @@ MARGIN_SHARE = 0.05
 # Rows whose logits exist at once where prompts are scored (engine/sampling/scoring.py). With this many a CPU is busy
 # with their products and not with reading the head's weight.
 SCORED_ROWS = 64
-# What grammars know of the vocabulary takes this of the host's memory per token: 836 and 858 bytes of 4,096 and 151,643
+# Host memory per token of the vocabulary that grammars take: 836 and 858 bytes of 4,096 and 151,643
 # tokens (llguidance 1.9.1, 2026-11-23). A grammar itself took 20 kB.
 GRAMMAR_BYTES = 1024
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
-# What NCCL takes of a GPU for its channels to so many peers: a guess from above, not measured.
+# GPU memory of NCCL, and of its channels to each peer: an upper guess, not measured.
 NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
-# Where a model keeps state per sequence, this share of KV memory is for snapshots of it, up to so many for each of the
-# sequences that may run.
+# Where a model keeps state per sequence, this share of KV memory is for snapshots of it, up to
+# SNAPSHOTS_PER_SEQUENCE for each sequence that may run.
 SNAPSHOT_SHARE = 0.5
 SNAPSHOTS_PER_SEQUENCE = 4
 
@@ -63,7 +63,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What fits: pages of KV, snapshots of state, expert slots, and the longest sequence that the pages can hold.
+    """Division of memory: pages of KV, snapshots of state, expert slots, and the longest sequence in the pages.
 
     Bytes: `available` is what was divided, `resident_bytes` the dense weights and all slots of state. `stream_slots`
     come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
@@ -108,7 +108,7 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
 
 
 def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What the exchange takes of a rank's memory: its slab, the window that peers write to, or what NCCL takes."""
+    """Return the bytes of the exchange in a rank's memory: its slab, the window that peers write to, or NCCL's."""
     if config.exchange == "nccl":
         return NCCL_BYTES + (config.num_workers - 1) * NCCL_PEER_BYTES if config.num_workers > 1 else 0
     shape = exchange_shape(config, model)
@@ -116,7 +116,7 @@ def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints) -> int:
-    """What the tensors of the largest step take at their peak, as an estimate; the prefix is `prefix_bytes`.
+    """Estimate the peak bytes of the largest step's tensors; the prefix is `prefix_bytes`.
 
     Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
     (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
@@ -148,10 +148,10 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
 
 
 def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
-    """What decode attention leaves of each split of the keys, in one layer at a time (`SplitSums`).
+    """Return the bytes of decode attention's partial sums, in one layer at a time (`SplitSums`).
 
     Of captured steps, all of one pool, the widest: every sequence with all its drafts over tables of the longest.
-    Beside them of a step that is launched, whose rows may all be output that is computed anew.
+    A launched step comes on top, whose rows may all be output that is computed again.
     """
     longest, rows = config.max_model_len or model.max_position, 1 + config.num_drafts
     if config.kv_memory is not None:
@@ -164,7 +164,7 @@ def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprin
 
 
 def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
-    """What a prompt chunk takes, in one layer at a time, per position of its sequence before and in the chunk.
+    """Return the bytes of a prompt chunk, in one layer at a time, per position of its sequence up to its end.
 
     See `Footprint`: what is gathered, what is copied to fp32 if that is not served, what is fp32 anyway.
     """
@@ -296,7 +296,7 @@ def plan_memory(
 
 
 def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snapshot_bytes: int) -> Iterator[str]:
-    """What is said of state per sequence, if there is any."""
+    """Yield the reasons for the division of state per sequence, if there is any."""
     if not num_bytes:
         return
     behind = f", behind each of {1 + config.num_drafts} rows" if config.num_drafts else ""
@@ -308,7 +308,7 @@ def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snap
 
 
 def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:
-    """Bytes for KV pages and what attending to them takes, without --kv-memory; and why."""
+    """Return the bytes for KV pages and attention to them, without --kv-memory, and the reason."""
     share = int(free * AUTO_KV_SHARE)
     words = f"of {format_size(free)} that are free, KV may take"
     if config.kv_memory is not None:

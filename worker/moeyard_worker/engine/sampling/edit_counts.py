@@ -1,4 +1,4 @@
-"""What biases and penalties need to know of each request, kept on the device: counts of its tokens, and its biases.
+"""Counts of each request's tokens, and its biases, kept on the device for penalties and biases.
 
 The row of a request is written once from its prompt and output. From then on the steps add the tokens that they choose,
 so a step need not wait for the tokens of the one before.

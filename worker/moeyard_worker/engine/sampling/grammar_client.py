@@ -45,7 +45,7 @@ class GrammarsFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a process has found: a status, the seconds of processor time that it took, and a mask or an error."""
+    """Answer of a process: a status, the seconds of processor time that it took, and a mask or an error."""
 
     status: int
     seconds: float
@@ -56,7 +56,7 @@ class Asker(Protocol):
     """A sequence that asks for masks."""
 
     def answered(self, answer: Answer, waited: float) -> None:
-        """Take the answer to the oldest question, which was waited for so many seconds."""
+        """Take the answer to the oldest question, after a wait of `waited` seconds."""
         ...
 
     def lost(self, *, at_fault: bool) -> None:
@@ -135,7 +135,7 @@ class Compiled:
         self.successor: Compiled | None = None
         # Numbers of sequences that are over. Finalizers append to it, in any thread.
         self.over: deque[int] = deque()
-        # Whose question is answered next. Weak, because a request may end before its answer.
+        # Askers in the order of their questions. Weak, because a request may end before its answer.
         self._asking: deque[weakref.ref[Asker]] = deque()
         self._socket = forks.open()
         self._socket.setblocking(False)

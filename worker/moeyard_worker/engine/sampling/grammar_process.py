@@ -49,7 +49,7 @@ _TRIALS, _TRIAL_TOKENS, _TRIAL_SECONDS = 2, 8, 0.02
 # Between the parts of a JSON text a model may write this and no more, a few blanks or a line break with indentation: a
 # model that has lost its way writes empty lines until it may write nothing at all.
 _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
-# Of an automaton, at 1 to 2 kB each. llguidance allows 250,000.
+# States of an automaton, 1 to 2 kB each. llguidance allows 250,000.
 _MAX_STATES = 50_000
 # An automaton that counts modulo n has n states, made before any of llguidance's limits is asked: a million took 8 s
 # and 250 MB (2026-11-22).
@@ -148,7 +148,7 @@ class _Sequence:
         self._consumed = 0
 
     def follow(self, kept: int, token_ids: Sequence[int]) -> tuple[int, bytes]:
-        """Keep so many tokens, add others, and say what may come next: a status and its payload."""
+        """Keep `kept` tokens, add others, and return what may come next: a status and its payload."""
         self._token_ids[kept:] = token_ids
         if kept < self._consumed:
             back, self._consumed = self._consumed - kept, kept
@@ -331,4 +331,4 @@ def _check_multiples(text: str) -> None:
     for number in _MULTIPLE.findall(plain):
         mantissa = re.split("[eE]", number)[0].replace(".", "").strip("-0") or "0"
         if int(mantissa) > _MAX_MULTIPLE or float(number) > _MAX_MULTIPLE:
-            raise ValueError(f"multipleOf {number} is not served: an automaton of so many states would be needed")
+            raise ValueError(f"multipleOf {number} is not served: its automaton would need too many states")

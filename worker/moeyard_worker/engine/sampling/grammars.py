@@ -44,8 +44,8 @@ _KEPT = 16
 MAX_BYTES = 1 << 30
 # The process of a call that exceeds the time left by this much is killed.
 _GRACE_SECONDS = 0.02
-# How long the steps of a rank wait for the masks of costly requests: a share of all time, and at most so many seconds
-# saved up. Without any left a costly request ends, and the others have so many seconds to go on.
+# Steps wait for masks of costly requests for a share of all time, with at most `_MOST_WAITING` seconds saved up. When
+# none are left, one costly request ends and the others get `_NEXT_WAITING` seconds.
 WAITING_SHARE, _MOST_WAITING, _NEXT_WAITING = 0.05, 0.05, 0.005
 # How often a grammar's process is replaced for the other requests that have the grammar.
 _MOST_GENERATIONS = 3
@@ -57,7 +57,7 @@ MAX_COMPILING = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskLimits:
-    """What the masks of a request may cost.
+    """Limits on the cost of a request's masks.
 
     `seconds` of processor time at first, and `seconds_per_token` more for each token, up to `seconds` saved up. A
     request is costly once steps have waited `costly_wait` seconds for its masks, and `costly_wait_per_token` for each
@@ -277,7 +277,7 @@ class Constraint:
     def answered(self, answer: Answer, waited: float) -> None:
         """Take the answer to the oldest question."""
         output, num_new = self._questions.popleft()
-        # What it waited beyond the time of the answer, it waited for a core.
+        # Time beyond that of the answer was a wait for a core.
         waited, limits = min(waited, answer.seconds), self._limits
         self._waited, self._num_tokens = self._waited + waited, self._num_tokens + num_new
         if self._is_costly:
@@ -379,7 +379,7 @@ class GrammarQueue:
                 yield each, self._result(each) if done else _late(each)
 
     def _result(self, each: Compiling) -> Constraint | Rejected:
-        assert self._grammars is not None, "somebody compiled it"
+        assert self._grammars is not None, "it was compiled"
         try:
             matcher = each.compiled.result()
         except GrammarError as error:
@@ -404,7 +404,7 @@ class GrammarQueue:
             self._leave(self.waiting.pop(key))
 
     def _leave(self, each: Compiling) -> None:
-        """One waits no more. What nobody waits for is not begun: others, in a while, would wait for that."""
+        """End a wait. A compilation that has not begun is cancelled when no request waits for it."""
         if not each.compiled.done() and all(other.compiled is not each.compiled for other in self.waiting.values()):
             each.compiled.cancel()
 

@@ -119,7 +119,7 @@ def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:
 def accepted(
     step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]], errors: Mapping[int, str] | None = None
 ) -> list[Accepted]:
-    """What each of `step.sampled` yielded, of the tokens chosen for all its sampled rows; `errors` as `errors_of`."""
+    """Return what each of `step.sampled` yielded, by the tokens of all sampled rows; `errors` as `errors_of`."""
     results, begin = [], 0
     for chunk in step.sampled:
         mine = chosen[begin : begin + chunk.num_sampled]
@@ -271,7 +271,7 @@ def edit_words(
 
 
 def bias_of(p: SamplingParams, *, held: bool, eos_token_ids: tuple[int, ...], vocab: int) -> dict[int, float]:
-    """What is added to which tokens: the request's own bias, minus infinity while it is `held`, too short to stop."""
+    """Return the biases of tokens: the request's own, and minus infinity for stops while it is `held`, too short."""
     if not held:
         return p.logit_bias
     back = p.stop_token_ids + (() if p.ignore_eos else eos_token_ids)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: the head over rows from which nothing is sampled, and its answers in words.
+"""Log-probabilities of prompt tokens: the head over rows from which no token is sampled.
 
 The head sees a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest of
 the step. Sampled rows go through the same product, and its rows do not know how many they are: neither blocks, chunks
@@ -71,7 +71,7 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
 
 
 def read_scores(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
-    """What `score` found, in words; waits for it."""
+    """Return the log-probabilities that `score` found; waits for the device."""
     asked = [n for chunk in step.scored for n in _asked(chunk)]
     words: list[TokenLogprob] = []
     for block in blocks:
@@ -87,7 +87,7 @@ def _asked(chunk: Chunk) -> list[int]:
 
 
 def unsound_scores(step: Step, scores: Scores) -> tuple[str, ...]:
-    """Requests of which a scored row's logits are not finite: its log-probabilities are not numbers."""
+    """Return the requests with a scored row whose logits are not finite: its log-probabilities are not numbers."""
     return tuple(
         chunk.key[1]
         for chunk, found in zip(step.scored, scores, strict=True)

@@ -121,7 +121,7 @@ class StepSampler:
             self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
 
     def runs(self, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
-        """What `capture` captures."""
+        """Return what `capture` captures."""
         return (partial(self._run, chain, count) for chain, count in product(self._chains(), rows))
 
     def _chains(self) -> list[Chain]:
@@ -260,7 +260,7 @@ class StepSampler:
         """Choose again what the host takes part in, waiting for the step before; `errors_of` the step's rows."""
         some = tuple(rows.chunks[i] for i in helped)
         sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in helped], rows.before)
-        # Of each row its sequence and its place there.
+        # The sequence of each row, and its place there.
         named = [(i, row) for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
         where = to_device(torch.tensor([i * rows.each + row for i, row in named]), self._backend.device)
         self._put(tokens, where, ask(self._backend, self.logits[where], sampled, self._eos))
@@ -281,7 +281,7 @@ class StepSampler:
         self._fill(params, [0] * len(params), [-1] * len(params))
 
     def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
-        """Of `count` rows, `stride` apart, what `ask` brought, as arguments of `sample`; to be captured."""
+        """Return what `ask` brought for `count` rows, `stride` apart, as arguments of `sample`; to be captured."""
         on = self._staging.on_device
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         return {name: on[name][: count * stride : stride].contiguous() for name in names}

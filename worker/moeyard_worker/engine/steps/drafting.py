@@ -2,9 +2,8 @@
 
 A first pass goes over all rows of the step, with the tokens behind them: its states are those that later passes attend
 to, and the row of each sequence's last accepted token gives its first draft. Every other pass has one row per sequence,
-the draft before, given the output of the pass before. What such a row keeps is a guess too, and so is what rows of
-refused drafts keep: the next step's first pass writes over both. All ranks make the same number of passes, with or
-without rows of their own.
+the draft before, given the output of the pass before. State that such rows, or rows of refused drafts, leave is a guess
+too: the next step's first pass overwrites it. All ranks make the same number of passes, with or without own rows.
 
 A draft is chosen as its token will be: with the noise of its position, what its request asks for and its grammar. It is
 kept only if the model then chooses the same, so nothing here can change an answer.
@@ -63,7 +62,7 @@ class Speculation:
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
         x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
-        # From here on there are no rows of prompts, whoever had some.
+        # From here on no rank has rows of prompts.
         self._exchange.steps.set_rows(PeerRows(most_rows))
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
@@ -73,7 +72,7 @@ class Speculation:
             padded[: len(going)] = x
             x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
             self._choose(x, going)
-        # Also where nobody goes on, or has a row: these passes wait for peers, too.
+        # Also without rows of its own: these passes wait for peers, too.
         self._exchange.steps.drain()
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
@@ -119,7 +118,7 @@ class _Tail:
         return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
 
     def row_of_next(self) -> SampledRow:
-        """What the next draft is chosen by."""
+        """Return the row by which the next draft is chosen."""
         output = [*self.output, *self.drafts]
         constraint = self._request.constraint
         mask = None if constraint is None else constraint.mask(output)

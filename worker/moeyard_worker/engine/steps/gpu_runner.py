@@ -102,7 +102,7 @@ class GpuRunner:
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
         # While this is set every step is launched kernel by kernel.
         self.eager = False
-        # What the last step without drafts replayed, in order; nothing where a part of it was launched.
+        # Graphs of the last step without drafts, in order; none where a part of it was launched.
         self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def sizes(self) -> Iterator[StepSize]:
@@ -170,10 +170,10 @@ class GpuRunner:
             run()
 
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
-        """What is launched kernel by kernel beside the graphs."""
+        """Yield what is launched kernel by kernel beside the graphs."""
         model, sizes = self._runner.model, {size for size in (*_WARM, self._max_prompt) if size <= self._max_prompt}
         if not self._drafts and self._captures_prompts and self._exchange.traits.capturable:
-            # What is captured runs once before it is.
+            # Captured sizes run once before their capture.
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0

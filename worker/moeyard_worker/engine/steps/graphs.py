@@ -21,7 +21,7 @@ Graph = torch.cuda.CUDAGraph
 
 
 class Program(Protocol):
-    """What a step of one size launches: parts in order, of which each may read what those before it leave."""
+    """The launches of a step of one size: parts in order. Each may read what earlier parts leave."""
 
     @property
     def inputs(self) -> StepInputs: ...
@@ -77,7 +77,7 @@ class StepGraphs:
         return self._pool
 
     def runs(self, sizes: Iterable[StepSize]) -> Iterator[Callable[[], object]]:
-        """What `prepare` captures of these sizes, in its order."""
+        """Yield what `prepare` captures of these sizes, in its order."""
         for size in sorted(sizes, key=lambda size: size.order, reverse=True):
             yield from self._expected(size).parts.values()
 

@@ -17,7 +17,7 @@ from moeyard_worker.scheduling.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What a step that verified drafts leaves: `read` [B, 1 + Q] (`VerifiedRows.read`) and the `state` of its tails.
+    """State behind a step that verified drafts: `read` [B, 1 + Q] (`VerifiedRows.read`) and `state` of its tails.
 
     All `num_drafts` drafts that were made are results: the scheduler says how many are verified.
     """

@@ -1,4 +1,4 @@
-"""What a captured step launches on a GPU: the model and the choice of tokens, and, where drafts are made, these too.
+"""Programs of captured steps on a GPU: the model and the choice of tokens, and drafts where a model makes them.
 
 A step without drafts is one part: the model over all rows and the ids of the largest logits. A step that verifies
 drafts has more parts: which of the chosen tokens count, a pass of the layer for multi-token prediction over the same
@@ -84,7 +84,7 @@ class StepPrograms:
             self.tails = backend.tails(
                 max_sequences=max_sequences, num_drafts=num_drafts, limit=runner.config.max_position
             )
-            # Of all steps with prompts: only one of them has run last.
+            # One buffer for all steps with prompts: the host reads it before the next one runs.
             shape = max_prompt, runner.config.hidden_size
             self._hidden = torch.zeros(shape, dtype=runner.dtype, device=backend.device)
 

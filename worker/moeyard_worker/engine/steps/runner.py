@@ -51,7 +51,7 @@ class Launched:
 class Runner:
     """A model with its dense weights and state on one rank.
 
-    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both are shared with nobody.
+    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both belong to this runner.
     """
 
     def __init__(
