@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 import zmq
 
+from moeyard.fleet.routers import RouterProcesses
 from moeyard.listen import bind
-from moeyard.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
 from moeyard_worker.protocol import Abort, Done, Hello, Message, Snapshot, Submit, TokenBatch, Tokens

@@ -16,8 +16,8 @@ from tests.deploy.test_serve import free_port
 from tests.limits import HANG_SECONDS
 from tests.scripts import loaded
 
-from moeyard.rank import FleetError, FleetLost, RanksLost
-from moeyard.ray_places import too_small
+from moeyard.fleet.messages import FleetError, FleetLost, RanksLost
+from moeyard.fleet.ray.places import too_small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "deploy" / "container"

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from tests.limits import HANG_SECONDS
 
-from moeyard import control
 from moeyard.cli.commands import main
-from moeyard.control import Command, ControlDoor, Say
-from moeyard.control_commands import check_changes, commands, open_door
-from moeyard.upkeep import Refused, Upkeep
+from moeyard.fleet import control
+from moeyard.fleet.control import Command, ControlDoor, Say, check_changes, commands, open_door
+from moeyard.fleet.messages import Refused
 from moeyard_worker.config.engine_config import EngineConfig
 
 
@@ -171,7 +170,13 @@ def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None
 
 def test_the_fields_of_commands() -> None:
     config = EngineConfig(model_path="x", num_workers=2, exchange="zmq")
-    known = commands(Upkeep(None, 2, order=lambda order: 0), config)  # type: ignore[arg-type]
+    given: list[tuple[str, dict[str, Any]]] = []
+
+    def carry_out(name: str, say: Say, **fields: Any) -> str:
+        given.append((name, fields))
+        return "done"
+
+    known = commands(carry_out, config)
     assert sorted(known) == ["drain", "restart", "scale", "undrain"]
     for name, fields in (
         ("drain", {}),
@@ -183,11 +188,17 @@ def test_the_fields_of_commands() -> None:
     ):
         with pytest.raises(Refused, match="a field of the command is missing or of another type"):
             known[name](fields, print)
-    assert known["scale"]({"size": 2, "seconds": 1.0}, print) == "there are 2 workers already"
-    with pytest.raises(Refused, match="a fleet has one worker at least"):
-        known["scale"]({"size": 0, "seconds": 1.0}, print)
-    with pytest.raises(Refused, match="there is no rank 9; this server has ranks 0 and 1"):
-        known["drain"]({"rank": 9, "seconds": 1.0}, print)
+    assert given == []
+    assert known["scale"]({"size": 2, "seconds": 1.0}, print) == "done"
+    known["drain"]({"rank": 9, "seconds": 1}, print)
+    known["undrain"]({"rank": 1}, print)
+    known["restart"]({"ranks": [1, 0], "seconds": 0.0, "changes": {"threads": 2}}, print)
+    assert given == [
+        ("scale", {"size": 2, "seconds": 1.0}),
+        ("drain", {"ranks": (9,), "seconds": 1.0}),
+        ("undrain", {"ranks": (1,)}),
+        ("restart", {"ranks": (1, 0), "seconds": 0.0, "changes": {"threads": 2}}),
+    ]
     assert check_changes(config, {"threads": 2}) == {"threads": 2}
     with pytest.raises(Refused, match=r"dtype, page_size must be the same on all ranks: restart the server"):
         check_changes(config, {"page_size": 8, "dtype": "float32"})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moeyard.cli.commands import main
-from moeyard.placing import placement_of
+from moeyard.fleet.placing import placement_of
 from moeyard_worker.experts.offline.loads import read_loads
 from moeyard_worker.experts.offline.planning import balanced, copied, read_needs, together
 from moeyard_worker.models.families import load_model_config

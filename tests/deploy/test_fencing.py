@@ -6,7 +6,7 @@ import sys
 
 from tests.deploy.test_serve import free_port
 
-from moeyard.fencing import began_of, kill_process
+from moeyard.fleet.ray.processes import began_of, kill_process
 
 # It holds a port, memory that takes a while to give back, and threads, of which the first one ends first.
 HOLDS = """

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from tests.limits import HANG_SECONDS
 
-from moeyard.local_ray import HEAD, RAYLET, STOPPED_SECONDS, LocalRay
+from moeyard.fleet.ray.processes import HEAD, RAYLET, STOPPED_SECONDS, LocalRay
 
 Start = Callable[[str], subprocess.Popen[bytes]]
 
@@ -131,7 +131,7 @@ def test_a_stopped_worker_process_is_killed_and_an_agent_is_not(tmp_path: Path) 
 # In a process of its own: all that it has started, and is not Python's multiprocessing, ends.
 END = """
 import subprocess, sys
-from moeyard.local_ray import LocalRay
+from moeyard.fleet.ray.processes import LocalRay
 router = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # multiprocessing"])
 names = ("gcs_server", "raylet", "monitor")
 head, raylet, monitor = (subprocess.Popen([f"{sys.argv[1]}/{name}", "600"]) for name in names)

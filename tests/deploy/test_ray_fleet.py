@@ -1,19 +1,25 @@
-"""The end of a fleet on Ray, as far as it needs no Ray."""
+"""The adapter of the fleet machine to Ray, on a Ray that is played here: calls return what the test says."""
 
 import subprocess
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from tests.limits import HANG_SECONDS
 
-from moeyard import ray_fleet
+from moeyard.fleet.messages import FleetError, FleetLost, Refused
+from moeyard.fleet.ray import fleet as adapter
+from moeyard.fleet.ray import places
+from moeyard.fleet.ray.fleet import ASK_SECONDS, FIRST_SIGN_SECONDS, SIGN_SECONDS, RayFleet
+from moeyard.fleet.ray.processes import STUCK_SECONDS, Guard, LocalRay
+from moeyard.fleet.routers import RouterProcesses
 from moeyard.logs import LogConfig
-from moeyard.rank import Event, FleetLost, RanksLost, Recovered, Unrecoverable
-from moeyard.ray_fleet import RayFleet
-from moeyard.ray_guard import STUCK_SECONDS, Guard
+from moeyard.signals import Interrupts
+from moeyard_router.fleet.orders import Drain
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.sockets import make_keys
@@ -22,21 +28,23 @@ from moeyard_worker.sockets import make_keys
 END = """
 from multiprocessing import resource_tracker
 
-from moeyard import ray_fleet
+from moeyard.fleet.ray import fleet as adapter
 from moeyard.logs import LogConfig
-from moeyard.ray_fleet import RayFleet
-from moeyard.ray_guard import STUCK_SECONDS, Guard
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.sockets import make_keys
 
-ray_fleet.STOP_SECONDS = 1e6
+adapter.STOP_SECONDS = 1e6
 resource_tracker.ensure_running()  # as a router's process does that is started
-fleet = RayFleet(
+fleet = adapter.RayFleet(
     EngineConfig(model_path="/nowhere"), LogConfig(), address=None, worker_host=None, metrics_port_base=0,
     keys=make_keys(), placement=Placement.of_shards((1,), partition(2, 1)),
 )
 fleet.stop()
 """
+RANKS = 3
+REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_bytes": 10, "seconds": {"weights": 0.1}}
+FIRST_PID = 2**22 + 1  # no process has such a number
 
 
 def test_the_end_does_not_wait_for_what_ends_with_the_process() -> None:
@@ -44,83 +52,354 @@ def test_the_end_does_not_wait_for_what_ends_with_the_process() -> None:
     subprocess.run([sys.executable, "-c", END], timeout=HANG_SECONDS, check=True)
 
 
+class Ref:
+    """The result of a call, which may still be to come."""
+
+    def __init__(self, value: Any = None, *, done: bool = True) -> None:
+        self.value, self.done = value, done
+
+    def end(self, value: Any) -> None:
+        self.value, self.done = value, True
+
+
+class Actor:
+    """A process: `calls` are the methods that were called; `waiting` is the last `wait`."""
+
+    def __init__(self, number: int, rank: int) -> None:
+        self.number, self.rank, self.calls, self.waiting = number, rank, list[str](), Ref(done=False)
+        self.says: dict[str, Ref] = {}  # in place of what a method would return
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Ref:
+            self.calls.append(name)
+            if name == "wait":
+                self.waiting = Ref(done=False)
+                return self.waiting
+            return self.says.get(name) or Ref(self._answer(name))
+
+        return SimpleNamespace(remote=remote)
+
+    def _answer(self, name: str) -> Any:
+        place = {"node": "here", "pid": FIRST_PID + self.number, "began": 3}
+        doors = {"frontend": f"tcp://{self.number}", "metrics_url": "", "mesh": {}}
+        room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
+        setup = {**doors, **place, "seconds": {"imports": 0.1}, "weights": {}}
+        answers = {"setup": setup, "rebind": doors, "load": REPORT, "progress": (1, 1), "room": room, "alive": place}
+        return answers.get(name)
+
+
+class Ray:
+    """What is used of the module."""
+
+    def __init__(self) -> None:
+        self.killed: list[Actor] = []
+
+    def wait(self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        done = [ref for ref in refs if ref.done][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref) for ref in refs]
+        if isinstance(refs.value, Exception):
+            raise refs.value
+        return refs.value
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor)
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "here")
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Routers:
+    """Notes what routers are told, and has no sequences."""
+
+    def __init__(self) -> None:
+        self.handed: list[list[int]] = []
+        self.orders: list[Drain] = []
+        self.given_up: list[str] = []
+
+    def hand_over(self, ranks: Any, drained: Any, incident: Any) -> None:
+        self.handed.append([rank.rank for rank in ranks if rank.frontend])
+
+    def ordered(self, order: Drain) -> int:
+        self.orders.append(order)
+        return 0
+
+    def give_up(self, reason: str) -> None:
+        self.given_up.append(reason)
+
+
 class Played:
-    """A fleet of two ranks on a private Ray that is played here; `did` is what was done to its parts, in order."""
+    """A fleet that serves. `actors` are all that were made, by rank, the latest last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.did: list[str] = []
-        self.dead: str | None = None  # the daemon that has ended
-        self.fails: Exception | None = None  # of the next start of Ray
+    def __init__(self, patch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.now, self.dead, self.ray = 0.0, "", Ray()
+        self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
+        self.made, self.fenced, self.starts = 0, list[int](), list[Exception | None]()
+        patch.setattr(adapter, "ray", self.ray)
+        patch.setattr(places, "ray", self.ray)
+        patch.setattr(adapter, "connect", self._connect)
+        patch.setattr(adapter, "fence_process", lambda node, pid, began: self.fenced.append(pid))
+        patch.setattr(adapter, "kill_process", lambda pid, began: self.fenced.append(pid))
+        patch.setattr(adapter.time, "sleep", lambda seconds: None)
         self.fleet = RayFleet(
-            EngineConfig(model_path="/nowhere", num_workers=2), LogConfig(), address=None, worker_host=None,
-            metrics_port_base=0, keys=make_keys(), placement=Placement.of_shards((1,), partition(2, 2)),
-        )  # fmt: skip
-        parts: Any = self.fleet
-        parts._local = SimpleNamespace(
-            ended=lambda: self.dead, kill=self.note("kill"), find=lambda: None, kill_stopped=lambda **given: []
+            EngineConfig(model_path="m", num_workers=RANKS),
+            LogConfig(),
+            **{
+                **{"address": None, "worker_host": None, "metrics_port_base": 0, "keys": make_keys()},
+                **{"placement": Placement.of_shards((1, 2), partition(12, RANKS)), "takeover": "always"},
+                **{"clock": lambda: self.now, **options},
+            },
         )
-        parts._ranks = SimpleNamespace(
-            size=2,
-            starting=True,
-            serving=(),
-            forget=self.note("forget"),
-            recover=self.recover,
-            events=lambda seconds: [],
+        self.parts: Any = self.fleet
+        self.parts._local = SimpleNamespace(
+            ended=lambda: self.dead or None, find=lambda: None, kill=lambda: None, kill_stopped=lambda **given: []
         )
-        parts._places = SimpleNamespace(reserve=lambda **given: self.did.append("reserve"))
-        monkeypatch.setattr(ray_fleet, "connect", self.connect)
-        monkeypatch.setattr(ray_fleet.ray, "shutdown", self.note("shutdown"))
+        self.parts._places = SimpleNamespace(
+            reserve=lambda **given: None,
+            actor=self.make,
+            give_back_from=lambda first: None,
+            lacks=lambda size: None,
+            add=lambda ranks: None,
+        )
+        self.parts._standby._make = self.make
+        self.parts.guard.watch = lambda: None
+        self.routers = Routers()
+        self.progress: list[tuple[int, int]] = []
 
-    def note(self, what: str) -> Callable[[], None]:
-        return lambda: self.did.append(what)
+    def start(self) -> "Played":
+        self.fleet.start(lambda done, total: self.progress.append((done, total)), stage=print, interrupts=Interrupts())
+        self.parts._routers = self.routers
+        return self
 
-    def connect(self, address: None, **given: Any) -> None:
-        self.did.append("connect")
-        if self.fails is not None:
-            raise self.fails
-        self.dead = None
+    def make(self, rank: int = -1, *, beside: bool = False) -> Actor:
+        self.made += 1
+        actor = Actor(self.made, rank)
+        self.actors.setdefault(rank, []).append(actor)
+        return actor
 
-    def recover(self, dead: Any, *, whole: bool) -> Recovered:
-        self.did.append(f"recover {sorted(dead)}")
-        return Recovered(ranks=(), losses=())
+    def _connect(self, address: None, **given: Any) -> None:
+        error = self.starts.pop(0) if self.starts else None
+        if error is not None:
+            raise error
+        self.dead = ""
+
+    def lose(self, rank: int) -> None:
+        """Its process has ended, and the others report it."""
+        for made in self.actors.values():
+            if made and not made[-1].waiting.done:
+                loss = {"rank": made[-1].rank, "ranks": (rank,), "reason": f"rank {rank} lost", "steps": 5}
+                made[-1].waiting.end(RayActorError() if made[-1].rank == rank else loss)
+
+    def until(self, *handed: list[int]) -> None:
+        """Let turns pass until routers were told these, after all before."""
+        count = len(self.routers.handed)
+        for _ in range(200):
+            if len(self.routers.handed) >= count + len(handed):
+                break
+            self.fleet.turn()
+        assert self.routers.handed[count:] == list(handed)
 
 
-AGAIN = ["kill", "forget", "shutdown", "connect", "reserve"]
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch, limit=9).start()
 
 
-def test_with_the_raylet_all_ranks_are_lost_and_ray_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch)
-    assert played.fleet.events(0.0) == []
-    played.dead = "raylet"
-    reason = "Ray's raylet has ended, and all ranks with it"
-    assert played.fleet.events(0.0) == [Event(rank=0, reason=reason), Event(rank=1, reason=reason)]
-    with pytest.raises(RanksLost, match=r"^Ray's raylet has ended$") as lost:
-        played.fleet.admit()
-    assert lost.value.ranks == {0, 1}
-    played.fleet.recover([0, 1])
-    assert played.did == [*AGAIN, "recover [0, 1]"]
-    assert played.fleet.events(0.0) == []
+def test_a_start_says_how_far_it_is(played: Played) -> None:
+    assert played.progress[-1] == (RANKS, RANKS)
+    assert [made[0].calls[0] for made in played.actors.values()] == ["setup"] * RANKS
+    assert played.parts._patience == SIGN_SECONDS
 
 
-def test_without_rays_head_ranks_serve_until_one_is_lost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (RayActorError(), FleetLost, "worker 1 died while starting: "),
+        (RayError("no such thing"), FleetLost, "Ray could not run worker 1: no such thing"),
+        ("bad checkpoint", FleetError, "bad checkpoint"),
+    ],
+    ids=["died", "ray", "said"],
+)
+def test_a_start_that_fails_raises(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | str, kind: type[Exception], said: str
 ) -> None:
     played = Played(monkeypatch)
+    make = played.make
+
+    def failing(rank: int, *, beside: bool = False) -> Actor:
+        actor = make(rank, beside=beside)
+        if rank == 1:
+            actor.says["load"] = Ref(complaint(error) if isinstance(error, str) else error)
+        return actor
+
+    played.parts._places.actor = failing
+    with pytest.raises(kind, match=f"^{said}") as raised:
+        played.start()
+    assert type(raised.value) is kind
+
+
+def complaint(words: str) -> RayTaskError:
+    """What a call raises whose process lives and has raised something itself."""
+    error = RayTaskError.__new__(RayTaskError)
+    Exception.__init__(error, words)
+    error.cause = ValueError(words)
+    return error
+
+
+def test_a_lost_rank_is_fenced_and_replaced(played: Played) -> None:
+    played.lose(1)
+    played.until([0, 2])
+    for rank in (0, 2):
+        played.actors[rank][0].says["end_epoch"] = Ref(done=False)
+    for _ in range(9):
+        played.fleet.turn()
+    assert played.fenced == [FIRST_PID + 2]
+    assert played.ray.killed == [played.actors[1][0]]
+    for rank in (0, 2):
+        played.actors[rank][0].waiting.end({"rank": rank, "ranks": (), "reason": "rank 1 is back", "steps": 9})
+    played.actors[0][0].says["end_epoch"].end(None)
+    played.until([0, 1, 2])
+    assert [call for call in played.actors[1][1].calls if call in ("setup", "load", "start")] == [
+        *("setup", "load", "start")
+    ]
+
+
+def test_files_of_the_launcher_that_one_lost_rank_touches(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most eight: docs/reliability.md names them."""
+    root = str(Path(adapter.__file__).parents[2])
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        code: CodeType = frame.f_code
+        if code.co_filename.startswith(root):
+            files.add(code.co_filename.removeprefix(root))
+
+    routers: Any = RouterProcesses.__new__(RouterProcesses)
+    routers._tell = SimpleNamespace(send=lambda message: played.routers.handed.append([0, 2]))
+    played.parts._routers = routers
+    real: Any = places.Places(EngineConfig(model_path="m", num_workers=RANKS), local=True)
+    real._remote_class = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda: played.make(1)))
+    monkeypatch.setattr(places, "PlacementGroupSchedulingStrategy", lambda *args, **given: None)
+    played.parts._places, played.parts._local = real, LocalRay()
+    played.lose(1)
+    sys.setprofile(note)
+    try:
+        played.until([0, 2])
+    finally:
+        sys.setprofile(None)
+    named = {"machine.py", "ranks.py", "decisions.py", "messages.py", "routers.py"}
+    named |= {f"ray/{name}.py" for name in ("fleet", "places", "processes")}
+    assert files == {f"/fleet/{name}" for name in named}
+    assert len(files) <= 8
+
+
+def test_signs_of_life(played: Played) -> None:
+    """A process that starts is asked each second after its last answer, and is lost when it gives none for long."""
+    make = played.make
+    sign = Ref(done=False)
+
+    def hanging(rank: int, *, beside: bool = False) -> Actor:
+        actor = make(rank, beside=beside)
+        actor.says["setup"] = Ref(done=False)
+        if len(played.actors[rank]) == 2:
+            actor.says["alive"] = sign
+        return actor
+
+    played.parts._places.actor = hanging
+    played.lose(1)
+    played.until([0, 2])
+    hung = played.actors[1][1]
+    played.fleet.turn()
+    assert hung.calls == ["setup", "alive"]
+    played.now += SIGN_SECONDS
+    played.fleet.turn()
+    sign.end({"node": "here", "pid": 4711, "began": 3})
+    for _ in range(3):
+        played.fleet.turn()
+    assert hung.calls == ["setup", "alive", "alive"], "it has answered"
+    sign.done = False
+    played.now += ASK_SECONDS
+    for _ in range(3):
+        played.fleet.turn()
+    played.now += SIGN_SECONDS + 1.0
+    played.fleet.turn()
+    assert played.fenced[1:] == [4711], "its sign said which process it is"
+    assert FIRST_SIGN_SECONDS > SIGN_SECONDS
+
+
+def test_ray_is_started_again(played: Played) -> None:
+    """The old ranks are killed by their numbers: nothing is asked of a Ray that does not answer."""
+    played.fenced.clear()
+    calls = [len(made[0].calls) for made in played.actors.values()]
+    played.dead = "raylet"
+    played.until([0, 1, 2])
+    assert played.fenced == [FIRST_PID + 1 + rank for rank in range(RANKS)]
+    assert [len(made[0].calls) for made in played.actors.values()] == calls
     played.dead = "gcs_server"
-    for _ in range(2):
-        assert played.fleet.events(0.0) == []
-    assert [record.levelname for record in caplog.records] == ["ERROR"], "it is said once"
-    played.fleet.recover([1])
-    assert played.did == [*AGAIN, "recover [1]"]
-    played.fleet.recover([1])
-    assert played.did[6:] == ["recover [1]"], "Ray lives"
+    for _ in range(3):
+        played.fleet.turn()
+    assert len(played.routers.handed) == 1, "ranks serve without it"
+    played.lose(0)
+    played.until([0, 1, 2])
+    assert [len(made) for made in played.actors.values()] == [3, 3, 3]
+    played.dead, played.starts = "raylet", [FleetLost("Ray cannot start: no memory")]
+    for _ in range(3):
+        played.fleet.turn()
+    said = "Ray's raylet has ended, and all ranks with it; Ray's raylet has ended, and Ray cannot start: no memory"
+    assert played.routers.given_up == [said] == [played.fleet.failure]
+    with pytest.raises(Refused, match="the fleet has failed"):
+        played.fleet.command("undrain", print, ranks=(1,))
 
 
-def test_where_ray_does_not_start_again_the_fleet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch)
-    played.dead, played.fails = "raylet", FleetLost("Ray cannot start: no memory")
-    with pytest.raises(Unrecoverable, match=r"^Ray's raylet has ended, and Ray cannot start: no memory$"):
-        played.fleet.recover([0, 1])
+def test_what_routers_miss_is_of_the_ranks_before(played: Played) -> None:
+    played.lose(1)
+    played.until([0, 2])
+    played.fleet.lost(1, "worker 1 is gone")
+    for _ in range(3):
+        played.fleet.turn()
+    played.now += 60.0
+    played.fleet.turn()
+    assert len(played.fenced) == 1
+
+
+@pytest.fixture
+def serving(played: Played) -> Iterator[Played]:
+    """Its thread runs."""
+    played.fleet.serve(played.parts._routers)
+    yield played
+    played.fleet.guard.stopping.set()
+
+
+def test_commands_come_from_other_threads(serving: Played) -> None:
+    said: list[str] = []
+    last = serving.fleet.command("drain", said.append, ranks=(1,), seconds=1.0)
+    assert last.startswith("rank 1 is drained")
+    assert said == ["rank 1 takes no new requests, and has 0"]
+    assert serving.fleet.command("undrain", said.append, ranks=(1,)) == "rank 1 takes requests"
+    with pytest.raises(Refused, match="there is no rank 9") as refused:
+        serving.fleet.command("restart", said.append, ranks=(9,), seconds=1.0)
+    assert refused.value.exit_code == 2
+    serving.parts._close("the server is stopping")
+    with pytest.raises(Refused, match="the server is stopping"):
+        serving.fleet.command("drain", said.append, ranks=(0,))
+
+
+@pytest.mark.parametrize("state", ["ready", "gone"])
+def test_a_standby_takes_the_place(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    played = Played(monkeypatch, standby=1, takeover="never").start()
+    (standby,) = played.actors[-1]
+    if state == "gone":
+        standby.says["warm"] = Ref(RayActorError())
+    played.lose(1)
+    played.until([0, 1, 2])
+    assert ("start" in standby.calls) == (state == "ready")
+    assert len(played.actors[-1]) == 2, "another waits"
 
 
 def test_a_call_that_a_dead_daemon_holds_up_is_told() -> None:

@@ -10,10 +10,9 @@ import pytest
 from tests.deploy.test_serve import cluster
 from tests.limits import HANG_SECONDS
 
-from moeyard import ray_actor
-from moeyard.ray_actor import RankActor
-from moeyard.ray_config import own_gpu
-from moeyard.ray_places import Seats
+from moeyard.fleet.ray import actor as actors
+from moeyard.fleet.ray.actor import RankActor
+from moeyard.fleet.ray.config import own_gpu
 from moeyard_worker.config.engine_config import EngineConfig
 
 __all__ = ["cluster"]  # its fixture
@@ -25,10 +24,10 @@ import sys
 
 import ray
 
-from moeyard.ray_config import prepare_remote
+from moeyard.fleet.ray.config import prepare_remote
 
 prepare_remote()
-from moeyard.ray_places import Places
+from moeyard.fleet.ray.places import Places
 from moeyard_worker.config.engine_config import EngineConfig
 
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -36,13 +35,11 @@ places = Places(EngineConfig(model_path="m", device="cuda", num_workers=2), loca
 places.reserve(wait=0.0, stage=lambda words: None, check=lambda: None)
 actors = [places.actor(rank) for rank in range(2)]
 told = ray.get([actor.seat.remote() for actor in actors])
-for rank, seat in enumerate(told):
-    places.seats.take(rank, seat)
 for actor in actors:
     ray.kill(actor)
 # The first process would have the first GPU, if places had none of their own.
 again = [ray.get(actor.seat.remote()) for actor in [places.actor(rank) for rank in (1, 0)]]
-print(json.dumps({"told": told, "peers": places.gpus(0, 2), "again": again[::-1]}))
+print(json.dumps({"told": told, "again": again[::-1]}))
 places.close()
 """
 
@@ -56,8 +53,6 @@ def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert sorted(gpu for _, gpu in found["told"]) == [0, 1], found
-    gpus = [gpu for _, gpu in found["told"]]
-    assert found["peers"] == {"peer_gpus": gpus, "seat": found["told"][0]}
     assert found["again"] == found["told"], "a rank's next process has its GPU"
 
 
@@ -88,16 +83,6 @@ def show(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
-def test_peers_are_those_of_one_node() -> None:
-    seats = Seats()
-    assert seats.peer_gpus == ()
-    for rank, gpu in ((2, 0), (0, 3), (1, 1)):
-        seats.take(rank, ("here", gpu))
-    assert seats.peer_gpus == (3, 1, 0)
-    seats.take(1, ("there", 1))
-    assert seats.peer_gpus == ()
-
-
 class SetUp(Exception):
     """In place of a worker: what it was told."""
 
@@ -110,8 +95,8 @@ def set_up(monkeypatch: pytest.MonkeyPatch, *, peer_gpus: tuple[int, ...]) -> di
 
     actor: Any = RankActor()
     monkeypatch.setattr(actor, "seat", lambda: ("there", 3), raising=False)
-    monkeypatch.setattr(ray_actor.logs, "start", lambda *args, **more: None)
-    monkeypatch.setattr(ray_actor, "load", lambda name: SimpleNamespace(Worker=worker))
+    monkeypatch.setattr(actors.logs, "start", lambda *args, **more: None)
+    monkeypatch.setattr(actors, "load", lambda name: SimpleNamespace(Worker=worker))
     config = EngineConfig(model_path="m", device="cuda", num_workers=2)
     spec = {"config": config, "rank": 1, "epoch": 0, "host": "127.0.0.1", "version": "", "log": None}
     answer: dict[str, Any] = actor.setup({**spec, "peer_gpus": peer_gpus, "seat": ("here", 1)})

@@ -7,10 +7,10 @@ import pytest
 import ray
 from ray._private import services
 
-from moeyard import ray_start
-from moeyard.rank import FleetLost
-from moeyard.ray_config import LOCAL_ENVIRONMENT, START_SECONDS
-from moeyard.ray_start import connect, when_registered
+from moeyard.fleet.messages import FleetLost
+from moeyard.fleet.ray import start
+from moeyard.fleet.ray.config import LOCAL_ENVIRONMENT, START_SECONDS
+from moeyard.fleet.ray.start import connect, when_registered
 
 
 class Slow:
@@ -54,9 +54,9 @@ def test_ray_init_waits_within_its_own_question(monkeypatch: pytest.MonkeyPatch)
     """Ray's loop gives up after 30 s; what it asks does not return before the node is there."""
     slow = Slow(60.0)
     monkeypatch.setattr(services, "get_node", slow.ask)
-    monkeypatch.setattr(ray_start, "raylet_lives", lambda: True)
-    monkeypatch.setattr(ray_start.time, "monotonic", lambda: slow.now)
-    monkeypatch.setattr(ray_start, "run_apart", lambda call: call())
+    monkeypatch.setattr(start, "raylet_lives", lambda: True)
+    monkeypatch.setattr(start.time, "monotonic", lambda: slow.now)
+    monkeypatch.setattr(start, "run_apart", lambda call: call())
     waits = when_registered.__kwdefaults__
     monkeypatch.setitem(waits, "sleep", slow.sleep)
     monkeypatch.setitem(waits, "clock", lambda: slow.now)
@@ -78,7 +78,7 @@ def test_whatever_ray_raises_is_one_line(address: str | None, says: str, monkeyp
         raise Exception("The current node timed out during startup.\nTraceback of many lines")
 
     monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.setattr(ray_start, "run_apart", lambda call: call())
+    monkeypatch.setattr(start, "run_apart", lambda call: call())
     with pytest.raises(FleetLost, match=f"^{says}") as raised:
         connect(address, num_workers=1, stage=lambda _: None)
     assert len(str(raised.value).splitlines()) == 1

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from tests.limits import HANG_SECONDS
 
-from moeyard import routers
-from moeyard.routers import RouterProcesses
+from moeyard.fleet import routers
+from moeyard.fleet.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.process import Drained

@@ -4,31 +4,38 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
+from tests.deploy.fleet_world import World
 from tests.deploy.test_serve import Command, command, post
 from tests.limits import HANG_SECONDS
-
-from moeyard.rank import Unrecoverable
-from moeyard.same_weights import SameWeights
 
 __all__ = ["command"]  # the fixture
 
 ONE, EDITED, OTHER = ({"m": ("a", "1")}, {"m": ("a", "2")}, {"m": ("b", "1")})
 
 
-def test_on_one_host_times_count_and_content_everywhere() -> None:
-    weights = SameWeights()
-    weights.check(0, {"node": "x", "weights": ONE})
-    weights.check(1, {"node": "y", "weights": EDITED})
-    weights.check(2, {"node": "y", "weights": EDITED})
-    for rank, node, found in ((3, "x", EDITED), (4, "y", ONE), (5, "x", OTHER), (6, "z", OTHER)):
-        with pytest.raises(Unrecoverable, match=f"^m is another for rank {rank} than for the fleet before: "):
-            weights.check(rank, {"node": node, "weights": found})
-    weights.check(7, {"node": "z", "weights": EDITED})
+@pytest.mark.parametrize(
+    ("node", "found", "same"),
+    [
+        *(("x", ONE, True), ("y", EDITED, True), ("z", EDITED, True), ("z", ONE, True)),
+        *(("x", EDITED, False), ("y", ONE, False), ("x", OTHER, False), ("z", OTHER, False)),
+    ],
+)
+def test_on_one_host_times_count_and_content_everywhere(node: str, found: dict[str, Any], same: bool) -> None:
+    world = World(2, takeover="never", launch=False)
+    world.facts = {0: {"node": "x", "weights": ONE}, 1: {"node": "y", "weights": EDITED}}
+    world.turns(2)
+    assert world.serving == [0, 1]
+    world.facts[1] = {"node": node, "weights": found}
+    world.kill(1)
+    world.turns(2)
+    assert ("m is another for rank 1 than for the fleet before: " in str(world.given_up)) != same
+    assert (world.given_up == []) == same
 
 
 @pytest.mark.slow

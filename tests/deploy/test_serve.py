@@ -393,7 +393,7 @@ def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> Non
     said = rf"rank [01] was lost 1 times in 60 s: {how}"
     assert re.search(rf'"error".*{said}', last), last
     served.check_end(1)
-    assert len(re.findall(rf" moeyard.supervisor the fleet has failed: {said}", served.err.read_text())) == 1
+    assert len(re.findall(rf" moeyard.fleet.machine the fleet has failed: {said}", served.err.read_text())) == 1
 
 
 @pytest.mark.slow
@@ -404,7 +404,9 @@ def test_ray_is_started_again_with_all_ranks(command: Callable[..., Command]) ->
     expected, router = answer(served), served.router()
     (head,) = served.processes("/gcs_server")
     head.kill()
-    told = " moeyard.ray_fleet Ray's gcs_server has ended: serving goes on; when a rank is lost, Ray and all ranks are"
+    told = (
+        " moeyard.fleet.machine Ray's gcs_server has ended: serving goes on; when a rank is lost, Ray and all ranks are"
+    )
     served.wait_for(lambda: told in served.err.read_text())
     assert answer(served) == expected
     assert [get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]

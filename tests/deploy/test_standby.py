@@ -18,8 +18,8 @@ from tests.deploy.test_serve import (
     text_of,
 )
 
-from moeyard import standby
-from moeyard.standby import Standby
+from moeyard.fleet.ray import places
+from moeyard.fleet.ray.places import Standby
 
 __all__ = ["command"]  # the fixture
 
@@ -49,7 +49,7 @@ class Ray:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
-    monkeypatch.setattr(standby, "ray", Ray())
+    monkeypatch.setattr(places, "ray", Ray())
     return []
 
 

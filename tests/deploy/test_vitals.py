@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from moeyard.vitals import LOOK_SECONDS, Vitals, oom_kills
+from moeyard.fleet.ray.processes import LOOK_SECONDS, Vitals, oom_kills
 
 
 class Clock:

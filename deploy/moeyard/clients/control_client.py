@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moeyard import control
+from moeyard.fleet import control
+from moeyard.fleet.messages import Refused
 from moeyard.options import CHANGEABLE
-from moeyard.upkeep import Refused
 
 CONNECT_SECONDS = 5.0
 

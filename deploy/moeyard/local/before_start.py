@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeyard.entry import load
+from moeyard.fleet.placing import placement_of
 from moeyard.local.settings import ApiSettings, answer_formats_of, check_compression
-from moeyard.placing import placement_of
 from moeyard_kernels.cpu import footprint
 from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec

@@ -6,18 +6,20 @@ fleet is ready is one line on stderr and leaves no process behind.
 
 import argparse
 import dataclasses
-import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeyard import __version__, logs, ray_config
-from moeyard.control import ControlDoor
-from moeyard.control_commands import commands, open_door
+from moeyard import __version__, logs
 from moeyard.entry import load
+from moeyard.fleet.control import ControlDoor, commands, open_door
+from moeyard.fleet.messages import Rank
+from moeyard.fleet.placing import placement_of
+from moeyard.fleet.ray import config as ray_config
+from moeyard.fleet.routers import RouterProcesses, addresses
 from moeyard.listen import bind, most_connections, outside_url, raise_file_limit, reachable_url
 from moeyard.local.before_start import check_before_start, fetch_missing
 from moeyard.local.device_choice import check_device, device_reason
@@ -35,14 +37,8 @@ from moeyard.local.settings import (
 from moeyard.local.startup import startup
 from moeyard.logs import LogConfig
 from moeyard.options import values
-from moeyard.placing import placement_of
-from moeyard.rank import Rank
-from moeyard.routers import RouterProcesses
 from moeyard.signals import noted
-from moeyard.supervisor import Supervisor
-from moeyard.upkeep import Upkeep
-from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.config import DoorConfig, RouterConfig
 from moeyard_router.http.context import log_context
 from moeyard_router.http.keys import KeyRing
 from moeyard_router.http.origins import is_loopback
@@ -52,8 +48,6 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.sockets import make_keys
 
-# Routers have so long to take an order; one that is busy for longer is asked again.
-ORDER_SECONDS = 5.0
 DUMMY_NOTE = (
     'random weights and no tokenizer: prompts are token ids ("prompt": [1, 2, 3] of /v1/completions), answers are '
     "token ids and mean nothing"
@@ -108,12 +102,11 @@ def serve(
     else:
         ray_config.prepare_remote()
     keys = make_keys()
-    supervisor: Supervisor | None = None
     control: ControlDoor | None = None
     failure: str | None = None
     with noted() as interrupts:
         # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
-        fleet = load("moeyard.ray_fleet").RayFleet(
+        fleet = load("moeyard.fleet.ray.fleet").RayFleet(
             config,
             log,
             address=options.ray_address,
@@ -126,6 +119,8 @@ def serve(
             standby=options.standby,
             device=device_named(args),
             model_name=api.names[0],
+            limit=options.restart_limit,
+            window=options.restart_window,
         )
         try:
             interrupts.check()
@@ -159,28 +154,14 @@ def serve(
                 if on_ready is not None:
                     on_ready(running)
 
-            upkeep = Upkeep(fleet, len(ranks), order=lambda order: ordered(server, order))
-            supervisor = Supervisor(
-                fleet,
-                replace=lambda ranks, incident: server.replace_workers(
-                    addresses(ranks, upkeep.drained), lambda: None, incident
-                ),
-                give_up=lambda reason: server.give_up(reason),
-                limit=options.restart_limit,
-                window=options.restart_window,
-                upkeep=upkeep,
-            )
             # Also a single one has a process of its own: what kills it leaves the fleet as it is.
-            server = RouterProcesses(
-                router, sock, count=options.routers, on_ready=ready, on_lost=supervisor.lost, log=log
-            )
-            fleet.guard.on_stuck = server.give_up
-            supervisor.start()
-            control = open_door(router.port, commands(upkeep, config))
+            server = RouterProcesses(router, sock, count=options.routers, on_ready=ready, on_lost=fleet.lost, log=log)
+            fleet.serve(server)
+            control = open_door(router.port, commands(fleet.command, config))
             interrupts.check()
             server.run()
             failure = server.failure
-            if not was_ready and failure is None and supervisor.failure is None:
+            if not was_ready and failure is None and fleet.failure is None:
                 # Ended by a signal while its routers were being started: as one that came before them.
                 interrupts.note(signal.SIGTERM, None)
                 interrupts.check()
@@ -191,29 +172,9 @@ def serve(
         finally:
             if control is not None:
                 control.close()
-            if supervisor is not None:
-                supervisor.stop()
             fleet.stop()
             sock.close()
-    return 1 if failure or (supervisor is not None and supervisor.failure is not None) else 0
-
-
-def ordered(server: RouterProcesses, order: Drain) -> int:
-    """Sequences that all routers name in answer to an order, waited for in another thread than theirs."""
-    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    server.drain(order, answers.put)
-    try:
-        return answers.get(timeout=ORDER_SECONDS)
-    except queue.Empty:
-        return UNKNOWN
-
-
-def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
-    """Addresses of these ranks for a router. Drained ranks take no new requests."""
-    return tuple(
-        WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
-        for r in ranks
-    )
+    return 1 if failure or fleet.failure is not None else 0
 
 
 def router_config(

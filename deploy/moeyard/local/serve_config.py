@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from moeyard.takeover import MODES as TAKEOVERS
+from moeyard.fleet.decisions import TAKEOVERS
 from moeyard_router.config import KEY_VARIABLE
 from moeyard_worker.options import option
 

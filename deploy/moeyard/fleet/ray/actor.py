@@ -11,8 +11,8 @@ import ray
 
 from moeyard import logs
 from moeyard.entry import load
-from moeyard.fencing import began_of
-from moeyard.ray_config import own_gpu
+from moeyard.fleet.ray.config import own_gpu
+from moeyard.fleet.ray.processes import began_of
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 

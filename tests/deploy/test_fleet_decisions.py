@@ -1,15 +1,14 @@
-"""When survivors take a dead rank's experts over, and what the launcher then does."""
+"""When survivors take experts over, how a fleet gets another size, how often processes are started again."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moeyard.placing import placement_of
-from moeyard.rank import Event, Rank, RanksLost, Recovered, Unrecoverable
-from moeyard.supervisor import Supervisor
-from moeyard.takeover import Room, Takeover, decide, without
+from moeyard.fleet.decisions import Impossible, ResizePlan, RestartBudget, Room, Takeover, decide, plan_resize, without
+from moeyard.fleet.messages import FleetError
+from moeyard.fleet.placing import placement_of
+from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.models.families import load_model_config
 
@@ -79,110 +78,84 @@ def test_a_second_loss_counts_what_was_taken_over() -> None:
     assert slots == {2: 24 - WITHOUT_1.num_owned(2)}
 
 
-class Fleet:
-    """Of three ranks: `recover` says who is away then, `admit` that nobody is."""
-
-    def __init__(self) -> None:
-        self.heard: list[list[Event]] = []
-        self.calls: list[str] = []
-        self.answers: list[Any] = []
-
-    def events(self, timeout: float) -> list[Event]:
-        return self.heard.pop(0) if self.heard else []
-
-    def end_of(self, rank: int) -> str | None:
-        return None
-
-    def recover(self, dead: Collection[int], *, whole: bool) -> Recovered | None:
-        assert not whole, "nobody asked for it"
-        self.calls.append(f"recover {sorted(dead)}")
-        return self._answer()
-
-    def admit(self) -> Recovered | None:
-        self.calls.append("admit")
-        return self._answer()
-
-    def _answer(self) -> Recovered | None:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer if answer is None else recovered(*answer)
+def test_budget_counts_within_its_window() -> None:
+    budget = RestartBudget(2, 60.0)
+    assert [budget.take(t) for t in (0.0, 10.0, 59.0, 60.0, 61.0, 70.0)] == [True, True, False, True, False, True]
+    assert budget.used(125.0) == 1
+    assert budget.used(1000.0) == 0
 
 
-def recovered(*away: int) -> Recovered:
-    ranks = tuple(Rank(rank=r, frontend="" if r in away else f"tcp://{r}", metrics_url="", report={}) for r in range(3))
-    return Recovered(ranks=ranks, losses=({"ranks": (), "reason": "rank 1 is back"},))
-
-
-@pytest.fixture
-def fleet() -> Fleet:
-    return Fleet()
-
-
-@pytest.fixture
-def supervisor(fleet: Fleet) -> Supervisor:
-    return Supervisor(
-        fleet,
-        replace=lambda ranks, incident: fleet.calls.append(f"serve {[r.rank for r in ranks if r.frontend]}"),
-        give_up=fleet.calls.append,
-        limit=3,
-        clock=lambda: 0.0,
+def planned(
+    size: int,
+    before: int = 4,
+    *,
+    available: int = 10_000,
+    mode: str = "auto",
+    all_resident: bool = True,
+    movable: bool = True,
+    slots: int = 1000,
+    **flags: Any,
+) -> ResizePlan:
+    """From `before` ranks on one host, with two layers of 12 experts of 100 bytes."""
+    whole = Placement.of_shards((1, 2), partition(12, before))
+    room = Room(available=available, slot_bytes=SLOT, all_resident=all_resident, movable=movable)
+    report = {"max_model_len": 512, "expert_slots": slots, "held_bytes": 5000}
+    return plan_resize(
+        size,
+        whole=whole,
+        config=EngineConfig(**{"model_path": "x", "num_workers": before, "exchange": "zmq", **flags}),
+        rooms=dict.fromkeys(range(before), room),
+        nodes=dict.fromkeys(range(before), "a"),
+        reports=[report, {**report, "max_model_len": 500}, *[report] * (before - 2)][:before],
+        mode=mode,
     )
 
 
-def turn(supervisor: Supervisor, fleet: Fleet, *events: Event) -> None:
-    """A round of its thread."""
-    fleet.heard.append(list(events))
-    supervisor.turn()
+def test_who_stays_takes_slots_for_what_comes() -> None:
+    plan = planned(2)
+    assert plan.placement.ranks == (0, 1)
+    assert plan.slots == {0: 6, 1: 6}
+    assert [(each["expert_slots"], each["held_bytes"]) for each in plan.reports] == [(12, 5600)] * 2
 
 
-def test_who_is_ready_joins(supervisor: Supervisor, fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    fleet.answers = [(1,), ()]
-    turn(supervisor, fleet, Event(rank=1, reason="gone"))
-    turn(supervisor, fleet)
-    turn(supervisor, fleet, Event(rank=1, reason="rank 1 has loaded its experts", ready=True))
-    turn(supervisor, fleet)
-    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "serve [0, 1, 2]"]
-    assert "the fleet serves without rank 1 0.0 s after" in caplog.text
-    assert "the fleet is whole again 0.0 s after rank 1 is back" in caplog.text
+def test_who_comes_is_as_the_others_promise() -> None:
+    plan = planned(4, before=2)
+    assert (plan.slots, plan.config.num_workers, plan.config.max_model_len) == ({}, 4, 500)
+    assert [(each["expert_slots"], each["held_bytes"]) for each in plan.reports] == [(6, 4400)] * 2, "slots are freed"
 
 
-def test_what_the_router_says_late_of_a_rank_that_is_away_harms_nobody(supervisor: Supervisor, fleet: Fleet) -> None:
-    fleet.answers = [(1,), (), (2,)]
-    turn(supervisor, fleet, Event(rank=1, reason="gone"))
-    supervisor.lost(1, "worker 1 is gone")
-    turn(supervisor, fleet)
-    turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
-    supervisor.lost(2, "worker 2 is gone")
-    turn(supervisor, fleet)
-    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "serve [0, 1, 2]", "recover [2]", "serve [0, 1]"]
+def test_without_room_it_is_refused_and_always_means_always() -> None:
+    with pytest.raises(FleetError, match="rank 0 has room for 5 of 6 experts that would come") as refused:
+        planned(2, available=1199)
+    assert not isinstance(refused.value, Impossible), "another time there may be"
+    plan = planned(2, available=1199, mode="always")
+    assert plan.slots == {0: 5, 1: 5}
+    assert [each["expert_slots"] for each in plan.reports] == [11, 11]
+    # A cache that does not hold all reads what it needs.
+    assert [each["expert_slots"] for each in planned(2, available=0, all_resident=False, slots=4).reports] == [4, 4]
 
 
-def test_who_fails_while_it_is_away_is_made_again(supervisor: Supervisor, fleet: Fleet) -> None:
-    """The others' epoch goes on, and the router hears nothing; too often, and it ends the fleet all the same."""
-    fleet.answers = [(1,), None]
-    for reason in ("gone", "worker 1 died while starting", "worker 1 died while starting"):
-        turn(supervisor, fleet, Event(rank=1, reason=reason))
-    assert fleet.calls == [
-        "recover [1]", "serve [0, 2]", "recover [1]",
-        "rank 1 was lost 3 times in 60 s: worker 1 died while starting",
-    ]  # fmt: skip
+@pytest.mark.parametrize(("flags", "most"), [({"expert_slots": 8}, 8), ({"expert_memory": 799}, 7)])
+def test_flags_bound_the_slots(flags: dict[str, int], most: int) -> None:
+    plan = planned(2, **flags)
+    assert plan.slots == {0: most - 6, 1: most - 6}
+    assert [each["expert_slots"] for each in plan.reports] == [most, most]
 
 
-def test_a_loss_while_experts_are_given_back_is_another(supervisor: Supervisor, fleet: Fleet) -> None:
-    fleet.answers = [(1,), RanksLost([2], "rank 2 lost after step 9"), (1, 2)]
-    turn(supervisor, fleet, Event(rank=1, reason="gone"))
-    turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
-    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "recover [2]", "serve [0]"]
-
-
-def test_where_experts_cannot_be_given_back_any_more_it_ends(supervisor: Supervisor, fleet: Fleet) -> None:
-    """Ray's head may be lost while a rank is away: all have stopped by then, and nobody would tell them to go on."""
-    fleet.answers = [(1,), Unrecoverable("gcs_server has ended")]
-    turn(supervisor, fleet, Event(rank=1, reason="gone"))
-    turn(supervisor, fleet, Event(rank=1, reason="", ready=True))
-    assert fleet.calls == ["recover [1]", "serve [0, 2]", "admit", "gcs_server has ended"]
-    assert supervisor.failure == "gcs_server has ended"
+@pytest.mark.parametrize(
+    ("size", "before", "options", "said"),
+    [
+        (13, 2, {}, "13 ranks for 12 experts per layer: every rank must own one"),
+        (4, 2, {"movable": False, "record_routing": "x"}, "rank 0 cannot move: --record-routing is of one shard"),
+        (2, 4, {"movable": False, "device": "cuda"}, "the experts of rank 0 cannot move: not on cuda"),
+        (2, 1, {"exchange": "auto"}, "a fleet that began with one worker has no exchange between workers"),
+        (2, 1, {"device": "cuda:1"}, "is one GPU"),
+    ],
+)
+def test_sizes_that_cannot_be(size: int, before: int, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Impossible, match=said) as refused:
+        planned(size, before, **options)
+    assert refused.value.exit_code == 2
 
 
 def test_strategies_place_experts() -> None:

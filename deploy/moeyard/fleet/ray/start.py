@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,16 +11,47 @@ from typing import Any
 import ray
 from ray._private import services
 
+from moeyard.fleet.messages import FleetError, FleetLost
+from moeyard.fleet.ray.config import START_SECONDS, ray_logs, uses_tls
+from moeyard.fleet.ray.processes import RAYLET, daemons
 from moeyard.listen import check_ports
-from moeyard.local_ray import RAYLET, daemons
-from moeyard.rank import FleetLost
-from moeyard.ray_config import START_SECONDS, ray_logs
-from moeyard.ray_errors import first_line
 from moeyard.signals import run_apart
 
+CONNECT_SECONDS = 3.0
+# Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
+HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 # Ray itself gives up after so long.
 _QUICK_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error that says something; of an actor's failed start the last, its cause."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
+def check_reachable(address: str) -> None:
+    """Raise FleetError when no Ray listens at host:port; Ray itself would try for minutes, with lines of its own."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise FleetError(f"--ray-address {address!r} is not HOST:PORT")
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            if uses_tls():
+                return
+            # Ray speaks gRPC, so HTTP/2: both sides begin with SETTINGS, ours after a preface (RFC 9113, 3.4).
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_EMPTY_SETTINGS)
+            answer = connection.recv(len(HTTP2_EMPTY_SETTINGS))
+    except OSError as error:
+        raise FleetError(
+            f"no Ray at {address}: {error.strerror or error}; start one with `ray start --head`"
+        ) from error
+    if answer[3:4] != HTTP2_EMPTY_SETTINGS[3:4]:
+        raise FleetError(f"what listens at {address} is no Ray; give the address that `ray start --head` printed")
 
 
 def connect(address: str | None, *, num_workers: int, stage: Callable[[str], None]) -> None:

@@ -6,6 +6,7 @@ has to be made, kept or sent. One JSON object per line. A client sends {"command
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -17,12 +18,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from moeyard.upkeep import Refused, Say
+from moeyard.fleet.messages import Refused
+from moeyard.options import CHANGEABLE, with_flags
+from moeyard_worker.config.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 
+Say = Callable[[str], None]
 # Takes the fields of a command and what tells its progress; returns its last word, or raises Refused or ValueError.
 Command = Callable[[Mapping[str, Any], Say], str]
 
@@ -128,10 +132,58 @@ class ControlDoor:
         self._path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def refused_as_text() -> Any:
-    """KeyError and TypeError of a command's fields as what they are: a client of another version."""
+class Run(Protocol):
+    """Carries out a command and returns its last word; raises Refused."""
+
+    def __call__(self, name: Any, say: Say, **fields: Any) -> str: ...
+
+
+def commands(run: Run, config: EngineConfig) -> dict[str, Command]:
+    """Return the commands of a fleet by name; further ones find their place here."""
+
+    def drain(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ranks": (int(fields["rank"]),), "seconds": float(fields["seconds"])}
+
+    def undrain(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ranks": (int(fields["rank"]),)}
+
+    def restart(fields: Mapping[str, Any]) -> dict[str, Any]:
+        ranks, seconds = tuple(int(rank) for rank in fields["ranks"]), float(fields["seconds"])
+        return {"ranks": ranks, "seconds": seconds, "changes": check_changes(config, fields["changes"])}
+
+    def scale(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"size": int(fields["size"]), "seconds": float(fields["seconds"])}
+
+    def command(name: str, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Command:
+        def carry_out(fields: Mapping[str, Any], say: Say) -> str:
+            try:
+                known = read(fields)
+            except (KeyError, TypeError) as error:
+                # A client of another version.
+                raise Refused(f"a field of the command is missing or of another type: {error}", 2) from error
+            return run(name, say, **known)
+
+        return carry_out
+
+    return {read.__name__: command(read.__name__, read) for read in (drain, undrain, restart, scale)}
+
+
+def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which a rank is to differ. Raises Refused for those that must be alike, or are invalid."""
+    alike = sorted(changes.keys() - set(CHANGEABLE))
+    if alike:
+        raise Refused(f"{', '.join(alike)} must be the same on all ranks: restart the server", 2)
     try:
-        yield
-    except (KeyError, TypeError) as error:
-        raise Refused(f"a field of the command is missing or of another type: {error}", 2) from error
+        dataclasses.replace(config, expert_memory=None, **changes)
+    except ValueError as error:
+        raise Refused(with_flags(str(error)), 2) from error
+    return dict(changes)
+
+
+def open_door(port: int, known: Mapping[str, Command]) -> ControlDoor | None:
+    """Open the control socket of the server at `port`. Without one it serves as well, and says so."""
+    try:
+        return ControlDoor(port, known)
+    except (OSError, ValueError) as error:
+        log.warning("no control door, so `moeyard drain` and `moeyard restart` do not find this server: %s", error)
+        return None

@@ -4,10 +4,11 @@ import dataclasses
 import logging
 import math
 import multiprocessing
+import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,9 +17,10 @@ from types import FrameType
 from typing import Any
 
 from moeyard import logs
+from moeyard.fleet.decisions import RestartBudget
+from moeyard.fleet.messages import Rank
 from moeyard.last_resort import ENDING
 from moeyard.logs import LogConfig
-from moeyard.restart_budget import RestartBudget
 from moeyard.signals import ending_signals
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain
@@ -41,7 +43,17 @@ from moeyard_worker.exchange.leftovers import Folder
 _LIMIT, _WINDOW_SECONDS = 3, 60.0
 # What a router takes to end, beyond what its streams are given. One that stands still hears of no end.
 _END_SECONDS = 10.0
+# Routers have so long to take an order; one that is busy for longer is asked again.
+ORDER_SECONDS = 5.0
 _log = logging.getLogger(__name__)
+
+
+def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
+    """Return where a router finds these ranks, some of which take no new requests."""
+    return tuple(
+        WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
+        for r in ranks
+    )
 
 
 def run_logged(config: RouterConfig, seat: Seat, pipe: Connection, log: LogConfig | None) -> None:
@@ -128,6 +140,19 @@ class RouterProcesses:
         """As `RouterServer.replace_workers`; `then` is called when all routers have them. From any thread."""
         self._then = then
         self._tell.send(Replace(workers, incident))
+
+    def hand_over(self, ranks: Sequence[Rank], drained: Collection[int], incident: Mapping[str, Any] | None) -> None:
+        """Have all routers continue with these ranks of a new epoch. From any thread."""
+        self.replace_workers(addresses(ranks, drained), lambda: None, incident)
+
+    def ordered(self, order: Drain) -> int:
+        """Return the sum of what all routers answer to an order, or UNKNOWN. Waits, in another thread than theirs."""
+        answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.drain(order, answers.put)
+        try:
+            return answers.get(timeout=ORDER_SECONDS)
+        except queue.Empty:
+            return UNKNOWN
 
     def drain(self, order: Drain, then: Callable[[int], None]) -> None:
         """As `RouterServer.drain`; `then` gets the sum over all routers. From any thread, one order at a time."""

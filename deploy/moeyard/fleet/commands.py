@@ -1,0 +1,373 @@
+"""What people do to a running fleet: drain ranks, give them back, restart them one after the other, have more or fewer.
+
+One command is carried out at a time, between losses: a loss goes first, and both are never under way at once. Pure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moeyard.fleet.messages import (
+    Command,
+    FillStandby,
+    Finish,
+    FleetError,
+    Instruction,
+    Order,
+    RanksLost,
+    Refused,
+    Tell,
+)
+from moeyard.fleet.ranks import Ranks, Script
+from moeyard_router.fleet.orders import UNKNOWN, Drain
+
+
+class GivenBack(FleetError):
+    """A person takes the command back."""
+
+
+class Replaced(FleetError):
+    """A rank that the command is about was lost, and is replaced."""
+
+
+@dataclass(slots=True)
+class Task:
+    """A command on its way. `rank` is drained or restarted now; `done` were; `leaving` are drained to leave.
+
+    `drained`: ranks that were drained before. `committed`: the command cannot be taken back any more. `thrown` is
+    raised in its script at the next tick. `since`: when leaving ranks began to drain; `left`: their last known number
+    of sequences.
+    """
+
+    command: Command
+    began: float
+    rank: int | None = None
+    done: tuple[int, ...] = ()
+    leaving: frozenset[int] = frozenset()
+    drained: frozenset[int] = frozenset()
+    committed: bool = False
+    thrown: FleetError | None = None
+    since: float = 0.0
+    left: int = UNKNOWN
+
+
+class Commands:
+    """`take` commands; `resume` the one under way now and then; `close`.
+
+    `recover(rank)` replaces a rank on purpose, `switch()` has all ranks of another size meet. Both return whether the
+    fleet continues; `switch` raises FleetError if it does as before. `beside`: a rank's next process can start while
+    the rank serves. `standby`: processes that have imported everything are kept.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        emit: Callable[[Instruction], None],
+        recover: Callable[[int], Script[bool]],
+        switch: Callable[[], Script[bool]],
+        beside: bool,
+        standby: bool,
+    ) -> None:
+        self._ranks, self._emit, self._recover, self._switch = ranks, emit, recover, switch
+        self._beside, self._standby = beside, standby
+        self._standby_ready, self._standby_problem = True, ""
+        self.drained: frozenset[int] = frozenset()  # ranks that take no new requests
+        self._closed: str | None = None
+        self.task: Task | None = None
+        self._script: Script[str]
+
+    @property
+    def script(self) -> Script[str] | None:
+        """The script of the command under way."""
+        return None if self.task is None else self._script
+
+    def take(self, command: Command) -> None:
+        """Begin a command, or answer it at once."""
+        try:
+            text = self._begin(command)
+        except Refused as error:
+            self._emit(Finish(command.number, str(error), error.exit_code))
+            return
+        if text is not None:
+            self._emit(Finish(command.number, text))
+
+    def resume(self, value: int | str | None) -> Instruction | None:
+        """Continue the command with the answer to its question, if it asked one; returns its next question."""
+        task = self.task
+        assert task is not None, "a command is under way"
+        thrown, task.thrown = task.thrown, None
+        try:
+            return self._script.send(value) if thrown is None else self._script.throw(thrown)
+        except StopIteration as end:
+            self._finish(task, str(end.value), None)
+        except Refused as error:
+            self._finish(task, str(error), error.exit_code)
+        return None
+
+    def standby_is_ready(self, problem: str | None) -> None:
+        """Note that the renewed standby processes have started, or why they cannot."""
+        self._standby_ready, self._standby_problem = True, problem or ""
+
+    def replaced(self, ranks: frozenset[int]) -> None:
+        """Note that these ranks were lost and have new processes."""
+        task = self.task
+        if task is None or task.committed or not ranks:
+            return
+        if task.leaving or (task.command.name == "restart" and task.rank in ranks):
+            task.thrown = Replaced()
+
+    def failed(self, rank: int) -> None:
+        """Note that the rank's new process did not come up: its next one has the flags of before."""
+        self._ranks.abandon(rank)
+        if self.task is not None:
+            self._say(self.task, f"rank {rank}: its new process failed; another starts with the flags as before")
+
+    def close(self, reason: str) -> None:
+        """Carry nothing out any more."""
+        self._closed = reason
+        if self.task is not None:
+            self._finish(self.task, reason, 1)
+
+    def validate(self) -> None:
+        """Assert all invariants."""
+        everyone = frozenset(range(self._ranks.size))
+        assert self.drained <= everyone or self._ranks.forming, "drained ranks are ranks"
+        assert self.task is None or self._closed is None, "nothing is carried out after the end"
+        resizing = self.task is not None and self.task.command.name == "scale"
+        assert self._ranks.resizing is None or resizing or self._closed is not None, "ranks come by a command"
+        restarting = self.task is not None and self.task.command.name == "restart"
+        assert not self._ranks.spares or restarting or self._closed is not None, "next processes come by a command"
+
+    def _begin(self, command: Command) -> str | None:
+        """Return the answer of a command that is over at once, or begin its task. Raises Refused."""
+        size, task = self._ranks.size, self.task
+        for rank in command.ranks:
+            if not 0 <= rank < size:
+                raise Refused(f"there is no rank {rank}; this server has {listed(range(size))}", 2)
+        if command.name == "undrain":
+            return self._undrain(command.ranks[0])
+        if command.name == "drain" and not set(range(size)) - self.drained - set(command.ranks):
+            rank = command.ranks[0]
+            raise Refused(
+                f"no other rank than {rank} takes requests; `moeyard restart --worker {rank}` lets them wait meanwhile",
+                2,
+            )
+        if command.name == "scale":
+            if command.size < 1:
+                raise Refused("a fleet has one worker at least; to end it, end `moeyard serve`", 2)
+            resizes = task is not None and task.command.name == "scale"
+            if command.size == size and not resizes:
+                return f"there are {counted(size)} already"
+            if command.size == size and task is not None and not task.committed:
+                task.thrown = GivenBack("given up")
+                return f"{counted(size)}, as before: going on with {task.command.size} is given up"
+            if not set(range(command.size)) - self.drained:
+                raise Refused(f"none of {listed(range(command.size))} takes requests; see `moeyard undrain`", 2)
+        if self._closed is not None:
+            raise Refused(self._closed)
+        if task is not None:
+            raise Refused(f"busy: {doing(task)}, for {self._ranks.now - task.began:.0f} s; wait for its end")
+        scripts = {"drain": self._drain, "restart": self._restart, "scale": self._scale}
+        first = None if command.name == "scale" else (command.ranks or (0,))[0]
+        self.task = Task(command, self._ranks.now, first)
+        self._script = scripts[command.name](self.task)
+        next(self._script)  # up to its first wait, where it can be taken back
+        return None
+
+    def _finish(self, task: Task, text: str, exit_code: int | None) -> None:
+        if self.task is task:
+            self.task = None
+            self._emit(Finish(task.command.number, text, exit_code))
+
+    def _say(self, task: Task, text: str) -> None:
+        self._emit(Tell(task.command.number, text))
+
+    def _order(self, rank: int = 0, *, carry: bool = False, leaves: bool = False, size: int | None = None) -> Order:
+        drained = tuple(sorted(self.drained))
+        return Order(Drain(ranks=drained, rank=rank, carry=carry, leaves=leaves, size=size))
+
+    def _release(self, rank: int) -> None:
+        """Let a rank take requests."""
+        self.drained -= {rank}
+        self._emit(Order(self._order(rank).drain, answered=False))
+
+    def _undrain(self, rank: int) -> str:
+        task = self.task
+        self.drained -= {rank}
+        if task is not None and not task.committed and (rank == task.rank or rank in task.leaving):
+            task.thrown = GivenBack(f"rank {rank} was given back by `moeyard undrain`")
+        else:
+            self._release(rank)
+        return f"rank {rank} takes requests"
+
+    def _settle(self, task: Task, rank: int) -> Script[None]:
+        """Wait until the fleet is whole, for routers."""
+        waits = False
+        while (yield self._order(rank)) == UNKNOWN:
+            if not waits:
+                self._say(task, "waiting for the fleet to be whole")
+            waits = True
+            yield None
+
+    def _empty(self, task: Task, rank: int) -> Script[None]:
+        """Drain a rank, until it has nothing more or its time is over."""
+        self.drained |= {rank}
+        since, before = self._ranks.now, UNKNOWN
+        while left := (yield self._order(rank)):
+            if left != UNKNOWN and before == UNKNOWN:
+                self._say(task, f"rank {rank} takes no new requests, and has {left}")
+            before = left if left != UNKNOWN else before
+            if left != UNKNOWN and self._ranks.now - since >= task.command.seconds:
+                stays = yield self._order(rank, carry=True)
+                if stays != UNKNOWN:
+                    self._say(task, f"rank {rank}: {left - stays} of its {left} requests go on elsewhere")
+                    return
+            yield None
+        if before == UNKNOWN:
+            self._say(task, f"rank {rank} takes no new requests, and has 0")
+
+    def _drain(self, task: Task) -> Script[str]:
+        rank = task.command.ranks[0]
+        try:
+            yield None
+            yield from self._settle(task, rank)
+            yield from self._empty(task, rank)
+        except GivenBack as error:
+            self._release(rank)
+            raise Refused(f"{error}; it goes on as it was") from error
+        return (
+            f"rank {rank} is drained: it computes its experts for the others and takes no requests until "
+            f"`moeyard undrain --worker {rank}` or `moeyard restart --worker {rank}`"
+        )
+
+    def _restart(self, task: Task) -> Script[str]:
+        ranks = task.command.ranks or tuple(range(self._ranks.size))
+        for rank in ranks:
+            task.rank, task.committed = rank, False
+            try:
+                yield None
+                yield from self._restart_rank(task, rank)
+            except FleetError as error:
+                self._ranks.abandon(rank)
+                self._release(rank)
+                if not isinstance(error, Replaced):
+                    starts = f"the next process of rank {rank} does not start: {error}"
+                    why = error if isinstance(error, GivenBack) else starts
+                    before = f"; {listed(task.done)} restarted before" if task.done else ""
+                    raise Refused(f"{why}; it goes on as it was{before}") from error
+                self._say(task, f"rank {rank} was lost, and is replaced")
+            task.done = (*task.done, rank)
+        return f"{listed(ranks)} restarted in {self._ranks.now - task.began:.1f} s"
+
+    def _restart_rank(self, task: Task, rank: int) -> Script[None]:
+        yield from self._settle(task, rank)
+        # Standby processes may have older code than the disk.
+        self._emit(FillStandby(renew=True))
+        self._standby_ready, self._standby_problem = not self._standby, ""
+        self._ranks.prepare(rank, task.command.changes, beside=self._beside)
+        if self._beside or self._standby:
+            self._say(task, f"rank {rank}: its next process starts")
+        while not (self._ranks.prepared(rank) if self._beside else self._standby_ready):
+            yield None
+            self._ranks.check()
+        if self._standby_problem and not self._beside:
+            raise RanksLost([rank], self._standby_problem)
+        yield from self._empty(task, rank)
+        yield self._order(rank, leaves=True)
+        self.drained -= {rank}
+        task.committed, now = True, self._ranks.now
+        if (yield from self._recover(rank)):
+            self._say(task, f"rank {rank} is restarted, {self._ranks.now - now:.1f} s without steps")
+
+    def _scale(self, task: Task) -> Script[str]:
+        size, before = task.command.size, self._ranks.size
+        try:
+            while True:
+                try:
+                    yield from self._prepare_resize(task, size)
+                    break
+                except Replaced:
+                    # Ranks that stay read the experts again.
+                    self._ranks.end_resize()
+            yield self._order(size=size)
+            task.committed, now = True, self._ranks.now
+            if not (yield from self._switch()):
+                return ""
+        except FleetError as error:
+            self._ranks.end_resize()
+            self.drained -= task.leaving - task.drained
+            self._emit(Order(self._order().drain, answered=False))
+            reason = f"{error}; the fleet goes on with {counted(self._ranks.size)}"
+            raise Refused(reason, getattr(error, "exit_code", 1)) from error
+        self._say(task, f"going on with {counted(size)}, {self._ranks.now - now:.1f} s without steps")
+        self.drained = self.drained.intersection(range(size))
+        return f"{counted(size)} in place of {before}, after {self._ranks.now - task.began:.1f} s"
+
+    def _prepare_resize(self, task: Task, size: int) -> Script[None]:
+        """Prepare another number of ranks beside those that serve, and empty those that leave."""
+        yield None
+        yield from self._settle(task, 0)
+        while not (yield from self._ranks.begin_resize(size)):
+            yield None
+            yield from self._settle(task, 0)
+        if size < self._ranks.size and not task.leaving:
+            task.leaving, task.since = frozenset(range(size, self._ranks.size)), self._ranks.now
+            task.drained, self.drained = self.drained, self.drained | task.leaving
+        shown: str | None = None
+        while True:
+            stage = self._ranks.resize_stage()
+            if stage and stage != shown:
+                self._say(task, stage)
+            shown = stage
+            empty = yield from self._emptied(task, ready=stage is None)
+            if empty and stage is None and (yield self._order()) != UNKNOWN:
+                return
+            yield None
+
+    def _emptied(self, task: Task, *, ready: bool) -> Script[bool]:
+        """Return whether leaving ranks have nothing more; after their time, once all is `ready`, the rest moves."""
+        leaving = sorted(task.leaving)
+        left = yield from self._held(leaving, carry=False)
+        if left == UNKNOWN:
+            return False
+        if leaving and task.left == UNKNOWN:
+            takes, has = ("takes", "has") if len(leaving) == 1 else ("take", "have")
+            self._say(task, f"{listed(leaving)} {takes} no new requests, and {has} {left}")
+        task.left = left
+        if not left:
+            return True
+        if self._ranks.now - task.since < task.command.seconds or not ready:
+            return False
+        stay = yield from self._held(leaving, carry=True)
+        if stay == UNKNOWN:
+            return False
+        self._say(task, f"{left - stay} of {left} requests go on at ranks that stay")
+        task.left = stay
+        return True
+
+    def _held(self, ranks: Sequence[int], *, carry: bool) -> Script[int]:
+        """Return the number of sequences at these ranks, or UNKNOWN."""
+        held = []
+        for rank in ranks:
+            held.append((yield self._order(rank, carry=carry)))
+        return UNKNOWN if UNKNOWN in held else sum(held)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence."""
+    if len(ranks) < 2:
+        return "".join(f"rank {rank}" for rank in ranks)
+    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def counted(size: int) -> str:
+    """A number of workers in a sentence."""
+    return "one worker" if size == 1 else f"{size} workers"
+
+
+def doing(task: Task) -> str:
+    """A task in a sentence."""
+    if task.command.name == "scale":
+        return f"the fleet is to have {counted(task.command.size)}"
+    rank = task.rank if task.rank is not None else next(iter(task.command.ranks), 0)
+    return f"rank {rank} is being {'drained' if task.command.name == 'drain' else 'restarted'}"

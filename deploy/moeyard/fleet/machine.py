@@ -1,0 +1,351 @@
+"""The state machine of a fleet: events in, instructions out. Pure: the time comes with the event.
+
+Ranks that are lost are fenced and replaced, and the fleet continues in another epoch. A rank that is lost too often
+ends the fleet: then a restart policy acts.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeyard.fleet.commands import Commands
+from moeyard.fleet.decisions import LIMIT, WINDOW_SECONDS, RankBudgets
+from moeyard.fleet.messages import (
+    Answer,
+    Command,
+    Event,
+    Examine,
+    Failed,
+    FillStandby,
+    FleetError,
+    GiveUp,
+    HandOver,
+    Instruction,
+    Launch,
+    Missed,
+    NoPlace,
+    RanksLost,
+    RayEnded,
+    Returned,
+    Silent,
+    StandbyReady,
+    Tick,
+    named,
+    parts,
+)
+from moeyard.fleet.ranks import Ranks, Recovered, Script
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.placement import Placement
+
+log = logging.getLogger(__name__)
+
+# The last words of a rank come through Ray, 5 to 50 ms after its connections end on a machine at rest.
+LAST_WORD_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Incident:
+    """One loss and its outcome: `reports` of survivors, reasons and last seen processes (`ends`) of `lost` ranks.
+
+    `purpose`: why no rank was lost.
+    """
+
+    began: float
+    lost: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, str | None] = field(default_factory=dict)
+    purpose: str = ""
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """The reason that the ranks agreed on, or else the first that was heard."""
+        if self.reports:
+            return str(self.reports[0]["reason"])
+        return next(iter(self.lost.values()), self.purpose)
+
+    def facts(self, seconds: float, spent: Mapping[str, float]) -> dict[str, Any]:
+        """For people, as JSON."""
+        lost = [{"rank": r, "reason": reason, "process": self.ends.get(r)} for r, reason in sorted(self.lost.items())]
+        return {
+            "reason": self.reason,
+            "lost": lost,
+            "seconds": seconds,
+            "reports": self.reports,
+            "parts": dict(spent),
+        }
+
+
+class FleetMachine:
+    """Recovery, restart and scaling of a fleet. `handle` events one after the other, and carry out what it returns.
+
+    `failure` is set once the fleet is given up, as a rank was lost `limit` times within `window` seconds, or cannot be
+    replaced.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        placement: Placement,
+        takeover: str = "auto",
+        limit: int = LIMIT,
+        window: float = WINDOW_SECONDS,
+        standby: bool = False,
+        fixed_ports: bool = False,
+        seats: bool = False,
+        first_epoch: int = 0,
+    ) -> None:
+        """`standby`: processes wait to become ranks. `fixed_ports`: two processes of a rank cannot run at once.
+
+        `seats`: Ray gives out GPUs. Epochs are numbered behind `first_epoch`.
+        """
+        self._out: list[Instruction] = []
+        emit = self._out.append
+        self.ranks = Ranks(
+            config, placement=placement, takeover=takeover, seats=seats, first_epoch=first_epoch, emit=emit
+        )
+        self.commands = Commands(
+            self.ranks,
+            emit=emit,
+            recover=self._restart,
+            switch=self._switch,
+            # A GPU has no room for two.
+            beside=config.device == "cpu" and not fixed_ports,
+            standby=standby,
+        )
+        self.failure: str | None = None
+        self._budgets = RankBudgets(limit, window)
+        self._launched = self._all_ended = False
+        self._missed: dict[int, str] = {}
+        self._last_word = 0.0
+        self._main: Script[Any] | None = None  # a launch, recovery or admission
+        self._asker: Script[Any] | None = None  # the main script or the command's that waits for an Answer
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event that happened at `now` (seconds); returns instructions, to be carried out in order."""
+        self.ranks.now = now
+        if isinstance(event, Returned | Failed):
+            self.ranks.heard(event)
+        elif isinstance(event, Silent):
+            self.ranks.silent(event.processes, event.seconds)
+        elif isinstance(event, Missed):
+            self._miss(event)
+        elif isinstance(event, RayEnded):
+            self._ray_ended(event)
+        elif isinstance(event, StandbyReady):
+            self.commands.standby_is_ready(event.problem)
+        elif isinstance(event, NoPlace) and self.ranks.resizing is not None:
+            self.ranks.resizing.unplaced = event.ranks
+        elif isinstance(event, Command):
+            self.commands.take(event)
+        elif isinstance(event, Launch):
+            self._main = self._launch()
+        self._run(event)
+        out = self._out.copy()
+        self._out.clear()
+        return out
+
+    def validate(self) -> None:
+        """Assert all invariants."""
+        self.ranks.validate()
+        self.commands.validate()
+        assert self._main is None or self._launched or not self.ranks.runs, "the first script is the launch"
+        assert not self._out, "all instructions were given"
+        assert self.failure is None or (self._asker is None and self.commands.task is None), "a failed fleet is at rest"
+
+    def _miss(self, event: Missed) -> None:
+        """Note a rank that a router misses, unless the rank is known to be away, to have left, or to recover."""
+        if self.ranks.forming or event.rank >= self.ranks.size or event.rank in {p.rank for p in self.ranks.away}:
+            return
+        if not self._missed:
+            self._last_word = self.ranks.now + LAST_WORD_SECONDS
+        self._missed.setdefault(event.rank, event.reason)
+
+    def _ray_ended(self, event: RayEnded) -> None:
+        if self._launched and not event.all_ranks:
+            log.error(
+                "Ray's %s has ended: serving goes on; when a rank is lost, Ray and all ranks are started again",
+                event.daemon,
+            )
+        self.ranks.ray_ended, self._all_ended = event.daemon, event.all_ranks
+
+    def _run(self, event: Event) -> None:
+        """Resume scripts until each waits: a loss goes first, and commands take their turns at ticks."""
+        resumed: list[Script[Any]] = []
+        if isinstance(event, Answer) and self._asker is not None:
+            script, self._asker = self._asker, None
+            resumed.append(script)
+            self._resume(script, event.value)
+        while self.failure is None and self._asker is None:
+            if self._main is None and self._launched and not self.ranks.forming:
+                self.ranks.tend()
+                self._main = self._urgent()
+            due = self.ranks.forming or (isinstance(event, Tick) and not self.ranks.away)
+            command = self.commands.script if due and self.commands.task is not None else None
+            turn: Script[Any] | None = self._main or command
+            if turn is None or turn in resumed:
+                return
+            resumed.append(turn)
+            self._resume(turn, None)
+
+    def _resume(self, script: Script[Any], value: Any) -> None:
+        question = None
+        if script is self._main:
+            try:
+                question = script.send(value)
+            except StopIteration:
+                self._main = None
+        else:
+            question = self.commands.resume(value)
+        if question is not None:
+            self._out.append(question)
+            self._asker = script
+
+    def _urgent(self) -> Script[Any] | None:
+        """Return the script for losses, or else for ranks that may join the others."""
+        incident = Incident(began=self.ranks.now)
+        incident.lost, incident.reports = self.ranks.losses()
+        if self.ranks.ray_ended is not None and self._all_ended:
+            reason = f"Ray's {self.ranks.ray_ended} has ended, and all ranks with it"
+            incident.lost = dict.fromkeys(range(self.ranks.size), reason)
+        if incident.lost or self.ranks.now >= self._last_word:
+            # A router knows that a rank is gone; the rank itself may say why.
+            incident.lost, self._missed = self._missed | incident.lost, {}
+        if incident.lost or incident.reports:
+            # An epoch that has ended without a loss is followed by another, too.
+            return self._recover(incident)
+        return self._admit() if self.ranks.ready else None
+
+    def _launch(self) -> Script[None]:
+        self.ranks.forming = True
+        try:
+            recovered = yield from self.ranks.launch()
+        except FleetError as error:
+            self.failure = str(error)
+            self.commands.close(self.failure)
+            self._out.append(GiveUp(self.failure, getattr(error, "exit_code", 2)))
+            return
+        finally:
+            self.ranks.forming = False
+        self._launched = True
+        self._out.append(HandOver(recovered.ranks, frozenset(), None))
+
+    def _restart(self, rank: int) -> Script[bool]:
+        """Replace a rank on purpose; returns whether the fleet continues. It counts as no loss."""
+        return self._recover(Incident(began=self.ranks.now, lost={rank: f"rank {rank} is restarted"}), asked=rank)
+
+    def _recover(self, incident: Incident, *, asked: int | None = None) -> Script[bool]:
+        """Replace lost ranks, and those lost meanwhile, until the fleet continues (True) or is given up.
+
+        The loss of the rank that was `asked` for is on purpose.
+        """
+        dead = frozenset(incident.lost)
+        purpose: frozenset[int] = frozenset() if asked is None else frozenset((asked,))
+        self.ranks.forming = True
+        try:
+            while True:
+                for rank in sorted(dead - purpose):
+                    known = self.ranks.members
+                    end = incident.ends[rank] = (yield Examine(known[rank].number)) if known else None
+                    if (refused := self._budgets.take(rank, self.ranks.now)) is not None:
+                        self._give_up(f"{refused}: {incident.lost[rank]}{'' if end is None else f'; {end}'}")
+                        return False
+                self._log_loss(incident, dead, asked if dead == purpose else None)
+                try:
+                    # A rank that is replaced on purpose is back in a moment: no rank takes over.
+                    recovered = yield from self.ranks.replace(dead, whole=asked is not None)
+                    break
+                except RanksLost as error:
+                    for rank in purpose & error.ranks:
+                        self.commands.failed(rank)
+                    dead, purpose = error.ranks, frozenset()
+                    incident.lost |= dict.fromkeys(dead, str(error))
+                except FleetError as error:
+                    self._give_up(f"{incident.reason}; {error}")
+                    return False
+        finally:
+            self.ranks.forming = False
+        if recovered is None:
+            log.warning("%s starts once more; the others serve", named(dead))
+            self._out.append(FillStandby())
+        else:
+            self._hand_over(recovered, incident, planned=set(incident.lost) == {asked})
+        if self.commands.task is not None:
+            self.commands.replaced(frozenset(incident.lost) - {asked})
+        return True
+
+    def _log_loss(self, incident: Incident, dead: frozenset[int], asked: int | None) -> None:
+        if asked is not None:
+            log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
+        elif not dead:
+            log.warning("going on as before: %s", incident.reason)
+        else:
+            ends = "".join(f"; rank {rank}: {end}" for rank, end in sorted(incident.ends.items()) if end is not None)
+            log.warning("lost %s: %s; replacing%s", named(dead), incident.reason, ends)
+
+    def _admit(self) -> Script[None]:
+        """Have ranks that were away join the others, and give them their experts back."""
+        incident = Incident(began=self.ranks.now)
+        self.ranks.forming = True
+        try:
+            recovered = yield from self.ranks.admit()
+        except RanksLost as error:
+            incident.lost = dict.fromkeys(error.ranks, str(error))
+            yield from self._recover(incident)
+            return
+        except FleetError as error:
+            self._give_up(str(error))
+            return
+        finally:
+            self.ranks.forming = False
+        self._hand_over(recovered, incident)
+
+    def _switch(self) -> Script[bool]:
+        """Have all ranks of another size meet; returns whether the fleet continues.
+
+        Raises RanksLost with the reason if it continues as before.
+        """
+        incident = Incident(began=self.ranks.now, purpose="the number of workers was changed")
+        self.ranks.forming = True
+        try:
+            recovered = yield from self.ranks.resize()
+        except RanksLost as error:
+            incident.purpose, incident.lost = str(error), dict.fromkeys(error.ranks, str(error))
+            if (yield from self._recover(incident)):
+                raise
+            return False
+        except FleetError as error:
+            self._give_up(str(error))
+            return False
+        finally:
+            self.ranks.forming = False
+        self._hand_over(recovered, incident, planned=True)
+        self.ranks.end_resize()
+        return True
+
+    def _hand_over(self, recovered: Recovered, incident: Incident, *, planned: bool = False) -> None:
+        """Have routers continue with these ranks."""
+        away = [rank.rank for rank in recovered.ranks if not rank.frontend]
+        for rank in recovered.ranks:
+            if rank.frontend:
+                self._budgets.serves(rank.rank)
+        # Routers have missed the ranks that were replaced.
+        self._missed = {}
+        seconds = self.ranks.now - incident.began
+        incident.reports = incident.reports if planned else list(recovered.losses)
+        facts = incident.facts(seconds, recovered.seconds) | ({"planned": True} if planned else {})
+        self._out.append(HandOver(recovered.ranks, self.commands.drained, facts))
+        self._out.append(FillStandby())
+        how = f"serves without {named(away)}" if away else "is whole again"
+        spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
+        level = logging.INFO if planned else logging.WARNING
+        log.log(level, "the fleet %s %.1f s after %s%s", how, seconds, incident.reason, spent)
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
+        slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
+        log.error("the fleet has failed: %s%s", reason, slow)
+        self.commands.close(f"the fleet has failed: {reason}")
+        self._out.append(GiveUp(reason, 1))

@@ -1,0 +1,1 @@
+"""The adapter between the fleet machine and Ray."""

@@ -1,0 +1,307 @@
+"""Processes of this host: how ranks were last seen, the end of one that hears nothing, and Ray's daemons.
+
+The launcher is not the parent of the ranks' processes (Ray's raylet is), so it is not told how they end.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moeyard.last_resort import end_tree
+from moeyard.signals import end_now
+from moeyard_worker.config.engine_config import format_size
+from moeyard_worker.exchange.leftovers import sweep
+
+log = logging.getLogger(__name__)
+
+# The head has all that Ray knows in its memory. The raylet starts the ranks' processes, which end with it.
+HEAD, RAYLET = "gcs_server", "raylet"
+# A process that SIGSTOP has stopped for so long is killed. Nothing else can end it: it hears nothing.
+STOPPED_SECONDS = 5.0
+# What the kernel may take to give back what a process had: its ports, and tens of gigabytes of a GPU.
+GONE_SECONDS = 10.0
+RAY_GONE_SECONDS = 3.0
+LOOK_SECONDS = WATCH_SECONDS = 1.0
+# A call that is still there so long after the end of a daemon waits inside Ray's own code, for ever.
+STUCK_SECONDS = 20.0
+# Time for the last call to notice that the fleet is stopped. Ray may be starting, which cannot be interrupted.
+LAST_SECONDS = 45.0
+VMSTAT = Path("/proc/vmstat")
+
+
+def began_of(pid: int) -> int:
+    """Return when a process of this host began, in ticks since the host did, which no set clock changes.
+
+    With its number it names a process for good. Raises FileNotFoundError or ProcessLookupError where there is none.
+    """
+    # The 22nd field (proc_pid_stat(5)); the second is a name in parentheses, which may hold anything.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def kill_process(pid: int, began: int) -> None:
+    """Kill a process of this host, unless its number is another's by now: `began` is the result of `began_of`.
+
+    Returns when it holds nothing any more that its successor needs, or after GONE_SECONDS.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # boundary: it has ended
+        process = psutil.Process(pid)
+        if began_of(pid) == began:
+            os.kill(pid, signal.SIGKILL)
+            limit = time.monotonic() + GONE_SECONDS
+            # Its parent may leave it as a zombie a while. A zombie holds ports and memory until its last thread ends.
+            while not (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1):
+                if time.monotonic() >= limit:
+                    break
+                time.sleep(0.005)
+
+
+def fence_process(node: str, pid: int, began: int) -> None:
+    """`kill_process` on one of Ray's nodes; does not wait for it where that is another host."""
+    if node == ray.get_runtime_context().get_node_id():
+        kill_process(pid, began)
+        return
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.remote(num_cpus=0, scheduling_strategy=there)(kill_process).remote(pid, began)
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed for lack of memory, of the host and of every control group.
+
+    None where it does not say (before Linux 4.13).
+    """
+    try:
+        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.M)
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The time, the process's bytes of memory, and the kernel's count."""
+
+    at: float
+    resident: int
+    kills: int | None
+
+
+class Vitals:
+    """Looks at processes now and then, from one thread."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, kills: Callable[[], int | None] = oom_kills
+    ) -> None:
+        self._clock, self._kills = clock, kills
+        self._looks: dict[int, _Look] = {}
+        self._next = float("-inf")
+
+    def look(self, pids: Iterable[int]) -> None:
+        """See how these are, and forget all others; at most once in LOOK_SECONDS."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next = now + LOOK_SECONDS
+        kills = self._kills()
+        sizes = {pid: _resident(pid) for pid in pids}
+        # A process that has ended is remembered as it was.
+        self._looks = {
+            pid: _Look(now, size, kills) if size else self._looks[pid]
+            for pid, size in sizes.items()
+            if size or pid in self._looks
+        }
+
+    def describe(self, pid: int) -> str:
+        """Describe a process whose rank was lost."""
+        if _resident(pid):
+            return f"process {pid} still runs, and is killed"
+        look = self._looks.get(pid)
+        if look is None:
+            return f"process {pid} has ended"
+        kills = self._kills()
+        said = f"process {pid} has ended; {self._clock() - look.at:.1f} s before it had {format_size(look.resident)}"
+        if kills is None or look.kills is None or kills == look.kills:
+            return said
+        return f"{said}, and since then the kernel killed {kills - look.kills} for lack of memory: likely this one"
+
+
+def _resident(pid: int) -> int:
+    """Return bytes of memory of a process; 0 when it has ended, or is about to and has given them back."""
+    with contextlib.suppress(psutil.Error):  # boundary: it has ended
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+
+
+class LocalRay:
+    """The daemons that `find` has found. `ended` and `kill_stopped` may be called from different threads."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._daemons: dict[str, psutil.Process] = {}
+        self._stopped: dict[int, float] = {}  # pid -> since when it has been seen stopped
+
+    def find(self) -> None:
+        """Look for the daemons among the launcher's children, once `ray.init` has started them."""
+        self._daemons, self._stopped = daemons(), {}
+
+    def ended(self) -> str | None:
+        """Return the name of a daemon that has ended; the raylet's, if both have. Nothing brings them back."""
+        gone = (name for name in (RAYLET, HEAD) if name in self._daemons and not _lives(self._daemons[name]))
+        return next(gone, None)
+
+    def kill_stopped(self, *, starting: bool, spare: Collection[int] = ()) -> list[str]:
+        """Kill daemons and worker processes that are stopped for too long, while ranks are `starting`.
+
+        Ray then reports their end as any other. `spare` are the pids of ranks that serve: their peers miss them after
+        the step deadline, and they need no daemon. Returns the names of the killed processes. Call it every second.
+        """
+        now, killed = self._clock(), []
+        stopped: dict[int, float] = {}
+        for process in self._watched() if starting else ():
+            with contextlib.suppress(psutil.Error):  # boundary: it has ended
+                if process.pid in spare or process.status() != psutil.STATUS_STOPPED:
+                    continue
+                since = stopped[process.pid] = self._stopped.get(process.pid, now)
+                if now - since >= STOPPED_SECONDS:
+                    name = process.name()
+                    process.kill()
+                    killed.append(f"{name} (process {process.pid})")
+        self._stopped = stopped
+        return killed
+
+    def _watched(self) -> Iterator[psutil.Process]:
+        yield from self._daemons.values()
+        if (raylet := self._daemons.get(RAYLET)) is not None:
+            with contextlib.suppress(psutil.Error):  # boundary: it has ended
+                # The raylet ends with its agents, and serves without their answers.
+                yield from (each for each in raylet.children(recursive=True) if not each.name().endswith("Agent"))
+
+    def kill(self) -> None:
+        """Kill every process of Ray. Routers, and Python's tracker of what they share, are the launcher's own."""
+        self._daemons = {}
+        roots = [child for child in psutil.Process().children() if not is_own(child)]
+        family = list(roots)
+        for root in roots:
+            with contextlib.suppress(psutil.Error):  # boundary: it has ended
+                family += root.children(recursive=True)
+            end_tree(root.pid)
+            with contextlib.suppress(psutil.Error):  # boundary: it has ended
+                root.kill()
+        # They hold ports and memory until they are gone.
+        limit = self._clock() + RAY_GONE_SECONDS
+        while any(_lives(process) for process in family) and self._clock() < limit:
+            time.sleep(0.01)
+
+
+def daemons() -> dict[str, psutil.Process]:
+    """Return the living daemons among the launcher's children, by name."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # boundary: it has just ended
+            if (name := child.name()) in (HEAD, RAYLET) and _lives(child):
+                found[name] = child
+    return found
+
+
+def is_own(process: psutil.Process, module: str = "multiprocessing") -> bool:
+    """Return whether Python's multiprocessing started this child of the launcher; all others are Ray's."""
+    try:
+        return any(module in word for word in process.cmdline())
+    except psutil.Error:  # boundary: it has just ended
+        return False
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Return whether this is Python's tracker of shared resources. It ends with the launcher: no call waits for it."""
+    return is_own(process, "multiprocessing.resource_tracker")
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Return whether it runs, and its number is not another's by now."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def end_at_once(reason: str) -> None:
+    """End this process where nothing else can: its main thread is inside Ray's code."""
+    print(f"moeyard: {reason}; start it again", file=sys.stderr, flush=True)
+    end_now(1)
+
+
+class Guard:
+    """One call of Ray at a time, and an eye on processes that stand still and on calls that never return.
+
+    Life: construct; `watch` a private Ray; `call`, from any thread; `end`. `starting`: whether ranks are on their way
+    in; `serving`: the pids of those that serve. `on_stuck` is called once if a call never returns. By default the
+    process then ends.
+    """
+
+    def __init__(
+        self, local: LocalRay, *, starting: Callable[[], bool], serving: Callable[[], Collection[int]]
+    ) -> None:
+        self.on_stuck: Callable[[str], None] = end_at_once
+        self.stopping = threading.Event()
+        self._local, self._starting, self._serving = local, starting, serving
+        self._lock = threading.Lock()
+        self._entered: float | None = None  # when the call began that holds the lock
+        self._missed: tuple[float, float] | None = None  # such a call, and when a daemon was first missed in it
+        self._stuck = False
+
+    def watch(self) -> None:
+        """Look every second from a thread of its own."""
+
+        def run() -> None:
+            while not self._stuck and not self.stopping.wait(WATCH_SECONDS):
+                self.look(time.monotonic())
+
+        threading.Thread(target=run, name="ray-watch", daemon=True).start()
+
+    def look(self, now: float) -> None:
+        """Kill processes that stand still; notice a call that a dead daemon holds up."""
+        for name in self._local.kill_stopped(starting=self._starting(), spare=self._serving()):
+            log.error("%s of Ray was stopped for %g s, and is killed", name, STOPPED_SECONDS)
+        ended, entered = self._local.ended(), self._entered
+        if ended is None or entered is None:
+            self._missed = None
+        elif self._missed is None or self._missed[0] != entered:
+            self._missed = entered, now
+        elif now - self._missed[1] > STUCK_SECONDS:
+            self._stuck = True
+            reason = f"Ray's {ended} has ended, and Ray's own code waits for it"
+            log.error("%s; moeyard serve ends", reason)
+            self.on_stuck(reason)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Enter a block that has Ray to itself."""
+        with self._lock:
+            self._entered = time.monotonic()
+            try:
+                yield
+            finally:
+                self._entered = None
+
+    @contextlib.contextmanager
+    def end(self) -> Iterator[None]:
+        """Enter the last block. If a call before it never returns, the process ends here, with code 1."""
+        self.stopping.set()
+        if self._stuck or not self._lock.acquire(timeout=LAST_SECONDS):
+            self._local.kill()
+            sweep()
+            end_now(1)
+        try:
+            yield
+        finally:
+            self._lock.release()
