@@ -13,17 +13,15 @@ from moeyard.fleet.messages import (
     Examine,
     Failed,
     Fence,
-    FillStandby,
     Finish,
-    GiveBack,
     GiveUp,
     HandOver,
     Instruction,
-    Launch,
     Make,
     Missed,
     Order,
     RayEnded,
+    RenewStandby,
     Reserve,
     Returned,
     StartRay,
@@ -75,7 +73,7 @@ class World:
         self.specs: list[dict[str, Any]] = []  # of all setups
         self.said: dict[int, list[str]] = {}
         self.ended: dict[int, Finish] = {}
-        self.event(Launch())
+        self.event(Tick())
         if launch:
             self.turn()
             self.did.clear()
@@ -230,10 +228,8 @@ class World:
         elif isinstance(instruction, HandOver):
             self.handed.append(instruction)
             self.did.append(("serve", *(rank.rank for rank in instruction.ranks if rank.frontend)))
-        elif isinstance(instruction, FillStandby):
-            self.did.append(("standby", instruction.renew))
-        elif isinstance(instruction, GiveBack):
-            self.did.append(("give back", instruction.first))
+        elif isinstance(instruction, RenewStandby):
+            self.did.append(("standby",))
         elif isinstance(instruction, Tell):
             self.said[instruction.command].append(instruction.text)
         elif isinstance(instruction, Finish):

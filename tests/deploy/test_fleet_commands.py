@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.deploy.fleet_world import World
 
-from moeyard.fleet.messages import NoPlace, StandbyReady
+from moeyard.fleet.messages import Failed, StandbyReady
 from moeyard.fleet.ranks import CALL_SECONDS
 from moeyard_router.fleet.orders import Drain
 
@@ -128,7 +128,7 @@ def test_without_room_for_two_the_old_one_ends_first(standby: bool) -> None:
     world = World(fixed_ports=True, standby=standby)
     asked = restart(world, 2)
     world.turn()
-    assert ("standby", True) in world.did
+    assert ("standby",) in world.did
     assert (asked in world.ended) == (not standby)
     if standby:
         world.event(StandbyReady(None))
@@ -220,7 +220,7 @@ def test_more_workers_load_first() -> None:
     world.held.clear()
     world.now += 9.0
     assert world.finish(asked) == "4 workers in place of 2, after 9.0 s"
-    assert world.steps[3:] == [("pause", 4), ("serve", 0, 1, 2, 3), ("give back", 4)]
+    assert world.steps[3:] == [("pause", 4), ("serve", 0, 1, 2, 3), ("end",)]
     assert world.said[asked] == [
         "starting rank 2, rank 3",
         "starting rank 2",
@@ -255,7 +255,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
     assert world.finish(asked) == "2 workers in place of 4, after 30.0 s"
     assert world.steps == [
         *(("carry", 2), ("carry", 3), ("pause", 2), ("serve", 0, 1)),
-        *(("end", 2, 3), ("give back", 2)),
+        ("end", 2, 3),
     ]
     assert world.said[asked] == [
         "reading experts at rank 0, rank 1",
@@ -269,7 +269,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
     world.misses(3)
     world.now += 9.0
     world.turn()
-    assert world.steps[-1] == ("give back", 2)
+    assert world.steps[-1] == ("end", 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
         (4, {"kill": 2}, "1: worker 2 died while starting: it died"),
         (4, {"kill": 3, "held": {(3, "progress")}}, "1: worker 3 died while starting: it died"),
         (4, {"held": {(3, "progress")}}, "1: worker 3 has loaded its experts, and does not answer any more"),
-        (4, {"unplaced": (2, 3)}, "1: the Ray cluster has no place for rank 2, rank 3; stop what else runs there"),
+        (4, {"unplaced": "no place for rank 2, rank 3"}, "1: no place for rank 2, rank 3"),
         (1, {"raises": {(0, "prepare"): "model.safetensors has changed"}}, "2: model.safetensors has changed"),
     ],
 )
@@ -297,7 +297,8 @@ def test_what_goes_wrong_before_the_switch_changes_nothing(size: int, goes_wrong
         assert resizing is not None
         world.kill_process(resizing.coming[goes_wrong["kill"]].number)
     if "unplaced" in goes_wrong:
-        world.event(NoPlace(goes_wrong["unplaced"]))
+        (setup,) = [number for number, call in world.calls.items() if world.rank_of(call.process) == 2]
+        world.event(Failed(setup, goes_wrong["unplaced"], "unplaced"))
     world.now += CALL_SECONDS + 1.0
     assert world.finish(asked) == f"{said}; the fleet goes on with 2 workers"
     assert ("pause", size) not in world.did
@@ -363,7 +364,7 @@ def test_the_same_size_gives_up_what_was_begun() -> None:
     assert world.finish(scale(world, 4)) == said
     assert world.finish(scale(world, 2)) == "2 workers, as before: going on with 3 is given up"
     assert world.finish(asked) == "1: given up; the fleet goes on with 2 workers"
-    assert world.steps == [("reserve", 2), ("make", 2), ("end", 2), ("give back", 2)]
+    assert world.steps == [("reserve", 2), ("make", 2), ("end", 2)]
 
 
 def test_experts_that_are_still_read_are_waited_for() -> None:

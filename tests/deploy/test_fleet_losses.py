@@ -460,19 +460,3 @@ def test_where_ray_does_not_start_again_the_fleet_is_given_up() -> None:
     world.turn()
     said = "Ray's raylet has ended, and all ranks with it; Ray's raylet has ended, and Ray cannot start: no memory"
     assert world.given_up == [said]
-
-
-# Standby processes.
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_another_standby_starts_at_once_on_a_gpu(device: str) -> None:
-    """On CPUs it would slow the recovery down."""
-    world = waiting(standby=True, config={"device": device})
-    world.held.add((None, "setup"))
-    world.kill(1)
-    world.turn()
-    assert world.did.count(("standby", False)) == (1 if device == "cuda" else 0)
-    world.held.clear()
-    world.turn()
-    assert world.did[-1] == ("standby", False)

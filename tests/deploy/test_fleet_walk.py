@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from tests.deploy.fleet_world import World
 
-from moeyard.fleet.messages import NoPlace, Silent, StandbyReady, Tick
+from moeyard.fleet.messages import Failed, Silent, StandbyReady, Tick
 
 METHODS = ("setup", "load", "rebind", "connect", "prepare", "rejoin", "start", "room", "end_epoch", "progress", "seat")
 
@@ -41,7 +41,7 @@ class Walk:
             (0.1, self.ray_ends),
             (0.5, self.routers),
             (0.3, lambda: self.world.event(StandbyReady(self.rng.choice([None, "no module"])))),
-            (0.1, lambda: self.world.event(NoPlace((self.world.machine.ranks.size,)))),
+            (0.1, self.unplaced),
         ]
         weights, acts = zip(*happenings, strict=True)
         for act in self.rng.choices(acts, weights, k=steps):
@@ -123,6 +123,11 @@ class Walk:
     def ray_ends(self) -> None:
         self.world.ray_fails = "no memory" if self.rng.random() < 0.1 else None
         self.world.ray_ends(self.rng.choice(["raylet", "gcs_server"]))
+
+    def unplaced(self) -> None:
+        setups = [number for number, call in self.world.calls.items() if call.method == "setup"]
+        for number in setups[:1]:
+            self.world.event(Failed(number, "no place", "unplaced"))
 
     def routers(self) -> None:
         self.world.whole = self.rng.random() < 0.7

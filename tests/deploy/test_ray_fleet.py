@@ -71,11 +71,12 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Ref:
-            self.calls.append(name)
-            if name == "wait":
+            method = args[0] if name == "do" else name
+            self.calls.append(method)
+            if method == "wait":
                 self.waiting = Ref(done=False)
                 return self.waiting
-            return self.says.get(name) or Ref(self._answer(name))
+            return self.says.get(method) or Ref(self._answer(method))
 
         return SimpleNamespace(remote=remote)
 
@@ -137,7 +138,7 @@ class Routers:
 class Played:
     """A fleet that serves. `actors` are all that were made, by rank, the latest last."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, **options: Any) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, device: str = "cpu", **options: Any) -> None:
         self.now, self.dead, self.ray = 0.0, "", Ray()
         self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(RANKS)}
         self.made, self.fenced, self.starts = 0, list[int](), list[Exception | None]()
@@ -148,7 +149,7 @@ class Played:
         patch.setattr(adapter, "kill_process", lambda pid, began: self.fenced.append(pid))
         patch.setattr(adapter.time, "sleep", lambda seconds: None)
         self.fleet = RayFleet(
-            EngineConfig(model_path="m", num_workers=RANKS),
+            EngineConfig(model_path="m", num_workers=RANKS, device=device),
             LogConfig(),
             **{
                 **{"address": None, "worker_host": None, "metrics_port_base": 0, "keys": make_keys()},
@@ -164,6 +165,7 @@ class Played:
             reserve=lambda **given: None,
             actor=self.make,
             give_back_from=lambda first: None,
+            gpus=0,
             lacks=lambda size: None,
             add=lambda ranks: None,
         )
@@ -390,6 +392,22 @@ def test_commands_come_from_other_threads(serving: Played) -> None:
         serving.fleet.command("drain", said.append, ranks=(0,))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_another_standby_starts_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On CPUs it would slow the recovery down."""
+    played = Played(monkeypatch, device=device, standby=1, takeover="never").start()
+    (standby,) = played.actors[-1]
+    standby.says["setup"] = Ref(done=False)
+    played.lose(1)
+    for _ in range(20):
+        played.fleet.turn()
+    assert len(played.actors[-1]) == (2 if device == "cuda" else 1)
+    standby.says["setup"].end(standby._answer("setup"))
+    played.until([0, 1, 2])
+    played.fleet.turn()
+    assert len(played.actors[-1]) == 2
+
+
 @pytest.mark.parametrize("state", ["ready", "gone"])
 def test_a_standby_takes_the_place(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     played = Played(monkeypatch, standby=1, takeover="never").start()
@@ -399,6 +417,7 @@ def test_a_standby_takes_the_place(monkeypatch: pytest.MonkeyPatch, state: str) 
     played.lose(1)
     played.until([0, 1, 2])
     assert ("start" in standby.calls) == (state == "ready")
+    played.fleet.turn()
     assert len(played.actors[-1]) == 2, "another waits"
 
 

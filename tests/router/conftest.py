@@ -20,8 +20,8 @@ from tests.router.scripted_worker import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedWork
 from tests.router.tool_model import LONG, Model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from moeyard.listen import bind
 from moeyard.fleet.routers import RouterProcesses
+from moeyard.listen import bind
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from moeyard.fleet.messages import (
     Command,
-    FillStandby,
     Finish,
     FleetError,
     Instruction,
     Order,
     RanksLost,
     Refused,
+    RenewStandby,
     Tell,
 )
 from moeyard.fleet.ranks import Ranks, Script
@@ -262,7 +262,7 @@ class Commands:
     def _restart_rank(self, task: Task, rank: int) -> Script[None]:
         yield from self._settle(task, rank)
         # Standby processes may have older code than the disk.
-        self._emit(FillStandby(renew=True))
+        self._emit(RenewStandby())
         self._standby_ready, self._standby_problem = not self._standby, ""
         self._ranks.prepare(rank, task.command.changes, beside=self._beside)
         if self._beside or self._standby:

@@ -17,14 +17,11 @@ from moeyard.fleet.messages import (
     Event,
     Examine,
     Failed,
-    FillStandby,
     FleetError,
     GiveUp,
     HandOver,
     Instruction,
-    Launch,
     Missed,
-    NoPlace,
     RanksLost,
     RayEnded,
     Returned,
@@ -119,7 +116,7 @@ class FleetMachine:
         self._launched = self._all_ended = False
         self._missed: dict[int, str] = {}
         self._last_word = 0.0
-        self._main: Script[Any] | None = None  # a launch, recovery or admission
+        self._main: Script[Any] | None = self._launch()  # or a recovery or an admission
         self._asker: Script[Any] | None = None  # the main script or the command's that waits for an Answer
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -135,12 +132,8 @@ class FleetMachine:
             self._ray_ended(event)
         elif isinstance(event, StandbyReady):
             self.commands.standby_is_ready(event.problem)
-        elif isinstance(event, NoPlace) and self.ranks.resizing is not None:
-            self.ranks.resizing.unplaced = event.ranks
         elif isinstance(event, Command):
             self.commands.take(event)
-        elif isinstance(event, Launch):
-            self._main = self._launch()
         self._run(event)
         out = self._out.copy()
         self._out.clear()
@@ -268,7 +261,6 @@ class FleetMachine:
             self.ranks.forming = False
         if recovered is None:
             log.warning("%s starts once more; the others serve", named(dead))
-            self._out.append(FillStandby())
         else:
             self._hand_over(recovered, incident, planned=set(incident.lost) == {asked})
         if self.commands.task is not None:
@@ -336,7 +328,6 @@ class FleetMachine:
         incident.reports = incident.reports if planned else list(recovered.losses)
         facts = incident.facts(seconds, recovered.seconds) | ({"planned": True} if planned else {})
         self._out.append(HandOver(recovered.ranks, self.commands.drained, facts))
-        self._out.append(FillStandby())
         how = f"serves without {named(away)}" if away else "is whole again"
         spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""
         level = logging.INFO if planned else logging.WARNING

@@ -60,13 +60,8 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """Start all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. The first one starts the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +74,14 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The call of that number has failed: the process `raised` it, has `ended`, or Ray could not run it (`unrun`)."""
+    """The call of that number has failed: the process `raised` it, has `ended`, or Ray did not run it (`unrun`).
+
+    `unplaced`: the cluster has given the process no place in time.
+    """
 
     call: int
     reason: str
-    how: Literal["raised", "ended", "unrun"]
+    how: Literal["raised", "ended", "unrun", "unplaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +122,6 @@ class StandbyReady:
     problem: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class NoPlace:
-    """The cluster has not given these ranks their places in time."""
-
-    ranks: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A person's order. `number` names it in Tell and Finish; no `ranks` of a restart: all, one after the other."""
@@ -143,7 +134,7 @@ class Command:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = Launch | Tick | Returned | Failed | Silent | Missed | RayEnded | Answer | StandbyReady | NoPlace | Command
+Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answer | StandbyReady | Command
 
 
 # Instructions. Examine, Order, Reserve and StartRay are questions: the next event is their Answer.
@@ -178,7 +169,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Let processes that are in no epoch put away what they hold, and end them."""
+    """Let processes that are in no epoch put away what they hold, and end them. Give back places of no rank."""
 
     processes: tuple[int, ...]
 
@@ -207,13 +198,6 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Give back the places of this rank and of those behind it."""
-
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
 class StartRay:
     """End what is left of the private Ray and all its processes; start another. Answer why it does not, or None."""
 
@@ -221,10 +205,8 @@ class StartRay:
 
 
 @dataclass(frozen=True, slots=True)
-class FillStandby:
-    """Start the standby processes that are missing. `renew`: end those that wait first, as they have older code."""
-
-    renew: bool = False
+class RenewStandby:
+    """Start the standby processes again, with the code of now. The answer is StandbyReady, later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,20 +244,7 @@ class GiveUp:
 
 
 Instruction = (
-    Make
-    | Call
-    | Fence
-    | End
-    | Examine
-    | Order
-    | Reserve
-    | GiveBack
-    | StartRay
-    | FillStandby
-    | HandOver
-    | Tell
-    | Finish
-    | GiveUp
+    Make | Call | Fence | End | Examine | Order | Reserve | StartRay | RenewStandby | HandOver | Tell | Finish | GiveUp
 )
 
 

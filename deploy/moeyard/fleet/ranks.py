@@ -21,9 +21,7 @@ from moeyard.fleet.messages import (
     End,
     Failed,
     Fence,
-    FillStandby,
     FleetError,
-    GiveBack,
     Instruction,
     Make,
     Rank,
@@ -105,7 +103,7 @@ class Process:
 class Resizing:
     """Another number of ranks that is being prepared: `coming` ranks start, ranks that stay are `reading` experts.
 
-    `asked`: ranks that have come are asked whether they are still there, until `limit`. `unplaced` got no place.
+    `asked`: ranks that have come are asked whether they are still there, until `limit`.
     """
 
     plan: ResizePlan
@@ -113,7 +111,6 @@ class Resizing:
     reading: dict[int, Pending]
     asked: dict[int, Pending] = field(default_factory=dict)
     limit: float = 0.0
-    unplaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +162,7 @@ class Ranks:
         self._late_readings: tuple[Pending, ...] = ()  # of a resize that was given up
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
         self._nodes: dict[int, str] = {}  # the node of each rank, also of one that is lost
-        self._weights: dict[
-            str, Mapping[str, tuple[str, str]]
-        ] = {}  # the first identity found, "" anywhere, or by node
+        self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # the first identity, by node, and "" of all
         self._changes: dict[int, Mapping[str, Any]] = {}  # how the config of a rank differs from the fleet's
         self._unused: dict[int, Mapping[str, Any]] = {}  # the changes before, of ranks whose new ones are not in use
         self._open: dict[int, Pending] = {}
@@ -275,9 +270,6 @@ class Ranks:
     def _make(self, rank: int, *, beside: bool = False) -> Process:
         self._processes += 1
         self._emit(Make(self._processes, rank, beside))
-        if self._reports and not beside and self.config.device != "cpu":
-            # The next standby starts during this rank's captures; on CPUs it would slow the recovery down.
-            self._emit(FillStandby())
         return Process(self._processes, rank, self.whole)
 
     def _set_up(self, process: Process, epoch: int, plan: ResizePlan | None = None) -> Process:
@@ -323,10 +315,8 @@ class Ranks:
         """Wait for no call of processes that end."""
         for number in [number for number, pending in self._open.items() if pending.process in processes]:
             pending = self._open.pop(number)
-            pending.over, pending.error = (
-                True,
-                RanksLost([pending.process.rank], f"{named([pending.process.rank])} was lost"),
-            )
+            rank = pending.process.rank
+            pending.over, pending.error = True, RanksLost([rank], f"rank {rank} was lost")
 
     def tend(self) -> None:
         """Have ranks that are away, and are set up, load beside the others' steps."""
@@ -349,8 +339,6 @@ class Ranks:
         """Make all ranks and take them to their first step. Raises FleetError naming the first at fault."""
         begun = self.now
         self.members = [self._make(rank) for rank in range(self.size)]
-        # There is time for it while ranks load and capture.
-        self._emit(FillStandby())
         recovered = yield from self._form((self.whole, {}), meet=MEET_SECONDS)
         self._start_seconds = self.now - begun
         self._reports = [rank.report for rank in recovered.ranks]
@@ -600,8 +588,6 @@ class Ranks:
         coming, plan = resizing.coming, resizing.plan
         if error := next((p.error for p in coming.values() if p.error is not None), None):
             raise error
-        if resizing.unplaced:
-            raise FleetError(f"the Ray cluster has no place for {named(resizing.unplaced)}; stop what else runs there")
         if starting := [rank for rank, process in coming.items() if process.setup is None]:
             return f"starting {named(starting)}"
         per_node = Counter(process.facts["node"] for process in coming.values())
@@ -670,10 +656,7 @@ class Ranks:
             if process.read is not None:
                 process.read = None
                 self._call(process, "prepare", self.placed, 0)  # forget what was read
-        if ended:
-            self._end(ended)
-        self._emit(GiveBack(self.size))
-        self._emit(FillStandby())
+        self._end(ended)
 
     def validate(self) -> None:
         """Assert all invariants."""

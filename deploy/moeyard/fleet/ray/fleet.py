@@ -32,22 +32,19 @@ from moeyard.fleet.messages import (
     Examine,
     Failed,
     Fence,
-    FillStandby,
     Finish,
     FleetError,
     FleetLost,
-    GiveBack,
     GiveUp,
     HandOver,
     Instruction,
-    Launch,
     Make,
     Missed,
-    NoPlace,
     Order,
     Rank,
     RayEnded,
     Refused,
+    RenewStandby,
     Reserve,
     Returned,
     Silent,
@@ -55,6 +52,7 @@ from moeyard.fleet.messages import (
     StartRay,
     Tell,
     Tick,
+    named,
 )
 from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby
 from moeyard.fleet.ray.processes import RAYLET, Guard, LocalRay, Vitals, fence_process, is_tracker, kill_process
@@ -192,7 +190,6 @@ class RayFleet:
         try:
             with self.guard.call():
                 self._places.reserve(wait=self._cluster_wait, stage=stage, check=self._check)
-            self._handle(Launch())
             while self._ranks is None:
                 self.turn()
                 self._check()
@@ -323,6 +320,9 @@ class RayFleet:
     def _late(self) -> list[Event]:
         """Return news of standby processes and of places that the machine waits for."""
         events: list[Event] = []
+        # On CPUs a standby that starts would slow a recovery down; during a GPU rank's captures there is time.
+        if self._config.device != "cpu" or self._ranks is None or not self._machine.ranks.starting:
+            self._standby.fill()
         if self._renewed:
             try:
                 self._renewed = not self._standby.ready()
@@ -332,7 +332,9 @@ class RayFleet:
                 events.append(StandbyReady(first_line(getattr(error, "cause", None) or error)))
         if self._placing is not None and self._clock() > self._placing[0]:
             late, self._placing = self._places.waits(self._placing[1]), None
-            events += [NoPlace(tuple(late))] if late else []
+            reason = f"the Ray cluster has no place for {named(late)}; stop what else runs there"
+            calls = [call for process, call in self._refs.values() if call and self._actors[process].rank in late]
+            events += [Failed(call.number, reason, "unplaced") for call in calls if call.method == "setup"]
         return events
 
     def _handle(self, event: Event) -> None:
@@ -382,6 +384,8 @@ class RayFleet:
                     self._fence(process)
                 case End(processes):
                     self._end_all(processes)
+                    self._places.give_back_from(self._machine.ranks.size)
+                    self._placing = None
                 case Examine(process):
                     pids = self._pids([self._actors[process]]) if process in self._actors else []
                     return Answer(self._vitals.describe(pids[0]) if pids else None)
@@ -390,14 +394,9 @@ class RayFleet:
                         self._places.add(ranks)
                         self._placing = self._clock() + PLACEMENT_SECONDS, ranks
                     return Answer(problem)
-                case GiveBack(first):
-                    self._places.give_back_from(first)
-                    self._placing = None
-                case FillStandby(renew):
-                    if renew:
-                        self._standby.stop()
-                        self._renewed = self._standby.count > 0
-                    self._standby.fill()
+                case RenewStandby():
+                    self._standby.stop()
+                    self._renewed = self._standby.count > 0
                 case StartRay():
                     return Answer(self._start_again())
         return None
@@ -410,7 +409,9 @@ class RayFleet:
         if call.method == "setup":
             base = self._metrics_port_base
             args = ({**args[0], **self._common, "metrics_port": base + actor.rank if base else 0},)
-        self._refs[getattr(actor.handle, call.method).remote(*args)] = call.process, call
+        own = call.method in ("seat", "setup")
+        made = getattr(actor.handle, call.method).remote(*args) if own else actor.handle.do.remote(call.method, *args)
+        self._refs[made] = call.process, call
         return None
 
     def _fence(self, process: int) -> None:
@@ -426,7 +427,7 @@ class RayFleet:
         setups = [ref for ref, (p, call) in self._refs.items() if p in processes and call and call.method == "setup"]
         self._refs = {ref: each for ref, each in self._refs.items() if each[0] not in processes}
         actors = [actor.handle for p in processes if (actor := self._actors.pop(p, None)) is not None]
-        for waits in setups, [actor.stop.remote() for actor in actors]:
+        for waits in setups, [actor.do.remote("stop") for actor in actors]:
             if waits:
                 ray.wait(waits, num_returns=len(waits), timeout=STOP_SECONDS)
         for actor in actors:
@@ -466,7 +467,7 @@ class RayFleet:
         loads = [self._actors[process.number].handle for process in self._machine.ranks.members if process.loading]
         if loads:
             with self.guard.call(), contextlib.suppress(RayError):  # boundary: the load itself fails, too
-                found = ray.get([actor.progress.remote() for actor in loads], timeout=STOP_SECONDS)
+                found = ray.get([actor.do.remote("progress") for actor in loads], timeout=STOP_SECONDS)
                 progress(sum(done for done, _ in found), sum(total for _, total in found))
 
     def _hand_over(self, new: HandOver) -> None:
