@@ -19,7 +19,6 @@ import psutil
 
 from moeyard_worker.checkpoint.check import check_checkpoint
 from moeyard_worker.checkpoint.index import open_index
-from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.placement import partition
 from moeyard_worker.models.families import load_model_config
 
@@ -32,7 +31,7 @@ def weight_bytes(workers: int) -> int:
     config = load_model_config(MODEL)
     checkpoint = check_checkpoint(open_index(MODEL), config)
     num_experts = len(partition(config.num_experts, workers)[0]) * len(config.moe_layers)
-    return checkpoint.dense_bytes() + num_experts * config.expert_bytes(DTYPE_BYTES[config.dtype])
+    return checkpoint.dense_bytes() + num_experts * config.expert_form(config.dtype).blob_bytes
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

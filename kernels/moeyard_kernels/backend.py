@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from moeyard_kernels.cuda.step_inputs import StepInputs as StepInputs
     from moeyard_kernels.cuda.verified_rows import VerifiedRows as VerifiedRows
     from moeyard_kernels.peers import Peers
+    from moeyard_kernels.types.matrix import Fill, Matrix
     from moeyard_kernels.types.peer_window import PeerWindow
     from moeyard_kernels.types.sampled_tokens import SampledTokens
+    from moeyard_kernels.types.weight_form import ExpertForm
 
     StepBackend = CudaBackend
     ExpertResidency = CudaResidency
@@ -144,8 +146,8 @@ class ExpertSlots(Protocol):
 
     num_slots: int
 
-    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """Put one expert, gate and up [I, H] and down [H, I], into a slot, rounded to the served dtype; its bytes."""
+    def write(self, slot: int, fill: Fill) -> None:
+        """Put the expert that `fill` writes into a slot."""
         ...
 
     def slot_table(self, slots: Sequence[int]) -> Opaque:
@@ -168,7 +170,7 @@ class ExpertSlots(Protocol):
 class MovableSlots(ExpertSlots, Protocol):
     """Slots of which there may be more or fewer later, where a rank's experts may change."""
 
-    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Opaque:
+    def pack(self, fill: Fill) -> Opaque:
         """One expert as `write` would put it into a slot, in memory of its own. In any thread, beside steps."""
         ...
 
@@ -207,15 +209,16 @@ class Backend(Protocol):
     @property
     def token_logprobs(self) -> Callable[[torch.Tensor, torch.Tensor, int], SampledTokens]: ...
 
-    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight [N, K] in the form that `linear` wants; a given weight goes through here always or never."""
+    def matrix(self, weight: Matrix) -> Matrix:
+        """Return weight [N, K] in the layout of `linear`, repacked once. A given weight goes through here always or
+        never. Raises ValueError for a form without products here."""
         ...
 
     def plan(self, step: StepRows) -> StepPlan:
         """The plan of one step. An empty step gives no rows."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding, each row's bits its own."""
         ...
 
@@ -224,8 +227,8 @@ class Backend(Protocol):
         ...
 
     def gate(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
-        shared_gate: torch.Tensor | None = None, shared: tuple[Opaque, Opaque] | None = None,
+        self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
+        shared_gate: Matrix | None = None, shared: tuple[Matrix, Matrix] | None = None,
     ) -> Gate:  # fmt: skip
         """weight [E, H] is fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only.
         `dtype` is that of the rows; shared_gate [1, H] gives the logit of a shared expert, and `shared` are its gate_up
@@ -251,7 +254,7 @@ class Backend(Protocol):
     def gdn(self, layer: GdnLayer) -> GdnMix: ...
     def kda(self, layer: KdaLayer) -> KdaMix: ...
 
-    def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertSlots:
+    def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Memory for routed experts."""
         ...
 

@@ -227,7 +227,7 @@ def test_floor_of_a_shape_by_hand() -> None:
     dense = attention + 128 * 2048 + 2 * 2048 + 2048 + 151936 * 2048
     expert = 3 * 2048 * 768
     kv = 2 * 4 * 128
-    found = floor_bytes(model_spec(model, ()), distinct=8.5, rows=3, context=100, itemsize=2)
+    found = floor_bytes(model_spec(model, ()), distinct=8.5, rows=3, context=100, dtype="bfloat16")
     assert found == 2 * (dense + 8.5 * expert + 3 * 100 * kv)
 
 
@@ -287,7 +287,7 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
             assert row["tpot_of_replay"] == pytest.approx(row["tpot_ms"]["p50"] / row["replay_ms"])
         positions = kept_of + 10 / 2
         needed = floor_bytes(
-            model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, itemsize=2
+            model_spec(model, ()), distinct=row["distinct_experts"], rows=streams, context=positions, dtype="bfloat16"
         )
         assert row["floor_ms"] == pytest.approx(needed / 1e9 * 1e3)
     assert prompts["prompt_tok_s"] > 0

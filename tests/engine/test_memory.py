@@ -19,8 +19,10 @@ from moeyard_kernels.cpu import footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
-from moeyard_worker.config.engine_config import EngineConfig, format_size, parse_size
+from moeyard_kernels.types.matrix import Matrix
+from moeyard_worker.checkpoint.formats.plain import PlainFormat
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size, parse_size
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
 from moeyard_worker.engine.memory.host_memory import available_memory, cgroup_available
@@ -56,6 +58,7 @@ MLA = Mla(
     num_heads=8, q_lora_rank=None, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32, scale=1, bias=False, rope=ROPE
 )  # fmt: skip
 MODEL = ModelConfig(
+    weights=PlainFormat(),
     family="qwen3_moe",
     hidden_size=512,
     num_layers=4,
@@ -111,7 +114,7 @@ def test_what_does_not_fit_shrinks() -> None:
 
 def planner(**given: Any) -> Planner:
     """`plan` with options that belong to the model's side."""
-    given = {"resident_bytes": 10 * MIB, "itemsize": 4, "num_local_experts": 32, **given}
+    given = {"resident_bytes": 10 * MIB, "dtype": "float32", "num_local_experts": 32, **given}
     return partial(plan_memory, model=MODEL, footprints=footprint, **given)
 
 
@@ -397,9 +400,13 @@ def test_experts_without_slots_are_kept_by_the_host() -> None:
     """As a GPU reads them from pinned memory; prompts stream through slots of their own."""
     model = replace(MODEL, num_experts=64)
     sizes: dict[str, Any] = {
-        "model": model, "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint, "num_local_experts": 256,
+        "model": model,
+        "dtype": "float32",
+        "resident_bytes": MIB,
+        "footprints": cuda_footprint,
+        "num_local_experts": 256,
         "available": 8 * GIB,
-    }  # fmt: skip
+    }
     whole = plan_memory(config=EngineConfig(model_path=""), **sizes, host_available=MIB)
     assert (whole.expert_slots, whole.stream_slots, whole.host_bytes) == (256, 0, 0)
     config = EngineConfig(model_path="", expert_slots=100)
@@ -417,9 +424,14 @@ def test_what_peers_read_for_a_rank_has_its_place_if_it_misses_anything() -> Non
     """Eight experts and a flag for each unit of 128 KiB; of nothing where all have slots, or each reads alone."""
     model = replace(MODEL, num_experts=64)
     sizes: dict[str, Any] = {
-        "model": model, "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint, "num_local_experts": 128,
-        "available": 8 * GIB, "host_available": GIB,
-    }  # fmt: skip
+        "model": model,
+        "dtype": "float32",
+        "resident_bytes": MIB,
+        "footprints": cuda_footprint,
+        "num_local_experts": 128,
+        "available": 8 * GIB,
+        "host_available": GIB,
+    }
     config = EngineConfig(model_path="", device="cuda", num_workers=2, exchange="nvlink", dtype="float32")
     few = replace(config, expert_slots=60)
     rows = plan_memory(config=few, **sizes).reserve.exchange
@@ -436,9 +448,14 @@ def test_a_tokenizer_for_grammars_is_reserved_where_it_stands() -> None:
     assert plan(GIB).reserve.grammars == 0, "nothing is read for a model of chance"
     assert plan(GIB, model_path="/a/checkpoint").reserve.grammars == 1000 * KIB
     sizes: dict[str, Any] = {
-        "model": replace(MODEL, vocab_size=151_936), "itemsize": 4, "resident_bytes": MIB, "footprints": cuda_footprint,
-        "num_local_experts": 32, "available": 8 * GIB, "host_available": 150 * MIB,
-    }  # fmt: skip
+        "model": replace(MODEL, vocab_size=151_936),
+        "dtype": "float32",
+        "resident_bytes": MIB,
+        "footprints": cuda_footprint,
+        "num_local_experts": 32,
+        "available": 8 * GIB,
+        "host_available": 150 * MIB,
+    }
     assert plan_memory(config=EngineConfig(model_path="", expert_slots=8), **sizes).reserve.grammars == 0
     with pytest.raises(ValueError, match=r"8 of 32 experts .* 150 MiB for this worker"):
         plan_memory(config=EngineConfig(model_path="/a/checkpoint", expert_slots=8), **sizes)
@@ -471,26 +488,26 @@ def test_the_slab_is_reserved_where_rows_leave_the_rank_and_once(dtype: str) -> 
         page_size=st.sampled_from((1, 16, 64)),
     ),
     attention=st.sampled_from((GQA, MLA)),
-    itemsize=st.sampled_from((2, 4)),
+    dtype=st.sampled_from(("bfloat16", "float32")),
     dense=st.integers(1, GIB),
     num_experts=st.integers(1, 64),
     available=st.integers(1, 4 * GIB),
 )
 def test_parts_never_exceed_what_is_available(
-    config: EngineConfig, attention: Gqa | Mla, itemsize: int, dense: int, num_experts: int, available: int
+    config: EngineConfig, attention: Gqa | Mla, dtype: str, dense: int, num_experts: int, available: int
 ) -> None:
     model = replace(MODEL, attention=(attention,) * 4)
-    plan = planner(resident_bytes=dense, itemsize=itemsize, num_local_experts=num_experts)
+    plan = planner(resident_bytes=dense, dtype=dtype, num_local_experts=num_experts)
     try:
         done = plan(config=config, model=model, available=available)
     except ValueError:
         return
     free = available - dense - done.reserve.total
-    kv = done.num_pages * config.page_size * model.state_spec(itemsize).bytes_per_token
-    prefix = done.max_model_len * prefix_bytes(model, itemsize, footprint)
+    kv = done.num_pages * config.page_size * model.state_spec(DTYPE_BYTES[dtype]).bytes_per_token
+    prefix = done.max_model_len * prefix_bytes(model, DTYPE_BYTES[dtype], footprint)
     slots = done.expert_slots + done.stream_slots
     assert done.stream_slots == (footprint.STREAM_SLOTS if done.expert_slots < num_experts else 0)
-    assert kv + prefix + slots * model.expert_bytes(itemsize) <= free
+    assert kv + prefix + slots * model.expert_form(dtype).blob_bytes <= free
     assert done.reserve.workspace == step_bytes(config, model, footprint)
     assert done.reserve.margin == int(available * 0.05)
     assert 1 <= done.expert_slots <= num_experts
@@ -519,6 +536,8 @@ def held_bytes(root: object) -> int:
             stack.extend(each.values())
         elif isinstance(each, list | tuple):
             stack.extend(each)
+        elif isinstance(each, Matrix):
+            stack.extend(each.arrays)
         elif type(each).__module__.startswith(("moeyard_worker", "moeyard_kernels")):
             stack.extend(vars(each).values() if hasattr(each, "__dict__") else ())
     return sum(storages.values())
@@ -563,7 +582,7 @@ def test_resident_bytes_are_what_a_runner_holds(
     backend = CpuBackend(page_size=16)
     runner = Runner(
         checkpoint.spec,
-        load=DenseLoader(checkpoint, backend=backend, dtype=served).load,
+        load=CheckpointWeights(checkpoint, backend=backend, dtype=served).load,
         backend=backend,
         exchange=LocalExchange(),
         experts=NoExperts(),
@@ -573,7 +592,7 @@ def test_resident_bytes_are_what_a_runner_holds(
     )
     state = model.state_spec(served.itemsize)
     pool = 2 * 16 * state.bytes_per_token + 3 * state.bytes_per_sequence
-    assert held_bytes(runner) == checkpoint.resident_bytes(served.itemsize, footprint) + pool
+    assert held_bytes(runner) == checkpoint.resident_bytes(str(served).removeprefix("torch."), footprint) + pool
 
 
 # The peak of one step, measured in a process of its own: a first step has warmed up all libraries.
@@ -584,7 +603,7 @@ from moeyard_worker.config.cpu_config import set_cpu_environment
 set_cpu_environment()
 import torch
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.models.families import load_model_config
@@ -595,13 +614,14 @@ directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 model = load_model_config(directory)
 checkpoint = open_checkpoint(directory, model)
 backend = CpuBackend(page_size=16)
+weights = CheckpointWeights(checkpoint, backend=backend, dtype=dtype)
 experts = ExpertCache(
-    backend=backend, source=MappedExperts(checkpoint), layers=model.moe_layers, experts=range(8),
-    hidden=model.hidden_size, intermediate=model.moe_intermediate_size, dtype=dtype, num_slots=99,
+    backend=backend, source=weights, layers=model.moe_layers, experts=range(8), form=model.expert_form(sys.argv[2]),
+    num_slots=99,
 )
 experts.preload()
 runner = Runner(
-    checkpoint.spec, load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load, backend=backend,
+    checkpoint.spec, load=weights.load, backend=backend,
     exchange=LocalExchange(), experts=experts, dtype=dtype, num_pages=256, num_state_slots=1,
 )
 def step(start, count):

@@ -36,9 +36,14 @@ def serving(shape: str, **options: Any) -> EngineConfig:
 def planned(config: EngineConfig, available: int) -> MemoryPlan:
     model = served_model(config)
     return plan_memory(
-        config=config, model=model, itemsize=2, resident_bytes=model_spec(model, ()).resident_bytes(2, footprint),
-        num_local_experts=len(model.moe_layers) * model.num_experts, available=available, footprints=footprint,
-    )  # fmt: skip
+        config=config,
+        model=model,
+        dtype="bfloat16",
+        resident_bytes=model_spec(model, ()).resident_bytes("bfloat16", footprint),
+        num_local_experts=len(model.moe_layers) * model.num_experts,
+        available=available,
+        footprints=footprint,
+    )
 
 
 def taken(sums: SplitSums, *, sequences: int, queries: int, pages: int, most: int = CAPTURED) -> int:
@@ -139,7 +144,7 @@ def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
     config = serving("DeepSeek-V2-Lite", max_num_seqs=512)
     model = served_model(config)
     rest = {
-        "model": model, "itemsize": 2, "resident_bytes": GIB, "num_local_experts": 1, "footprints": footprint,
+        "model": model, "dtype": "bfloat16", "resident_bytes": GIB, "num_local_experts": 1, "footprints": footprint,
     }  # fmt: skip
     reserve = plan_memory(config=config, available=64 * GIB, **rest).reserve  # type: ignore[arg-type]
     available = int((GIB + reserve.total - reserve.margin - 600 * MIB) / 0.95)

@@ -32,6 +32,7 @@ from moeyard_kernels.types.peer_window import (
     SPENT,
     PeerWindow,
 )
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
@@ -547,7 +548,7 @@ def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
 
 def test_ids_of_another_layer_lead_to_no_expert() -> None:
     """Behind an exchange that failed they may lie where this layer's are looked up, and it may have fewer experts."""
-    slots = backend().expert_slots(num_slots=5, hidden=16, intermediate=16, dtype=torch.bfloat16)
+    slots = backend().expert_slots(num_slots=5, form=plain_expert(hidden=16, intermediate=16, dtype="bfloat16"))
     table = slots.slot_table([3, 1])
     assert table.tolist() == [3, 1]
     behind = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())

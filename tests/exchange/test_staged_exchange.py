@@ -15,7 +15,7 @@ from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, local_runner
 from moeyard_worker.engine.steps.runner import Runner
@@ -45,20 +45,19 @@ def rank_runner(directory: Path, exchange: Exchange) -> Runner:
     """A rank with its shard, every expert of it in a slot."""
     config, own = load_model_config(directory), backend()
     opened, shard = open_checkpoint(directory, config), partition(config.num_experts, exchange.world_size)
+    weights = CheckpointWeights(opened, backend=own, dtype=torch.bfloat16)
     experts = ExpertCache(
         backend=own,
-        source=MappedExperts(opened),
+        source=weights,
         layers=config.moe_layers,
         experts=shard[exchange.rank],
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        dtype=torch.bfloat16,
+        form=config.expert_form("bfloat16"),
         num_slots=len(shard[exchange.rank]) * len(config.moe_layers),
     )
     experts.preload()
     return Runner(
         opened.spec,
-        load=DenseLoader(opened, backend=own, dtype=torch.bfloat16).load,
+        load=weights.load,
         backend=own,
         exchange=exchange,
         experts=experts,

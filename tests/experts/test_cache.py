@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.experts_written import written
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cuda.backend import CudaBackend
+from moeyard_kernels.types.matrix import ExpertViews
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.policies import POLICIES, start_policy
@@ -53,13 +56,10 @@ class Weights:
             for key in itertools.product(LAYERS, EXPERTS)
         }
 
-    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         self.reads.append((layer, expert))
         gate, up, down = self.experts[layer, expert]
-        return gate, up, down
-
-    def check(self, layer: int, expert: int) -> None:
-        pass
+        out.copy_(gate, up, down)
 
 
 def make_cache(
@@ -70,9 +70,7 @@ def make_cache(
         source=source,
         layers=LAYERS,
         experts=EXPERTS,
-        hidden=HIDDEN,
-        intermediate=INTERMEDIATE,
-        dtype=dtype,
+        form=plain_expert(hidden=HIDDEN, intermediate=INTERMEDIATE, dtype=str(dtype).removeprefix("torch.")),
         num_slots=num_slots,
         policy=policy,
     )
@@ -254,10 +252,9 @@ def test_preload_reports_every_expert_and_run_demands_it() -> None:
         "backend": CpuBackend(page_size=16),
         "layers": LAYERS,
         "experts": EXPERTS,
-        "hidden": HIDDEN,
-        "intermediate": INTERMEDIATE,
+        "form": plain_expert(hidden=HIDDEN, intermediate=INTERMEDIATE, dtype="float32"),
     }
-    cache = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL, **arguments)
+    cache = ExpertCache(source=source, num_slots=TOTAL, **arguments)
     generator = torch.Generator().manual_seed(3)
     work = dispatch(generator, counts=[1] * 6, decodes=[1] * 6, dtype=torch.float32)
     with pytest.raises(AssertionError, match="preload"):
@@ -266,7 +263,7 @@ def test_preload_reports_every_expert_and_run_demands_it() -> None:
     cache.preload(written.append)
     assert written == [3 * HIDDEN * INTERMEDIATE * 4] * TOTAL
     assert source.reads == list(itertools.product(LAYERS, EXPERTS))
-    part = ExpertCache(source=source, dtype=torch.float32, num_slots=TOTAL - 1, **arguments)
+    part = ExpertCache(source=source, num_slots=TOTAL - 1, **arguments)
     with pytest.raises(AssertionError, match="preload"):
         part.run(1, work)
     part.preload(written.append)
@@ -284,11 +281,13 @@ def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> None:
-    slots = CpuBackend(page_size=16).expert_slots(num_slots=3, hidden=16, intermediate=8, dtype=dtype)
+    slots = CpuBackend(page_size=16).expert_slots(
+        num_slots=3, form=plain_expert(hidden=16, intermediate=8, dtype=str(dtype).removeprefix("torch."))
+    )
     experts = [(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)]
     # Slot 0 is written twice: nothing of its first expert may stay, and no slot may share memory with another.
     for slot, expert in ((0, 2), (1, 1), (0, 0), (2, 2)):
-        slots.write(slot, *experts[expert])
+        slots.write(slot, written(*experts[expert]))
     x, h = torch.randn(5, 16).to(dtype), torch.randn(5, 8).to(dtype)
     for slot, (gate, up, down) in enumerate(experts):
         gate_up = pack_weight(torch.cat([gate, up]).to(dtype))

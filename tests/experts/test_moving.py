@@ -2,12 +2,13 @@
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.matrix import ExpertViews
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.owned import Owned, first_residents, local_keys, of_layers
@@ -30,19 +31,20 @@ class Weights:
             for key in itertools.product(LAYERS, range(NUM_EXPERTS))
         }
 
-    def tensors(self, layer: int, expert: int) -> Any:
+    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         self.reads.append((layer, expert))
-        return self.experts[layer, expert]
-
-    def check(self, layer: int, expert: int) -> None:
-        pass
+        out.copy_(*self.experts[layer, expert])
 
 
 def make_cache(source: Weights, owned: Owned, num_slots: int) -> ExpertCache:
     cache = ExpertCache(
-        backend=CpuBackend(page_size=16), source=source, layers=LAYERS, experts=owned, hidden=HIDDEN,
-        intermediate=INTERMEDIATE, dtype=torch.bfloat16, num_slots=num_slots,
-    )  # fmt: skip
+        backend=CpuBackend(page_size=16),
+        source=source,
+        layers=LAYERS,
+        experts=owned,
+        form=plain_expert(hidden=HIDDEN, intermediate=INTERMEDIATE, dtype="bfloat16"),
+        num_slots=num_slots,
+    )
     cache.preload()
     return cache
 

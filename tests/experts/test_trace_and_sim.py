@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import moeyard_kernels
 import moeyard_worker
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.matrix import ExpertViews
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.offline.sim import belady, format_table, simulate
@@ -27,12 +29,9 @@ LAYERS, EXPERTS, SIZE, TOP_K = (0, 2, 3), range(4, 10), 16, 2
 
 
 class Zeros:
-    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         zeros = torch.zeros(SIZE, SIZE)
-        return zeros, zeros, zeros
-
-    def check(self, layer: int, expert: int) -> None:
-        pass
+        out.copy_(zeros, zeros, zeros)
 
 
 def header(*, rank: int = 0, world_size: int = 1, num_slots: int = 4, policy: str = "slru") -> TraceHeader:
@@ -56,9 +55,7 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
             source=Zeros(),
             layers=LAYERS,
             experts=EXPERTS,
-            hidden=SIZE,
-            intermediate=SIZE,
-            dtype=torch.float32,
+            form=plain_expert(hidden=SIZE, intermediate=SIZE, dtype="float32"),
             num_slots=made.num_slots,
             policy=made.policy,
             recorder=recorder,

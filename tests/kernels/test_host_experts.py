@@ -9,15 +9,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from tests.experts_written import written
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels import host_memory
 from moeyard_kernels.cuda.host_experts import HostExperts
 from moeyard_kernels.host_memory import BorrowedMemory, HostMemory, HostWord
 from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.weight_form import plain_expert
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -26,15 +29,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_blob_is_a_slot(dtype: torch.dtype) -> None:
     hidden, inner = 12, 5
-    host = HostExperts(num_experts=3, hidden=hidden, intermediate=inner, dtype=dtype, device=CPU)
+    form = plain_expert(hidden=hidden, intermediate=inner, dtype=str(dtype).removeprefix("torch."))
+    host = HostExperts(num_experts=3, form=form, device=CPU)
+    assert form.blob_bytes == 3 * hidden * inner * dtype.itemsize
     experts = [(torch.randn(inner, hidden), torch.randn(inner, hidden), torch.randn(hidden, inner)) for _ in range(3)]
     # The second is put twice: nothing of the first may stay.
     for index, expert in ((0, 0), (1, 2), (2, 2), (1, 1)):
-        assert host.put(index, *experts[expert]) == 3 * hidden * inner * dtype.itemsize
+        host.put(index, written(*experts[expert]))
     for index, (gate, up, down) in enumerate(experts):
-        gate_up, last = host.parts(index)
-        assert torch.equal(gate_up.view(2 * inner, hidden), torch.cat((gate, up)).to(dtype))
-        assert torch.equal(last.view(hidden, inner), down.to(dtype))
+        gate_up, last = host.regions(index)
+        assert torch.equal(gate_up.view(dtype).view(2 * inner, hidden), torch.cat((gate, up)).to(dtype))
+        assert torch.equal(last.view(dtype).view(hidden, inner), down.to(dtype))
         assert torch.equal(host.blobs[index], torch.cat((gate_up, last)))
 
 
@@ -47,7 +52,7 @@ def test_memory_is_pinned_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    sizes = {"num_experts": 5, "hidden": 8, "intermediate": 4, "dtype": torch.float32}
+    sizes: Any = {"num_experts": 5, "form": plain_expert(hidden=8, intermediate=4, dtype="float32")}
     host = HostExperts(**sizes, device=torch.device("cuda", 0))
     assert pinned == {host.blobs.data_ptr(): 5 * 3 * 8 * 4 * 4}
     del host

@@ -20,6 +20,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.layers import GqaLayer
+from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.sampling.scoring import read_scores, score
@@ -128,15 +129,18 @@ def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:
 def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype: torch.dtype) -> None:
     """Its logit is one more of the router's product on a GPU, and changes nothing of the choice."""
     weight = torch.randn(num_experts, 64).bfloat16().to(weight_dtype)
-    shared, norm, x = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16(), torch.randn(5, 64).bfloat16()
+    shared, x = torch.randn(1, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     rule = GateRule(top_k=3, scoring="softmax", renormalize=True)
     found = {}
     for backend in (CudaBackend(page_size=PAGE_SIZE, device=DEVICE), CpuBackend(page_size=PAGE_SIZE)):
-        on = [t.to(backend.device) for t in (weight, norm, shared, x)]
+        on = [t.to(backend.device) for t in (weight, shared, x)]
         entries = torch.tensor([3, -1, 0, 7, 8], device=backend.device)
         plan: Any = SimpleNamespace(num_rows=5, num_tokens=5, entries=entries)
-        gates = [backend.gate(on[0], None, rule, dtype=on[1].dtype, shared_gate=gate) for gate in (on[2], None)]
-        found_beside, alone = (gate.choose(on[3], plan, defer=True) for gate in gates)
+        gates = [
+            backend.gate(Matrix.plain(on[0]), None, rule, dtype=torch.bfloat16, shared_gate=gate)
+            for gate in (Matrix.plain(on[1]), None)
+        ]
+        found_beside, alone = (gate.choose(on[2], plan, defer=True) for gate in gates)
         weights, ids, logits = found_beside.weights, found_beside.ids, found_beside.shared_gate
         assert torch.equal(ids, alone.ids)
         # A CPU's product may sum a row of 16 logits otherwise than one of 7, which are what a GPU's oracle makes.
@@ -155,7 +159,7 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
                 torch.cuda.synchronize()
             assert counted == [rows, rows]
         empty: Any = SimpleNamespace(num_rows=0, num_tokens=0)
-        assert gates[0].choose(on[3][:0], empty, defer=False).shared_gate is None
+        assert gates[0].choose(on[2][:0], empty, defer=False).shared_gate is None
     ours, theirs = found.values()
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-2, atol=1e-3)

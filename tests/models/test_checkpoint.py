@@ -1,4 +1,4 @@
-"""Loading: every key accounted for, broken files named, experts mapped only where asked for, memory bounded."""
+"""Loading: every key accounted for, broken files named, experts read only where asked for, memory bounded."""
 
 import json
 import struct
@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.matrix import blob_views
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.index import open_index
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.placement import partition
 from moeyard_worker.layers.weights import Weight
@@ -44,11 +45,12 @@ def test_dense_values(tmp_path: Path, dtype: torch.dtype, served: torch.dtype, s
     stored = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
     checkpoint = check(tmp_path)
     read: list[int] = []
-    loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=served, progress=read.append)
+    loader = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=served, progress=read.append)
     num_tensors = 0
     for weight in checkpoint.spec.dense():
         num_tensors += len(weight.parts)
-        loaded = loader.load(weight)
+        found = loader.load(weight)
+        loaded = found.data if weight.matrix else found
         plain = loaded.to_dense() if loaded.is_mkldnn else loaded
         wanted = torch.float32 if weight.fp32 else served
         rows = [stored[part.key].to(wanted).flatten() for part in weight.parts]
@@ -73,33 +75,40 @@ def test_expert_values(tmp_path: Path, family: str, fused: bool) -> None:
         "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
         "olmoe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     }[family]
-    experts = MappedExperts(check(directory))
+    weights = CheckpointWeights(check(directory), backend=CpuBackend(page_size=16), dtype=torch.float32)
     for expert in range(8):
-        for tensor, name in zip(experts.tensors(1, expert), names, strict=True):
-            assert torch.equal(tensor, stored[f"{LAYER}{at}.experts.{expert}.{name}.weight"])
+        for matrix, name in zip(expert_of(weights, 1, expert), names, strict=True):
+            assert torch.equal(matrix, stored[f"{LAYER}{at}.experts.{expert}.{name}.weight"])
 
 
-def mapped_files(directory: Path) -> set[Path]:
-    """Files under `directory` that are in this process's memory."""
-    names = (line.split(None, 5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    return {Path(name) for name in names if name.startswith(f"{directory}/")}
+def expert_of(weights: CheckpointWeights, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
+    form = weights._spec.config.expert_form("float32")
+    out = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
+    weights.fill(layer, expert, out)
+    return out.gate.data, out.up.data, out.down.data
+
+
+def open_files(directory: Path) -> set[Path]:
+    """Files under `directory` that this process holds open."""
+    links = (str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return {Path(name) for name in links if name.startswith(f"{directory}/")}
 
 
 def test_a_rank_touches_only_its_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", max_shard_size="30KB", num_experts=6)
     checkpoint = check(tmp_path)
     owned = partition(6, 4)[0]
-    experts = MappedExperts(checkpoint)
-    assert mapped_files(tmp_path) == set()
+    weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32)
+    assert open_files(tmp_path) == set()
     for layer in range(3):
         for expert in owned:
-            experts.tensors(layer, expert)
+            expert_of(weights, layer, expert)
     holding = {
         entry.file
         for key, entry in checkpoint.index.entries.items()
         if any(f".experts.{expert}." in key for expert in owned)
     }
-    assert mapped_files(tmp_path) == holding
+    assert open_files(tmp_path) == holding
     assert len(holding) < len({entry.file for entry in checkpoint.index.entries.values()})
 
 
@@ -261,7 +270,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     checkpoint = check(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as stream:
         stream.truncate(checkpoint.index.entries["model.norm.weight"].start + 3)
-    loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32)
+    loader = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: now has \d+ bytes instead of \d+ since"):
         loader.load(checkpoint.spec.head_site["norm"])
 
@@ -271,7 +280,7 @@ import re, sys, torch
 from pathlib import Path
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cpu.linear import pack_weight
-from moeyard_worker.checkpoint.loading import DenseLoader, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.models.families import load_model_config
 directory, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 checkpoint = open_checkpoint(directory, load_model_config(directory))
@@ -280,7 +289,7 @@ def status(key):
     return int(re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 before = status("VmRSS")
-loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=dtype)
+loader = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=dtype)
 kept = [loader.load(weight) for weight in checkpoint.spec.dense()]
 print(status("VmHWM") - before)
 """

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.experts_written import written
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice
+from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched, ExchangeTraits
 from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.nccl import NcclExchange
@@ -75,13 +78,14 @@ def test_who_chooses(num_rows: int, local: bool, takes_choices: bool, shared: st
     experts, exchange.traits = Experts(takes_choices=takes_choices), ExchangeTraits(local=local)
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
-        linear=lambda x, weight: x @ weight.T,
+        linear=lambda x, weight: x @ weight.data.T,
         silu_mul=lambda x: x[:, : x.shape[1] // 2],
         beside=lambda run, _: run,
     )
     weights: dict[str, Any] = {}
     if shared:
-        weights = {"shared_gate_up": torch.ones(2 * HIDDEN, HIDDEN), "shared_down": torch.ones(HIDDEN, HIDDEN)}
+        ones = torch.ones(2 * HIDDEN, HIDDEN)
+        weights = {"shared_gate_up": Matrix.plain(ones), "shared_down": Matrix.plain(ones[:HIDDEN])}
     moe = Moe(
         backend,
         RULE,
@@ -89,7 +93,7 @@ def test_who_chooses(num_rows: int, local: bool, takes_choices: bool, shared: st
         dtype=torch.float32,
         exchange=exchange,
         experts=experts,
-        gate=torch.ones(EXPERTS, HIDDEN),
+        gate=Matrix.plain(torch.ones(EXPERTS, HIDDEN)),
         **weights,
     )
     plan: Any = SimpleNamespace(num_rows=num_rows, num_tokens=num_rows, num_prompt=0)
@@ -139,13 +143,17 @@ def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dt
         return torch.randn(shape).mul(shape[-1] ** -0.5).bfloat16().to(device)
 
     backend = CudaBackend(page_size=64, device=device)
-    slots = backend.expert_slots(num_slots=WIDE_EXPERTS, hidden=128, intermediate=64, dtype=torch.bfloat16)
+    slots = backend.expert_slots(
+        num_slots=WIDE_EXPERTS, form=plain_expert(hidden=128, intermediate=64, dtype="bfloat16")
+    )
     for slot in range(WIDE_EXPERTS):
-        slots.write(slot, normal(64, 128), normal(64, 128), normal(128, 64))
-    gate, norm, following = normal(WIDE_EXPERTS, 128).to(logits), *(normal(128) + 1 for _ in range(2))
-    shared = {"shared_gate_up": normal(2 * inner, 128), "shared_down": normal(128, inner)}
+        slots.write(slot, written(normal(64, 128), normal(64, 128), normal(128, 64)))
+    gate = Matrix.plain(normal(WIDE_EXPERTS, 128).to(logits))
+    norm, following = (normal(128) + 1 for _ in range(2))
+    sizes = {"shared_gate_up": (2 * inner, 128), "shared_down": (128, inner)}
     if gated:
-        shared["shared_gate"] = normal(1, 128)
+        sizes["shared_gate"] = (1, 128)
+    shared: Any = {name: Matrix.plain(normal(*size)) for name, size in sizes.items()}
     x, stream = normal(1, 128), normal(1, 128)
     plan: Any = SimpleNamespace(num_rows=1, num_tokens=1, num_prompt=0, entries=torch.zeros(1, dtype=torch.int64))
     plan.entries = plan.entries.to(device)

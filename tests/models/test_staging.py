@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from tests.checkpoints import make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_worker.checkpoint import loading
+from moeyard_kernels.types.matrix import Matrix, blob_views
+from moeyard_worker.checkpoint import reading
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
-from moeyard_worker.checkpoint.staging import StagedExperts, Staging, pieces
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
+from moeyard_worker.checkpoint.reading import Reader, Staging
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import loading_rates
 from moeyard_worker.models.families import load_model_config
@@ -59,7 +60,8 @@ class LateEvent:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> LateGpu:
     late = LateGpu()
-    monkeypatch.setattr(loading, "put", late.put)
+    monkeypatch.setattr(reading, "put", late.put)
+    monkeypatch.setattr(reading, "on_host", lambda _: False)
     return late
 
 
@@ -70,7 +72,7 @@ def staging_of(gpu: LateGpu, num_bytes: int) -> Staging:
 class Plain(CpuBackend):
     """Keeps matrices as they are, as a GPU does: late copies must reach them."""
 
-    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+    def matrix(self, weight: Matrix) -> Matrix:
         return weight
 
 
@@ -86,48 +88,61 @@ def test_dense_values(tmp_path: Path, gpu: LateGpu, dtype: torch.dtype, served: 
     stored = load_file(tmp_path / "model.safetensors")
     read: list[int] = []
     staging = staging_of(gpu, num_bytes)
-    loader = DenseLoader(checkpoint, backend=Plain(page_size=16), dtype=served, progress=read.append, staging=staging)
-    loaded = [(weight, loader.load(weight)) for weight in checkpoint.spec.dense()]
+    loader = CheckpointWeights(
+        checkpoint, backend=Plain(page_size=16), dtype=served, progress=read.append, staging=staging
+    )
+    loaded = [(each, loader.load(each)) for each in checkpoint.spec.dense()]
+    loaded = [(each, found.data if each.matrix else found) for each, found in loaded]
     gpu.finish()
     for weight, got in loaded:
         rows = [stored[part.key].to(got.dtype).flatten() for part in weight.parts]
         assert torch.equal(got.flatten(), torch.cat(rows)), weight
-    assert sum(read) == staging.read_bytes == checkpoint.dense_bytes()
-    assert staging.read_seconds > 0
+    assert sum(read) == loader._reader.read_bytes == checkpoint.dense_bytes()
+    assert loader.read_rate is not None
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.dtype) -> None:
-    checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe", dtype=dtype, fused_experts=fused))
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", dtype=dtype)
+    stored = load_file(plain / "model.safetensors")
+    directory = make_checkpoint(tmp_path / "fused", "qwen3_moe", dtype=dtype, fused_experts=True) if fused else plain
+    checkpoint = opened(directory)
+    # Smaller than a matrix: it goes in pieces.
+    weights = CheckpointWeights(
+        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, staging=staging_of(gpu, 1000)
+    )
     config = checkpoint.spec.config
-    # Smaller than an expert: the buffers grow.
-    source, mapped = StagedExperts(checkpoint, staging_of(gpu, 64)), MappedExperts(checkpoint)
-    kept, expected = [], []
+    form = config.expert_form("float32")
+    kept = {}
     for layer in config.moe_layers:
         for expert in range(config.num_experts):
-            for staged, plain in zip(source.tensors(layer, expert), mapped.tensors(layer, expert), strict=True):
-                assert staged.shape == plain.shape
-                kept.append(torch.full(plain.shape, float("nan"), dtype=torch.float32))
-                gpu.put(kept[-1], staged)
-                expected.append(plain.float())
+            out = kept[layer, expert] = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
+            weights.fill(layer, expert, out)
     gpu.finish()
-    assert all(torch.equal(got, want) for got, want in zip(kept, expected, strict=True))
+    for (layer, expert), out in kept.items():
+        for name, matrix in (("gate", out.gate), ("up", out.up), ("down", out.down)):
+            wanted = stored[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
+            assert torch.equal(matrix.data, wanted.float())
 
 
-def test_pieces_cover_a_tensor(tmp_path: Path) -> None:
-    checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe"))
-    key, entry = next((k, e) for k, e in checkpoint.index.entries.items() if len(e.shape) == 2)
-    count = entry.shape[0] * entry.shape[1]
-    found = pieces(key, entry, 4 * 100)
-    assert [piece.begin for piece in found] == list(range(0, count, 100))
-    assert sum(piece.count for piece in found) == count
+def test_pieces_cover_a_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:
+    entries = opened(make_checkpoint(tmp_path, "qwen3_moe")).index.entries
+    stored = load_file(tmp_path / "model.safetensors")["lm_head.weight"].flatten()
+    reader, sizes = Reader(entries, staging_of(gpu, 4 * 100)), list[int]()
+    out = torch.empty(250)
+    reader.copy("lm_head.weight", out, 30, progress=sizes.append)
+    gpu.finish()
+    assert sizes == [400, 400, 200]
+    assert torch.equal(out, stored[30:280])
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path, gpu: LateGpu) -> None:
     checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe"))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    loader = DenseLoader(checkpoint, backend=Plain(page_size=16), dtype=torch.float32, staging=staging_of(gpu, 1000))
+    loader = CheckpointWeights(
+        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, staging=staging_of(gpu, 1000)
+    )
     with pytest.raises(CheckpointError, match=r"model\.safetensors: now has 0 bytes instead of"):
         loader.load(checkpoint.spec.embed)
 

@@ -14,8 +14,9 @@ import torch
 from tests.checkpoints import edit_config, make_checkpoint
 
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_worker.checkpoint import reading
 from moeyard_worker.checkpoint.index import TensorEntry, open_index, read_header
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import MAX_IDS, MAX_LAYERS, MAX_VOCAB, Fields
 from moeyard_worker.config.files import open_regular
@@ -222,63 +223,63 @@ def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
         read_header(path)
 
 
-def mapped(directory: Path, **fields: Any) -> tuple[ExpertCache, Path]:
+def cached(directory: Path, **fields: Any) -> tuple[ExpertCache, Path]:
     """A cache with one slot of a checkpoint whose experts lie in one file."""
     make_checkpoint(directory, "mixtral", num_hidden_layers=1)
     config = load_model_config(directory)
+    backend = CpuBackend(page_size=16)
     cache = ExpertCache(
-        backend=CpuBackend(page_size=16),
-        source=MappedExperts(open_checkpoint(directory, config)),
+        backend=backend,
+        source=CheckpointWeights(open_checkpoint(directory, config), backend=backend, dtype=torch.float32),
         layers=config.moe_layers,
         experts=range(config.num_experts),
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        dtype=torch.float32,
+        form=config.expert_form("float32"),
         **fields,
     )
     return cache, directory / "model.safetensors"
 
 
-def test_a_mapped_file_that_is_written_to(tmp_path: Path) -> None:
-    cache, path = mapped(tmp_path, num_slots=1)
+def test_a_file_of_experts_that_is_written_to(tmp_path: Path) -> None:
+    cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     os.utime(path, ns=(1, 1))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: was written to since it was checked"):
         cache._fill(0, 0, 1)
 
 
-def test_a_mapped_file_that_is_cut(tmp_path: Path) -> None:
-    """It is said before the memory is touched, which would end the process."""
-    cache, path = mapped(tmp_path, num_slots=1)
+def test_a_file_of_experts_that_is_cut(tmp_path: Path) -> None:
+    cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     os.truncate(path, 1000)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: now has 1000 bytes instead of \d+ since"):
         cache._fill(0, 0, 3)
 
 
-def test_a_mapped_file_that_is_written_to_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, path = mapped(tmp_path, num_slots=1)
+def test_a_file_of_experts_that_is_written_to_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
-    write_slot = cache._slots.write
+    read = reading.read_exactly
 
-    def copy_and_write(*args: Any) -> int:
+    def write_and_read(*args: Any) -> None:
         with path.open("r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(bytes(8))
-        return write_slot(*args)
+        read(*args)
 
-    monkeypatch.setattr(cache._slots, "write", copy_and_write)
+    monkeypatch.setattr(reading, "read_exactly", write_and_read)
     with pytest.raises(CheckpointError, match="was written to since it was checked"):
         cache._fill(0, 0, 1)
 
 
-def test_a_mapped_file_that_is_replaced(tmp_path: Path) -> None:
-    """By renaming, as a download or a package manager does: what is mapped stays what it was."""
-    cache, path = mapped(tmp_path, num_slots=1)
+def test_a_file_of_experts_that_is_replaced(tmp_path: Path) -> None:
+    """By renaming, as a download or a package manager does: an open file stays what it was."""
+    cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     (tmp_path / "new").write_bytes(bytes(100))
     (tmp_path / "new").rename(path)
-    assert cache._fill(0, 0, 1) > 0
+    before = cache.stats.bytes_copied
+    cache._fill(0, 0, 1)
+    assert cache.stats.bytes_copied > before
 
 
 def test_a_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_a_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     (tmp_path / "new").write_bytes(path.read_bytes())
     (tmp_path / "new").rename(path)
-    loader = DenseLoader(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32)
+    loader = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.float32)
     with pytest.raises(CheckpointError, match="was written to since it was checked"):
         loader.load(checkpoint.spec.head_site["norm"])
 

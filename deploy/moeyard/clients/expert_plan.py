@@ -7,7 +7,6 @@ from pathlib import Path
 
 from moeyard.entry import load
 from moeyard.local.model_source import checkpoint
-from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.placement import Placement
 
 
@@ -25,7 +24,7 @@ def plan(args: argparse.Namespace) -> int:
         model = load("moeyard_worker.models.families").load_model_config(checkpoint(args))
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
             raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
-        expert_bytes = model.expert_bytes(DTYPE_BYTES[model.dtype])
+        expert_bytes = model.expert_form(model.dtype).blob_bytes
     if counted:
         print(loads.format_loads(planning.compare_loads(needs, args.workers, num_copies=args.copies)))
     else:

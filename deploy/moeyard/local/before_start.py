@@ -15,7 +15,7 @@ from moeyard_router.text.answer_formats import AnswerFormats
 from moeyard_router.text.chat import open_codec
 from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.assembly.fitting import plan_or_tell
 from moeyard_worker.engine.memory.host_memory import available_memory
@@ -70,12 +70,12 @@ def check_before_start(
     plan = None
     # A GPU's memory is known where torch is loaded: the worker plans, and says what does not fit.
     if local and config.device == "cpu":
-        itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
+        dtype = model.served_dtype(config.dtype)
         planner = partial(
             plan_memory,
             model=model,
-            itemsize=itemsize,
-            resident_bytes=checkpoint.resident_bytes(itemsize, footprint),
+            dtype=dtype,
+            resident_bytes=checkpoint.resident_bytes(dtype, footprint),
             footprints=footprint,
             num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
         )
@@ -117,9 +117,9 @@ def fetch_missing(checked: Checked, config: EngineConfig, model: ModelConfig) ->
 
 def needs(checked: Checked, config: EngineConfig, model: ModelConfig) -> str:
     """Describe the memory that the weights take, over all workers, and the plan of each where it is known."""
-    itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-    experts = len(model.moe_layers) * model.num_experts * model.expert_bytes(itemsize)
-    dense = model_spec(model, ()).resident_bytes(itemsize, footprint)
+    dtype = model.served_dtype(config.dtype)
+    experts = len(model.moe_layers) * model.num_experts * model.expert_form(dtype).blob_bytes
+    dense = model_spec(model, ()).resident_bytes(dtype, footprint)
     whole = f"in memory the experts take {format_size(experts)} in all, other weights {format_size(dense)} per worker"
     return whole if checked.plan is None else f"{whole}; a worker has {checked.plan}"
 

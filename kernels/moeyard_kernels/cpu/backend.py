@@ -11,7 +11,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
-from moeyard_kernels.cpu.linear import linear, pack_weight
+from moeyard_kernels.cpu.linear import linear, pack_matrix
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan
 from moeyard_kernels.ops.elementwise import rows_apart
@@ -19,6 +19,7 @@ from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, GateRule, no_choice
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 
 
@@ -28,11 +29,11 @@ class CpuGate:
     takes_shared = False
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
-        shared_gate: torch.Tensor | None = None, shared: object = None,
+        self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
+        shared_gate: Matrix | None = None, shared: object = None,
     ) -> None:  # fmt: skip
-        self._weight, self._top_k = weight, rule.top_k
-        self._shared_gate = shared_gate
+        self._weight, self._top_k = weight.data, rule.top_k
+        self._shared_gate = None if shared_gate is None else shared_gate.data
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
 
     def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool) -> Chosen:
@@ -48,8 +49,7 @@ class CpuBackend:
     """`Backend` on the CPU. Raises ValueError for a page size that does not divide the attention's block of 64."""
 
     device = torch.device("cpu")
-    matrix = staticmethod(pack_weight)
-    linear = staticmethod(linear)
+    matrix = staticmethod(pack_matrix)
     rms_norm = staticmethod(ops.rms_norm.reference)
     add_rms_norm = staticmethod(ops.add_rms_norm.reference)
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm.reference)
@@ -71,6 +71,9 @@ class CpuBackend:
     def plan(self, step: StepRows) -> CpuPlan:
         return CpuPlan(step, page_size=self.page_size, windows=self._windows)
 
+    def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight.data, bias)
+
     def gqa(self, layer: GqaLayer) -> CpuGqa:
         self._windows.add(layer.window)
         return CpuGqa(layer)
@@ -91,7 +94,7 @@ class CpuBackend:
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
         """None: the host knows the counts, and a copy keeps the processor busy anyway."""
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
+    def gate(self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
         return CpuGate(weight, bias, rule, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CpuPlan) -> Callable[[], torch.Tensor]:

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, joint_mlp, pairs_mlp
-from moeyard_kernels.cpu.linear import pack_weight, padded_rows, project
+from moeyard_kernels.cpu.linear import pack_matrix, padded_rows, project
 from moeyard_kernels.ops.elementwise import silu_mul
 from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.matrix import ExpertViews, Fill, Matrix, blob_views
 from moeyard_kernels.types.peer_window import PeerWindow
+from moeyard_kernels.types.weight_form import ExpertForm
 
 
 class CpuExpertSlots:
@@ -25,30 +27,29 @@ class CpuExpertSlots:
     with the same bits. A slot takes memory when it is first written.
     """
 
-    def __init__(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    def __init__(self, *, num_slots: int, form: ExpertForm) -> None:
         self.num_slots = num_slots
-        self._intermediate = intermediate
-        self._gate_up = torch.empty(2 * intermediate, hidden, dtype=dtype)
-        self._down = torch.empty(hidden, intermediate, dtype=dtype)
-        empty = torch.empty(0, dtype=dtype)
-        self.gate_up = [empty] * num_slots
-        self.down = [empty] * num_slots
-        self.joint = joins(hidden=hidden, intermediate=intermediate, dtype=dtype)
+        self._form = form
+        self._scratch = self._views()
+        self._empty = self._scratch.down.data.new_empty(0)
+        self.gate_up = [self._empty] * num_slots
+        self.down = [self._empty] * num_slots
+        plain = form.gate_up.name == form.down.name == "plain"
+        self.joint = plain and joins(hidden=form.hidden, intermediate=form.intermediate, dtype=self._empty.dtype)
 
-    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        self._gate_up[: self._intermediate].copy_(gate)
-        self._gate_up[self._intermediate :].copy_(up)
-        self._down.copy_(down)
-        self.gate_up[slot] = self._kept(self._gate_up)
-        self.down[slot] = self._kept(self._down)
-        return (self._gate_up.numel() + self._down.numel()) * self._down.itemsize
+    def _views(self) -> ExpertViews:
+        return blob_views(self._form, torch.empty(self._form.blob_bytes, dtype=torch.uint8))
 
-    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self._down.dtype
-        return self._kept(torch.cat((gate, up)).to(dtype)), self._kept(down.to(dtype))
+    def write(self, slot: int, fill: Fill) -> None:
+        fill(self._scratch)
+        self.gate_up[slot], self.down[slot] = self._kept(self._scratch.gate_up), self._kept(self._scratch.down)
+
+    def pack(self, fill: Fill) -> tuple[torch.Tensor, torch.Tensor]:
+        fill(views := self._views())
+        return self._kept(views.gate_up), self._kept(views.down)
 
     def rearrange(self, order: Sequence[int | tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        empty = self._down.new_empty(0)
+        empty = self._empty
         slots = [
             (empty, empty) if each is None else (self.gate_up[each], self.down[each]) if isinstance(each, int) else each
             for each in order
@@ -67,10 +68,10 @@ class CpuExpertSlots:
         assert choice is None, "a CPU's gate has chosen"
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 
-    def _kept(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A copy of `matrix` in the form of the products, which on some machines is the plain one in any case."""
-        packed = matrix if self.joint else pack_weight(matrix)
-        return packed.clone() if packed is matrix else packed
+    def _kept(self, matrix: Matrix) -> torch.Tensor:
+        """Return a copy of `matrix` in the layout of the products, which on some machines is the plain one."""
+        packed = matrix if self.joint else pack_matrix(matrix)
+        return packed.data.clone() if packed.data is matrix.data else packed.data
 
 
 class CpuExpertRun:

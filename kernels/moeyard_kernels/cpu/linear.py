@@ -17,6 +17,8 @@ loaded (right, and free, on the EPYC too): else MKL's order depends on a row's p
 import torch
 import torch.nn.functional as F
 
+from moeyard_kernels.types.matrix import Matrix
+
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """weight [N, K] in the blocked layout of oneDNN (an opaque copy of the same size), or itself without it."""
@@ -27,6 +29,13 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed
+
+
+def pack_matrix(weight: Matrix) -> Matrix:
+    """Return a plain matrix as `pack_weight` has it. Raises ValueError for any other form."""
+    if weight.form.name != "plain":
+        raise ValueError(f"a CPU has no products of {weight.form.name} weights")
+    return Matrix(weight.form, weight.shape, (pack_weight(weight.data),))
 
 
 def padded_rows(num_rows: int) -> int:

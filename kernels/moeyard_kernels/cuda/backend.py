@@ -27,8 +27,10 @@ from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
+from moeyard_kernels.types.weight_form import ExpertForm
 
 # Few rows of a large hidden size are reduced faster by many programs, and normalised behind them: 4.0 us of one row of
 # 7168 against 4.4 on an H200. Everything else is one launch (2.2 of 3.2 us at one row of 2048, 86 of 105 at 8192).
@@ -64,7 +66,9 @@ class CudaBackend:
         self.choices = GateCounts()
         self._attention: list[CudaGqa | CudaMla] = []
 
-    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+    def matrix(self, weight: Matrix) -> Matrix:
+        if weight.form.name != "plain":
+            raise ValueError(f"a GPU has no products of {weight.form.name} weights")
         return weight
 
     def plan(self, step: StepRows) -> CudaPlan:
@@ -87,9 +91,9 @@ class CudaBackend:
     def compile_ahead(self, runs: Iterable[Callable[[], object]]) -> None:
         compile_ahead(runs, self.device)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         # Weights do not change while a model serves.
-        return ops.linear(x, weight, bias, static_weight=True)
+        return ops.linear(x, weight.data, bias, static_weight=True)
 
     def gqa(self, layer: GqaLayer) -> CudaGqa:
         self.windows.add(layer.window)
@@ -122,15 +126,13 @@ class CudaBackend:
         self.slots = True
         return CudaKda(layer)
 
-    def expert_slots(self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> CudaExpertSlots:
-        return CudaExpertSlots(
-            num_slots=num_slots, hidden=hidden, intermediate=intermediate, dtype=dtype, device=self.device
-        )
+    def expert_slots(self, *, num_slots: int, form: ExpertForm) -> CudaExpertSlots:
+        return CudaExpertSlots(num_slots=num_slots, form=form, device=self.device)
 
     def expert_residency(self, slots: CudaExpertSlots, **arguments: Any) -> CudaResidency:
         return CudaResidency(slots, **arguments)
 
-    def gate(self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CudaGate:
+    def gate(self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CudaGate:
         return CudaGate(weight, bias, rule, choices=self.choices, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:

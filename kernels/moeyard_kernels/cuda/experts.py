@@ -7,25 +7,28 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.gate import TokenChoice
+from moeyard_kernels.types.matrix import Fill, expert_views
 from moeyard_kernels.types.peer_window import PeerWindow
+from moeyard_kernels.types.weight_form import ExpertForm
 
 
 class CudaExpertSlots:
-    """S slots: gate_up [S, 2I, H] (gate rows first) and down [S, H, I], as `ops.grouped_gemm` reads them."""
+    """S slots: the matrices gate_up [S, 2I, H] (gate rows first) and down [S, H, I], as `ops.grouped_gemm` reads them.
 
-    def __init__(
-        self, *, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.num_slots = num_slots
-        self.gate_up = torch.empty(num_slots, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(num_slots, hidden, intermediate, dtype=dtype, device=device)
+    `regions` are their bytes, uint8 [S, bytes of gate_up] and [S, bytes of down], which copies of experts fill.
+    """
 
-    def write(self, slot: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        gate_up = self.gate_up[slot]
-        _put(gate_up[: gate.shape[0]], gate)
-        _put(gate_up[gate.shape[0] :], up)
-        _put(self.down[slot], down)
-        return (gate_up.numel() + down.numel()) * self.down.itemsize
+    def __init__(self, *, num_slots: int, form: ExpertForm, device: torch.device) -> None:
+        if not form.gate_up.name == form.down.name == "plain":
+            raise ValueError(f"a GPU has no products of {form.gate_up.name} and {form.down.name} experts")
+        self.num_slots, self.form, self.device = num_slots, form, device
+        gate_up, down = (torch.empty(num_slots, size, dtype=torch.uint8, device=device) for size in form.region_bytes)
+        self.regions = gate_up, down
+        found = expert_views(form, gate_up, down)
+        self.gate_up, self.down = found.gate_up.data, found.down.data
+
+    def write(self, slot: int, fill: Fill) -> None:
+        fill(expert_views(self.form, *(region[slot] for region in self.regions)))
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
         """[local experts, or 1 where there is none] int32 on the device.
@@ -35,7 +38,7 @@ class CudaExpertSlots:
         """
         table = torch.full((max(self.num_slots, len(slots), 1),), -1, dtype=torch.int32)
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        return table.to(self.down.device)[: max(len(slots), 1)]
+        return table.to(self.device)[: max(len(slots), 1)]
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
@@ -44,13 +47,6 @@ class CudaExpertSlots:
         return CudaExpertRun(
             self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice, home=home
         )  # fmt: skip
-
-
-def _put(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Launch the copy; what is read in another dtype is converted on the device."""
-    if source.dtype != target.dtype:
-        source = source.to(target.device, non_blocking=True)
-    target.copy_(source, non_blocking=True)
 
 
 class CudaExpertRun:

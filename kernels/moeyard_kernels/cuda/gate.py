@@ -8,6 +8,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, can_share
 from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
+from moeyard_kernels.types.matrix import Matrix
 
 
 class GateCounts:
@@ -68,17 +69,24 @@ class CudaGate:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
-        choices: GateCounts, shared_gate: torch.Tensor | None = None,
-        shared: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        matrix: Matrix,
+        bias: torch.Tensor | None,
+        rule: GateRule,
+        *,
+        dtype: torch.dtype,
+        choices: GateCounts,
+        shared_gate: Matrix | None = None,
+        shared: tuple[Matrix, Matrix] | None = None,
+    ) -> None:
+        weight = matrix.data
         self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
         if shared_gate is not None:
             # One product gives both, in rows of a multiple of 16 logits: of such strides Triton reads many at once.
             padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
-            weight = torch.cat((weight, shared_gate.to(weight.dtype), padding))
+            weight = torch.cat((weight, shared_gate.data.to(weight.dtype), padding))
         # A weight in another dtype than fp32 is in the rows'.
         rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
@@ -86,7 +94,7 @@ class CudaGate:
         self._defers = rule.top_k <= FEW_PAIRS
         # The first product of shared experts is one launch with the router's then, of operands that are alike.
         self.takes_shared = (
-            shared is not None and self._weight.dtype == shared[0].dtype == torch.bfloat16
+            shared is not None and self._weight.dtype == shared[0].data.dtype == torch.bfloat16
             and self._defers and can_share(shared[1].shape[1])
         )  # fmt: skip
         self._shared = shared if self.takes_shared else None
@@ -99,8 +107,8 @@ class CudaGate:
         shared = None
         if defer and self._shared is not None:
             gate_up, down = self._shared
-            logits, y = ops.linear_pair(rows, self._weight, gate_up, static_weight=True, out_dtype=out_dtype)
-            shared = SharedRow(gate_up=y, down=down, out=torch.empty_like(x))
+            logits, y = ops.linear_pair(rows, self._weight, gate_up.data, static_weight=True, out_dtype=out_dtype)
+            shared = SharedRow(gate_up=y, down=down.data, out=torch.empty_like(x))
         else:
             logits = ops.linear(rows, self._weight, static_weight=True, out_dtype=out_dtype)
         counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}

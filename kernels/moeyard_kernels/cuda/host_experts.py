@@ -1,35 +1,27 @@
-"""The host's side of a cache of experts on a GPU: one blob per expert, pinned, as its slot will hold it."""
+"""The host's side of a cache of experts on a GPU: one pinned blob per expert, with the bytes of a slot."""
 
 import torch
 
 from moeyard_kernels.host_memory import HostMemory
+from moeyard_kernels.types.matrix import Fill, blob_views
+from moeyard_kernels.types.weight_form import ExpertForm
 
 
 class HostExperts:
-    """`blobs` [experts, gate_up's values + down's]: a slot's bytes in two parts, read by kernels and copy engines.
+    """`blobs`, uint8 [experts, blob_bytes]: an expert's bytes in two regions, read by kernels and copy engines.
 
     `shared`: other processes of the host may map it. Raises ValueError when the memory cannot be pinned.
     """
 
-    def __init__(
-        self, *, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device,
-        shared: bool = False,
-    ) -> None:  # fmt: skip
-        size = 3 * hidden * intermediate
-        self.memory = HostMemory(num_experts * size * dtype.itemsize, device, shared=shared)
-        self.blobs = self.memory.bytes.view(dtype).view(num_experts, size)
-        self._intermediate, self._split = intermediate, 2 * hidden * intermediate
+    def __init__(self, *, num_experts: int, form: ExpertForm, device: torch.device, shared: bool = False) -> None:
+        self._form = form
+        self.memory = HostMemory(num_experts * form.blob_bytes, device, shared=shared)
+        self.blobs = self.memory.bytes.view(num_experts, form.blob_bytes)
 
-    def put(self, index: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """Take an expert, rounded to the served dtype; its bytes."""
-        gate_up, last = self.parts(index)
-        rows = gate_up.view(2 * self._intermediate, -1)
-        rows[: self._intermediate].copy_(gate)
-        rows[self._intermediate :].copy_(up)
-        last.view_as(down).copy_(down)
-        return self.blobs[index].nbytes
+    def put(self, index: int, fill: Fill) -> None:
+        """Take the expert that `fill` writes."""
+        fill(blob_views(self._form, self.blobs[index]))
 
-    def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up's values and down's."""
-        blob = self.blobs[index]
-        return blob[: self._split], blob[self._split :]
+    def regions(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the bytes of gate_up and of down."""
+        return self.blobs[index].split(self._form.region_bytes)

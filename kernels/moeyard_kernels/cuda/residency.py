@@ -34,6 +34,7 @@ from moeyard_kernels.types.expert_residency import (
     start_residency,
 )
 from moeyard_kernels.types.fetch_window import FetchWindow
+from moeyard_kernels.types.matrix import Fill
 from moeyard_kernels.types.sending import to_device
 
 # Share of a layer's experts that a step needs, from which on it is taken to need those of the next layer, too. Where
@@ -56,13 +57,13 @@ class CudaResidency:
         self._num_layers, self._num_experts = num_layers, num_experts
         self._half = (slots.num_slots - num_slots) // 2
         assert self._half > 0, f"{slots.num_slots} slots, of which {num_slots} are not the stream's"
-        device = slots.down.device
-        hidden, intermediate = slots.down.shape[1:]
-        self._host = HostExperts(
-            num_experts=num_layers * num_experts, hidden=hidden, intermediate=intermediate, dtype=slots.down.dtype,
-            device=device, shared=shared,
-        )  # fmt: skip
+        device = slots.device
+        self._host = HostExperts(num_experts=num_layers * num_experts, form=slots.form, device=device, shared=shared)
         self.lent = self._host.memory.lent
+        # The kernels copy words of 2 or 4 bytes.
+        word = torch.int32 if slots.gate_up.itemsize == 4 else torch.int16
+        self._blobs = self._host.blobs.view(word)
+        self._words = [region.view(word).unsqueeze(1) for region in slots.regions]
         self._state = start_residency(
             cast("PolicyName", policy), num_layers=num_layers, num_experts=num_experts, num_slots=num_slots,
             device=device,
@@ -79,16 +80,16 @@ class CudaResidency:
         self._counted = torch.zeros_like(self._state.counts, device="cpu", pin_memory=device.type == "cuda")
         self._copied = self._lane.event()
 
-    def put(self, layer: int, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> int:
-        """Keep one expert in the host's memory; return its bytes."""
-        return self._host.put(layer * self._num_experts + expert, gate, up, down)
+    def put(self, layer: int, expert: int, fill: Fill) -> None:
+        """Keep one expert in the host's memory."""
+        self._host.put(layer * self._num_experts + expert, fill)
 
     def start(self) -> int:
         """Fill the slots as the policy starts, once all experts are kept; return the bytes copied."""
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
         self._lane.synchronize()
-        return self._num_slots * self._host.blobs[0].nbytes
+        return self._num_slots * self._slots.form.blob_bytes
 
     def run(self, layer: int, run: Any, fetch: FetchWindow | None = None) -> None:
         """Compute all of a run of the slots.
@@ -158,11 +159,11 @@ class CudaResidency:
             run.compute(table)
 
     def _gather(self, layer: int, table: torch.Tensor, fetch: FetchWindow | None = None) -> None:
-        blobs, gate_up, down = self._host.blobs, self._slots.gate_up, self._slots.down
+        gate_up, down = self._words
         if fetch is None:
-            ops.gather_experts(blobs, table, gate_up, down, layer=layer, counts=self._state.counts)
+            ops.gather_experts(self._blobs, table, gate_up, down, layer=layer, counts=self._state.counts)
         else:
-            ops.fetch_experts(blobs, table, gate_up, down, fetch, layer=layer, counts=self._state.counts)
+            ops.fetch_experts(self._blobs, table, gate_up, down, fetch, layer=layer, counts=self._state.counts)
 
     def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
         """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment; and
@@ -226,12 +227,11 @@ class CudaResidency:
             self._ready[turn % 2].record()
 
     def _copy(self, key: int, slot: int) -> None:
-        gate_up, down = self._host.parts(key)
-        self._slots.gate_up[slot].view(-1).copy_(gate_up, non_blocking=True)
-        self._slots.down[slot].view(-1).copy_(down, non_blocking=True)
+        for region, found in zip(self._slots.regions, self._host.regions(key), strict=True):
+            region[slot].copy_(found, non_blocking=True)
 
     def _tables(self, slots: Sequence[dict[int, int]]) -> torch.Tensor:
-        device = self._slots.down.device
+        device = self._slots.device
         rows = [[of.get(expert, -1) for expert in range(self._num_experts)] for of in slots]
         return to_device(torch.tensor(rows, dtype=torch.int32), device)
 

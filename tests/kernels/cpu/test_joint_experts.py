@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from tests.experts_written import written
 
 from moeyard_kernels.cpu import joint_experts
 from moeyard_kernels.cpu.experts import CpuExpertSlots, grouped_mlp
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_weight
+from moeyard_kernels.types.weight_form import plain_expert
 
 HIDDEN, INNER, EXPERTS, TOP_K = 192, 32, 32, 4
 DTYPE = torch.bfloat16
+FORM = plain_expert(hidden=HIDDEN, intermediate=INNER, dtype="bfloat16")
 
 needs_joins = pytest.mark.skipif(
     not joins(hidden=HIDDEN, intermediate=INNER, dtype=DTYPE), reason="batched products have other bits on this machine"
@@ -30,10 +33,10 @@ def some_rows(count: int) -> torch.Tensor:
 
 
 def filled(made: list[tuple[torch.Tensor, torch.Tensor]], *, joint: bool) -> CpuExpertSlots:
-    slots = CpuExpertSlots(num_slots=EXPERTS, hidden=HIDDEN, intermediate=INNER, dtype=DTYPE)
+    slots = CpuExpertSlots(num_slots=EXPERTS, form=FORM)
     slots.joint = joint
     for slot, (gate_up, down) in enumerate(made):
-        slots.write(slot, gate_up[:INNER], gate_up[INNER:], down)
+        slots.write(slot, written(gate_up[:INNER], gate_up[INNER:], down))
     return slots
 
 
@@ -97,12 +100,12 @@ def test_places_and_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_joins
 def test_a_slot_may_be_empty_and_matrices_move() -> None:
     made, rows = experts(), some_rows(2)
-    slots = CpuExpertSlots(num_slots=4, hidden=HIDDEN, intermediate=INNER, dtype=DTYPE)
-    slots.write(3, made[7][0][:INNER], made[7][0][INNER:], made[7][1])
+    slots = CpuExpertSlots(num_slots=4, form=FORM)
+    slots.write(3, written(made[7][0][:INNER], made[7][0][INNER:], made[7][1]))
     ids = torch.full((2, TOP_K), 1)
     run = slots.begin(rows, ids, num_experts=2, prompt=None)
     run.compute([-1, 3])
-    slots.rearrange([None, slots.pack(made[7][0][:INNER], made[7][0][INNER:], made[7][1]), 3])
+    slots.rearrange([None, slots.pack(written(made[7][0][:INNER], made[7][0][INNER:], made[7][1])), 3])
     for slot in (1, 2):
         again = slots.begin(rows, ids, num_experts=2, prompt=None)
         again.compute([-1, slot])

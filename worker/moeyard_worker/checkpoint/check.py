@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.footprint import Footprints
+from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.identity import identity
-from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, STORED_DTYPES, CheckpointIndex, open_index
+from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
-from moeyard_worker.layers.weights import num_elements
+from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
@@ -33,37 +33,37 @@ class CheckedCheckpoint:
     identity: Mapping[str, tuple[str, str]]
 
     def dense_bytes(self) -> int:
-        """Bytes that every rank reads of its own, as stored: everything but experts. What `progress` adds up to."""
-        return sum(self.index.entries[part.key].num_bytes for each in self.spec.dense() for part in each.parts)
+        """Bytes of the stored tensors that every rank reads: everything but experts. `progress` adds up to it."""
+        parts = (part for each in self.spec.dense() for part in each.parts)
+        return sum(self.index.entries[key].num_bytes for key in self.spec.stored(parts))
 
-    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
-        """Bytes that the same weights take in memory, served in values of `itemsize` bytes."""
-        return self.spec.resident_bytes(itemsize, footprints)
+    def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
+        """Bytes that the same weights take in memory, served in `dtype`."""
+        return self.spec.resident_bytes(dtype, footprints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DummyCheckpoint:
-    """Weights of chance where a checkpoint would be. `itemsize`: of a served value."""
+    """Random weights in place of a checkpoint, served in `dtype`."""
 
     spec: ModelSpec
-    itemsize: int
+    dtype: str
 
     identity = skipped = MappingProxyType[str, Any]({})  # nothing is read
 
     def dense_bytes(self) -> int:
-        """Bytes that every rank draws of its own. What `progress` adds up to."""
-        return sum(num_elements(each.shape) * (4 if each.fp32 else self.itemsize) for each in self.spec.dense())
+        """Bytes of the weights that every rank draws. `progress` adds up to it."""
+        return self.spec.dense_bytes(self.dtype)
 
-    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
+    def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
         """Bytes that they take in memory, with the one expert that is drawn before it is put into its slot."""
-        return self.spec.resident_bytes(itemsize, footprints) + self.spec.config.expert_bytes(itemsize)
+        return self.spec.resident_bytes(dtype, footprints) + self.spec.config.expert_form(dtype).blob_bytes
 
 
 def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint | DummyCheckpoint:
     """Where the weights of `model` come from, proven complete. Raises CheckpointError; nothing is loaded."""
     if config.load_format == "dummy":
-        itemsize = DTYPE_BYTES[model.served_dtype(config.dtype)]
-        return DummyCheckpoint(spec=model_spec(model, ()), itemsize=itemsize)
+        return DummyCheckpoint(spec=model_spec(model, ()), dtype=model.served_dtype(config.dtype))
     assert config.model_path is not None, "EngineConfig demands it of every other format"
     return check_checkpoint(open_index(config.model_path), model)
 
@@ -114,22 +114,23 @@ def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: N
 
 
 def _problems(
-    index: CheckpointIndex, expected: Mapping[str, tuple[int, ...]], skipped: Mapping[str, str]
+    index: CheckpointIndex, expected: Mapping[str, StoredTensor], skipped: Mapping[str, str]
 ) -> Iterator[str]:
     files = {entry.file for entry in index.entries.values()}
     where = next(iter(files)) if len(files) == 1 else index.directory / INDEX_NAME
     if not files:
         where = index.directory / SINGLE_NAME
-    for key, shape in expected.items():
+    for key, wanted in expected.items():
         if key not in index.entries:
-            yield f"{where}: no tensor {key} of shape {list(shape)}, which config.json calls for"
+            yield f"{where}: no tensor {key} of shape {list(wanted.shape)}, which config.json calls for"
     for key, entry in index.entries.items():
         if key in skipped:
             continue
         if key not in expected:
             yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
-        elif entry.shape != expected[key]:
-            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(expected[key])}"
-        elif entry.dtype not in STORED_DTYPES:
-            supported = ", ".join(STORED_DTYPES)
+        elif entry.shape != expected[key].shape:
+            wanted = expected[key]
+            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(wanted.shape)}"
+        elif entry.dtype not in expected[key].dtypes:
+            supported = ", ".join(expected[key].dtypes)
             yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {supported})"

@@ -1,20 +1,22 @@
-"""Weights of chance for a named architecture without a file, that choose experts as variedly as a trained model.
+"""Random weights for a named architecture without a file. They choose experts as variedly as a trained model does.
 
-Norms are 1 and the rest N(0, 0.02), but for some. What linear attention keeps of its state leaves it after 1 to 200
-positions, head by head. And two more: the embedding is N(0, 1), and what adds to the residual stream is
-smaller by sqrt(2 layers) (as GPT-2 begins). With all of it alike, what layers add, the mean over the context above all,
-outweighs what tells tokens apart: 8192 random tokens chose 36 of 128 experts per layer of Qwen3-30B-A3B, and every
-figure of prompts was flattered. Where the embedding is the head, too, it stays on the scale of the rest: a model would
-repeat its last token for ever. Seeded by the tensor's name, so that ranks and runs agree.
+Norms are 1 and most other weights are N(0, 0.02). The state of linear attention decays within 1 to 200 positions, by
+head. The embedding is N(0, 1), and projections into the residual are smaller by sqrt(2 layers), as in GPT-2. With one
+scale for all weights, the results of layers outweigh the differences between tokens: 8192 random tokens chose 36 of 128
+experts per layer of Qwen3-30B-A3B, which flattered every prompt figure. An embedding that is the head, too, keeps the
+scale of the rest: the model would repeat its last token for ever. Seeds come from the tensor's name, so that ranks and
+runs agree.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 from zlib import crc32
 
 import torch
 
 from moeyard_kernels.backend import Backend
+from moeyard_kernels.types.matrix import ExpertViews, Matrix
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
 
@@ -25,7 +27,9 @@ _SLOW, _FAST = math.log(0.007), math.log(1.4)
 
 
 class DummyWeights:
-    """The loader and the `ExpertSource` of a model that exists as a shape only, made on the backend's device."""
+    """The weights of a model that exists as a shape only, made on the backend's device. They are plain."""
+
+    read_rate = None
 
     def __init__(
         self,
@@ -38,8 +42,8 @@ class DummyWeights:
         self._spec, self._backend, self._dtype, self._progress = spec, backend, dtype, progress
         self._adding = _SCALE / math.sqrt(2 * spec.config.num_layers)
 
-    def load(self, weight: Weight) -> torch.Tensor:
-        """The parameter `weight` describes."""
+    def load(self, weight: Weight) -> Any:
+        """Return the parameter `weight` describes."""
         key = weight.parts[0].key
         dtype = torch.float32 if weight.fp32 else self._dtype
         # "model.norm.weight", "q_norm.weight", "pre_fc_norm_hidden.weight".
@@ -57,18 +61,15 @@ class DummyWeights:
                 scale = 1.0
             out = self._draw(key, weight.shape, scale).to(dtype)
         if self._progress is not None:
-            self._progress(out.numel() * out.itemsize)
-        return self._backend.matrix(out) if weight.matrix else out
+            self._progress(out.nbytes)
+        return self._backend.matrix(Matrix.plain(out)) if weight.matrix else out
 
-    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(gate [I, H], up [I, H], down [H, I]) of an expert."""
+    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
+        """Write an expert into `out`."""
         hidden, width = self._spec.config.hidden_size, self._spec.config.moe_intermediate_size
         every = self._draw(f"{layer}.{expert}", (3, width * hidden))
         every[2] *= self._adding / _SCALE
-        return every[0].view(width, hidden), every[1].view(width, hidden), every[2].view(hidden, width)
-
-    def check(self, layer: int, expert: int) -> None:
-        """There is no file to change."""
+        out.copy_(every[0].view(width, hidden), every[1].view(width, hidden), every[2].view(hidden, width))
 
     def _draw(self, key: str, shape: tuple[int, ...], scale: float = _SCALE) -> torch.Tensor:
         device = self._backend.device

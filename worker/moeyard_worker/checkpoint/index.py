@@ -26,10 +26,10 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 32_000_000
 MAX_KEY = 512  # characters; errors quote keys
 MAX_RANK = 8
-STORED_DTYPES = MappingProxyType({"F32": 4, "BF16": 2})
-_OTHER_DTYPE_BYTES = MappingProxyType(
-    {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-    | {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+# Bytes of one element, by the format's name.
+_ELEMENT_BYTES = MappingProxyType(
+    {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+    | {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 )
 
 
@@ -162,8 +162,8 @@ def _entry(file: Path, stamp: FileStamp, key: str, value: Any, data_start: int) 
         numbers_ok = numbers_ok and begin <= end
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}") from error
-    itemsize = (STORED_DTYPES.get(dtype) or _OTHER_DTYPE_BYTES.get(dtype)) if isinstance(dtype, str) else None
-    if not numbers_ok or itemsize is None or math.prod(shape) * itemsize != end - begin:
+    size = _ELEMENT_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if not numbers_ok or size is None or math.prod(shape) * size != end - begin:
         raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}")
     return TensorEntry(file, dtype, shape, data_start + begin, end - begin, stamp)
 

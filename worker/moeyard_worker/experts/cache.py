@@ -7,30 +7,42 @@ is asked here, layer by layer. Both decide alike.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
 from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.matrix import ExpertViews, Fill
+from moeyard_kernels.types.weight_form import ExpertForm
 from moeyard_worker.exchange.base import Dispatched
-from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
 from moeyard_worker.experts.policy import ExpertKey, Placed, ResidencyPolicy
 from moeyard_worker.experts.recorder import RoutingRecorder
 from moeyard_worker.experts.stats import CacheStats, Counting, needed
-from moeyard_worker.experts.store import HostStore
 from moeyard_worker.protocol import ExpertLoads
 
 _LOOK_SECONDS = 0.2  # between two looks at what a device has counted
+
+
+class ExpertSource(Protocol):
+    """The weights of experts, read on demand."""
+
+    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
+        """Write global expert `expert` of layer `layer` into `out`. In any thread.
+
+        Raises CheckpointError for a file that has changed since it was checked.
+        """
+        ...
 
 
 class ExpertCache:
     """Keeps up to `num_slots` of a rank's experts in the backend's memory and computes dispatched rows with them.
 
     `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them (a range: the same
-    in all); `dtype` is the served one (the source's tensors are rounded to it). Slots beyond the number of experts are
+    in all); `form` says how an expert lies in a slot. Slots beyond the number of experts are
     not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
     first `run`. Policy and kernels know local ids. `shared`: the host's memory that a backend keeps experts in may be
     read by other ranks, who find it by `lent`.
@@ -46,9 +58,7 @@ class ExpertCache:
         source: ExpertSource,
         layers: Sequence[int],
         experts: range | Owned,
-        hidden: int,
-        intermediate: int,
-        dtype: torch.dtype,
+        form: ExpertForm,
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
@@ -66,12 +76,9 @@ class ExpertCache:
         self._recorder, self._step = recorder, 0
         # Sees each layer's rows before they are computed; not what a captured graph replays.
         self.observer: Callable[[int, Dispatched], None] | None = None
-        self._expert_bytes = 3 * hidden * intermediate * dtype.itemsize
-        self._store = HostStore(source, hidden=hidden, intermediate=intermediate)
+        self._expert_bytes, self._source = form.blob_bytes, source
         self._loaded = False
-        self._slots = backend.expert_slots(
-            num_slots=self.num_slots + self._num_passing, hidden=hidden, intermediate=intermediate, dtype=dtype
-        )
+        self._slots = backend.expert_slots(num_slots=self.num_slots + self._num_passing, form=form)
         self._residency: ExpertResidency | None = None
         if not self.all_resident:
             self._residency = backend.expert_residency(
@@ -169,13 +176,13 @@ class ExpertCache:
         done = progress or (lambda written: None)
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
-                written = self._fill(slot, layer, self._owned[self._index[layer]][expert])
-                self.stats.bytes_copied += written
-                done(written)
+                self._fill(slot, layer, self._owned[self._index[layer]][expert])
+                done(self._expert_bytes)
         else:
             for i, layer in enumerate(self._layers):
                 for local, expert in enumerate(self._owned[i]):
-                    done(self._residency.put(i, local, *self._store.read(layer, expert)))
+                    self._residency.put(i, local, self._filling(layer, expert))
+                    done(self._expert_bytes)
             self.stats.bytes_copied += self._residency.start()
             self._slot_bytes = self.stats.bytes_copied // self.num_slots
         self._loaded = True
@@ -240,8 +247,7 @@ class ExpertCache:
         written = 0
         if self.all_resident and owned != self._owned:
             for layer, expert in change.missing(self._residents(), self._layers):
-                change.packed[layer, expert] = slots.pack(*self._store.read(layer, expert))
-                self._store.check(layer, expert)
+                change.packed[layer, expert] = slots.pack(self._filling(layer, expert))
                 written += self._expert_bytes
         self._change = change
         return written
@@ -260,8 +266,7 @@ class ExpertCache:
         resident = [key for key in places if key in stay][: change.num_slots]
         order: list[Any] = [places[key] for key in resident]
         for key in missing:
-            order.append(change.packed.get(key) or slots.pack(*self._store.read(*key)))
-            self._store.check(*key)
+            order.append(change.packed.get(key) or slots.pack(self._filling(*key)))
         self.stats.bytes_copied += len(missing) * self._expert_bytes
         self._owned = owned
         index = [{expert: i for i, expert in enumerate(each)} for each in owned]
@@ -298,18 +303,21 @@ class ExpertCache:
             if misses:
                 begun = time.perf_counter()
                 for placed in misses:
-                    self.stats.bytes_copied += self._fill(placed.slot, layer, owned[placed.expert])
+                    self._fill(placed.slot, layer, owned[placed.expert])
                 stalls.append(time.perf_counter() - begun)
                 run.compute(self._table(misses, len(owned)))
         if stalls:
             self.stats.stall_seconds.append(sum(stalls))
             self.stats.copy_seconds += sum(stalls)
 
-    def _fill(self, slot: int, layer: int, expert: int) -> int:
-        """Copy an expert into a slot; returns the bytes written."""
-        written = self._slots.write(slot, *self._store.read(layer, expert))
-        self._store.check(layer, expert)
-        return written
+    def _filling(self, layer: int, expert: int) -> Fill:
+        """Return what writes a global expert where it is told to."""
+        return partial(self._source.fill, layer, expert)
+
+    def _fill(self, slot: int, layer: int, expert: int) -> None:
+        """Copy a global expert into a slot."""
+        self._slots.write(slot, self._filling(layer, expert))
+        self.stats.bytes_copied += self._expert_bytes
 
     def _table(self, wave: list[Placed], num_experts: int) -> Any:
         """The slots of these experts, -1 for all others of the layer."""

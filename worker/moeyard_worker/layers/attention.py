@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.weights import Weight
+from moeyard_worker.layers.weights import Loaded, Weight
 from moeyard_worker.state.layout import LayerState
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Attention(Protocol):
         self,
         backend: Backend,
         *,
-        weights: Mapping[str, torch.Tensor],
+        weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> AttentionBlock:

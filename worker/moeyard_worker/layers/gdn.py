@@ -10,7 +10,7 @@ from moeyard_kernels.backend import Backend, GdnMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GdnLayer
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.weights import Weight, matrix, regrouped, stacked, weight
+from moeyard_worker.layers.weights import Loaded, Weight, matrix, regrouped, stacked, weight
 from moeyard_worker.state.layout import LayerState, SlotArray
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Gdn:
         self,
         backend: Backend,
         *,
-        weights: Mapping[str, torch.Tensor],
+        weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> GdnBlock:
@@ -133,7 +133,7 @@ class Gdn:
 class GdnBlock:
     """One product for everything that the rule reads, the rule, one product back."""
 
-    def __init__(self, backend: Backend, mix: GdnMix, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, backend: Backend, mix: GdnMix, weights: Loaded) -> None:
         self._backend, self._mix = backend, mix
         self._projections, self._o = weights["projections"], weights["o"]
 

@@ -10,7 +10,7 @@ from moeyard_kernels.backend import Backend, GqaAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GqaLayer
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.weights import Weight, matrix, norm, regrouped, stacked, weight
+from moeyard_worker.layers.weights import Loaded, Weight, matrix, norm, regrouped, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Gqa:
         self,
         backend: Backend,
         *,
-        weights: Mapping[str, torch.Tensor],
+        weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> GqaBlock:
@@ -107,7 +107,7 @@ class Gqa:
 class GqaBlock:
     """One product for queries, keys and values, attention, its gate if it has one, one product back."""
 
-    def __init__(self, spec: Gqa, backend: Backend, attend: GqaAttend, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, spec: Gqa, backend: Backend, attend: GqaAttend, weights: Loaded) -> None:
         self._backend, self._attend = backend, attend
         self._num_gates = spec.num_heads * spec.head_dim if spec.output_gate else 0
         self._qkv, self._qkv_bias = weights["qkv"], weights.get("qkv_bias")

@@ -11,7 +11,7 @@ from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import KdaLayer
 from moeyard_worker.config.rope_config import RopeConfig
 from moeyard_worker.layers.gdn import delta_state
-from moeyard_worker.layers.weights import Part, Weight, matrix, stacked, weight
+from moeyard_worker.layers.weights import Loaded, Part, Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Kda:
         self,
         backend: Backend,
         *,
-        weights: Mapping[str, torch.Tensor],
+        weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> KdaBlock:
@@ -95,7 +95,7 @@ class Kda:
 class KdaBlock:
     """One product for everything that the rule reads, narrow parts of it to be widened there; one product back."""
 
-    def __init__(self, backend: Backend, mix: KdaMix, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, backend: Backend, mix: KdaMix, weights: Loaded) -> None:
         self._backend, self._mix = backend, mix
         self._projections, self._o = weights["projections"], weights["o"]
 

@@ -10,7 +10,7 @@ from moeyard_kernels.backend import Backend, MlaAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import MlaLayer
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.weights import Weight, matrix, stacked, weight
+from moeyard_worker.layers.weights import Loaded, Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, paged
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Mla:
         self,
         backend: Backend,
         *,
-        weights: Mapping[str, torch.Tensor],
+        weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> MlaBlock:
@@ -119,7 +119,7 @@ class Mla:
 class MlaBlock:
     """Down projections, norms, the query's up projection, attention, one product back."""
 
-    def __init__(self, spec: Mla, backend: Backend, attend: MlaAttend, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, spec: Mla, backend: Backend, attend: MlaAttend, weights: Loaded) -> None:
         self._backend, self._attend, self._eps = backend, attend, spec.norm_eps
         self._q_kv_a, self._q_kv_a_bias = weights["q_kv_a"], weights.get("q_kv_a_bias")
         self._q_norm, self._q_b, self._kv_norm = weights.get("q_norm"), weights.get("q_b"), weights["kv_norm"]

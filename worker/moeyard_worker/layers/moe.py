@@ -16,6 +16,8 @@ from moeyard_worker.layers.residual import ExpertParts
 if TYPE_CHECKING:
     import torch
 
+    from moeyard_kernels.types.matrix import Matrix
+
 
 class Experts(Protocol):
     """What computes the rows that reach a rank (the expert cache)."""
@@ -53,11 +55,11 @@ class Moe:
         dtype: torch.dtype,
         exchange: Exchange,
         experts: Experts,
-        gate: torch.Tensor,
+        gate: Matrix,
         gate_bias: torch.Tensor | None = None,
-        shared_gate_up: torch.Tensor | None = None,
-        shared_down: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
+        shared_gate_up: Matrix | None = None,
+        shared_down: Matrix | None = None,
+        shared_gate: Matrix | None = None,
     ) -> None:
         self._backend, self._layer = backend, layer
         self._exchange, self._experts = exchange, experts

@@ -1,30 +1,40 @@
-"""What a layer stores and from which checkpoint tensors it is put together. Pure."""
+"""The parameters of a layer, and the checkpoint tensors that each is put together from. Pure."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+# Loaded parameters by name: a `Matrix` where the weight says so, else a tensor.
+Loaded = Mapping[str, Any]
+# Groups of stored rows, and the rows [begin, end) of each piece of a group.
+Regroup = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Checkpoint tensor `key` of `shape`, stored in rows [row, row + shape[0]) of a weight seen as shape[1:] rows.
 
-    `regroup`, where the file has rows head by head, is (groups, pieces): its rows are `groups` blocks of one size, and
-    a weight has of all of them the rows [begin, end) of the first piece, then those of the second, and so on.
+    `regroup` reorders rows that the file has head by head. The stored rows are groups of one size. The weight has the
+    rows [begin, end) of the first piece of all groups, then those of the second piece, and so on. `whole` is the shape
+    of the stored tensor where the part is less of it, from row `begin` of it on, counted in shape[1:] rows.
     """
 
     key: str
     shape: tuple[int, ...]
     row: int = 0
-    regroup: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    regroup: Regroup | None = None
+    whole: tuple[int, ...] | None = None
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter of `shape`; rows that no part fills are zero.
 
-    `fp32`: kept in float32 whatever dtype is served. `matrix`: only ever the right side of `linear`, so that it is kept
-    in that kernel's own layout. `plus` is added to what is stored: some families store norms less one. The parts' rows
-    are counted in the flattened form [-1, *parts[0].shape[1:]].
+    `fp32`: kept in float32 whatever dtype is served. `matrix`: used only as the right side of `linear`, so kept in that
+    kernel's layout. `plus` is added to the stored values: some families store norms less one. The parts' rows are
+    counted in the flattened form [rows, columns].
     """
 
     shape: tuple[int, ...]
@@ -33,6 +43,16 @@ class Weight:
     matrix: bool = False
     plus: float = 0.0
 
+    @property
+    def columns(self) -> int:
+        """Values of a row of the parts."""
+        return num_elements(self.parts[0].shape[1:])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parts in the whole."""
+        return num_elements(self.shape) // self.columns
+
 
 def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
     """A parameter that is one checkpoint tensor."""
@@ -40,7 +60,7 @@ def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
 
 
 def norm(key: str, width: int, *, less_one: bool) -> Weight:
-    """The weight of a norm; one that is stored less one is kept in fp32, where the sum has room."""
+    """The weight of a norm. One that is stored less one is kept in fp32, where the sum has room."""
     found = weight(key, width, fp32=less_one)
     return replace(found, plus=1.0) if less_one else found
 
@@ -64,7 +84,7 @@ def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
     return Weight((row, *columns), tuple(parts), matrix=width is not None)
 
 
-def regrouped(found: Weight, regroup: dict[str, tuple[int, tuple[tuple[int, int], ...]]]) -> Weight:
+def regrouped(found: Weight, regroup: Mapping[str, Regroup]) -> Weight:
     """The same with the rows of some of its tensors, by key, in another order than stored: see `Part`."""
     return replace(found, parts=tuple(replace(part, regroup=regroup.get(part.key)) for part in found.parts))
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.mlp import Mlp
 from moeyard_worker.layers.moe import Experts, Moe
@@ -14,12 +16,13 @@ from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import LayerSpec, ModelSpec
 
-Load = Callable[[Weight], torch.Tensor]
+# Returns a `Matrix` where the weight says so, else a tensor.
+Load = Callable[[Weight], Any]
 # The state arrays of a layer by name, asked for once per layer.
 Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 
 
-def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, Any]:
     """Return the loaded weights under the same names."""
     return {name: load(weight) for name, weight in weights.items()}
 
@@ -76,7 +79,7 @@ class Decoder:
         config = spec.config
         self._backend, self.eps = backend, config.rms_eps
         self.streams: Streams = AddNormStreams(backend, config.rms_eps)
-        self._embed = load(spec.embed)
+        self._embed: torch.Tensor = load(spec.embed)
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
         layers = [
@@ -102,7 +105,7 @@ class Decoder:
         self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), head_site], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         self._one_of_each = [walked for i, walked in enumerate(self._walk) if kind[i] not in kind[:i]]
-        self._lm_head = self._embed if spec.lm_head is None else load(spec.lm_head)
+        self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 logits [num_sampled or more, V] of the plan's sample rows; rows from num_sampled on are garbage.

@@ -3,12 +3,13 @@
 An option that would change the numbers and is not implemented is refused with a CheckpointError, never ignored.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard_worker.checkpoint.formats.choose import QUANTISER_FILES, choose_format, quantiser, quantisers, refusal
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
@@ -21,14 +22,6 @@ from moeyard_worker.tokenizer import read_tokenizer
 # Over all layers; a check lists the tensors of each. Kimi-K2 has 23,040.
 MAX_EXPERTS = 1 << 18
 _IDS = ("bos_token_id", "eos_token_id")
-
-# Where a quantiser says what it did, and what it is called where it does not say that.
-_QUANTISED_KEYS = MappingProxyType(
-    {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "MLX"}
-)
-_QUANTISED_FILES = MappingProxyType(
-    {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-)
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
@@ -52,9 +45,9 @@ def load_model_config(directory: Path | str, length: int | None = None) -> Model
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
     stop, values = read_json(generation) if generation.exists() else {}, read_json(path)
-    for name, method in _QUANTISED_FILES.items():
-        if (directory / name).exists() and not any(key in values for key in _QUANTISED_KEYS):
-            raise CheckpointError(f"{directory / name}: {_refusal(_method(read_json(directory / name), method))}")
+    for name, method in QUANTISER_FILES.items():
+        if (directory / name).exists() and not any(quantisers(Fields(str(path), values))):
+            raise CheckpointError(f"{directory / name}: {refusal(quantiser(read_json(directory / name), method))}")
     model = parse_model_config(Fields(str(path), values), Fields(str(generation), stop)).for_length(length)
     eos = _tokenizer_eos(directory)
     if eos is None or eos >= model.vocab_size or eos in model.eos_token_ids:
@@ -76,15 +69,14 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     """A model's config from the keys of its config.json and generation_config.json (`stop`, which may be empty)."""
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        also = "".join(f"; {key} is not supported either: {method}" for key, method in _quantised(config))
+        also = "".join(f"; {key} is not supported either: {method}" for key, method, _ in quantisers(config))
         raise config.error("model_type", f"{name!r:.80} is not supported (supported: {', '.join(FAMILIES)}){also}")
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
     config = _with_defaults(_respelt(config, family.spellings), stop, family.defaults)
     config.require("hidden_act", ("silu",), "silu")
-    for key, method in _quantised(config):
-        raise config.error(key, _refusal(method))
+    weights = choose_format(config)
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -92,6 +84,7 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     model = ModelConfig(
         **family.parse(config),
         family=name,
+        weights=weights,
         hidden_size=config.integer("hidden_size"),
         num_layers=count_layers(config),
         vocab_size=config.integer("vocab_size", maximum=MAX_VOCAB),
@@ -107,40 +100,6 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     for fields in (config, stop):
         _check_ids(fields, model.vocab_size)
     return model
-
-
-def _quantised(config: Fields) -> Iterator[tuple[str, str]]:
-    """The keys that say how the weights are quantised, each with the method."""
-    text = config.values.get("text_config")
-    for values in (config.values, text if isinstance(text, dict) else {}):
-        for key, method in _QUANTISED_KEYS.items():
-            if values.get(key) is not None:
-                yield key, _method(values[key], method)
-
-
-def _method(said: Any, method: str) -> str:
-    """Return a quantiser's name for its method, with the form; `method` where nothing names one."""
-    if not isinstance(said, dict):
-        return method
-    inner = said.get("quantization")
-    said = {**said, **inner} if isinstance(inner, dict) else said
-    producer = said.get("producer")
-    names = {
-        "config_groups": "compressed-tensors", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes",
-        "quant_algo": "modelopt", "w_bit": "awq", "desc_act": "gptq", "group_size": "MLX",
-    }  # fmt: skip
-    found = said.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
-    found = found or next((name for key, name in names.items() if key in said), method)
-    bits = said.get("bits") or said.get("w_bit")
-    form = said.get("quant_algo") or said.get("format") or said.get("fmt") or (f"{bits} bits" if bits else None)
-    return f"{found!s:.40}" + (f" ({form})"[:40] if isinstance(form, str) else "")
-
-
-def _refusal(method: str) -> str:
-    return (
-        f"is not supported: the weights are quantised by {method} (supported: float32 and bfloat16 weights); serve the "
-        "checkpoint that it was made from"
-    )
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: Mapping[str, Any]) -> Fields:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.weight_form import ExpertForm
+from moeyard_worker.checkpoint.formats.format import Format
 from moeyard_worker.layers.attention import Attention
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
@@ -30,9 +32,10 @@ class ModelConfig:
 
     `max_position` is the longest sequence that can be served. `attention` has one entry per layer.
     `shared_intermediate_size` is the width of all shared experts together, 0 without any. With `shared_gate` a gate
-    scales their output. `dtype` is the checkpoint's. `eos_token_ids` joins generation_config.json, config.json and the
-    tokenizer's `eos_token`. `num_mtp_layers` for multi-token prediction are stored after the last layer. With `drafts`
-    the first of them is served as layer `num_layers`, which `attention` and `moe_layers` then have too.
+    scales their output. `dtype` is the checkpoint's, `weights` the format that stores its weights. `eos_token_ids`
+    joins generation_config.json, config.json and the tokenizer's `eos_token`. `num_mtp_layers` for multi-token
+    prediction are stored after the last layer. With `drafts` the first of them is served as layer `num_layers`, which
+    `attention` and `moe_layers` then have too.
     """
 
     family: str
@@ -52,6 +55,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    weights: Format
     num_mtp_layers: int
     drafts: bool = False
     shared_gate: bool = False
@@ -106,9 +110,9 @@ class ModelConfig:
         """The descriptions of attention that differ, each once."""
         yield from dict.fromkeys(self.attention)
 
-    def expert_bytes(self, dtype_bytes: int) -> int:
-        """One routed expert in one layer: gate, up and down."""
-        return 3 * self.hidden_size * self.moe_intermediate_size * dtype_bytes
+    def expert_form(self, dtype: str) -> ExpertForm:
+        """Return the form in memory of one routed expert, served in `dtype`."""
+        return self.weights.expert_form(hidden=self.hidden_size, intermediate=self.moe_intermediate_size, dtype=dtype)
 
     def state_spec(self, dtype_bytes: int) -> StateSpec:
         """What a sequence costs on one rank, over all layers."""

@@ -4,16 +4,18 @@
 decoder is assembled from what was loaded under the same field names.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.layers.weights import Weight, matrix, norm, num_elements, stacked, weight
+from moeyard_kernels.types.weight_form import WeightForm, plain_form
+from moeyard_worker.checkpoint.formats.format import StoredTensor
+from moeyard_worker.layers.weights import Part, Weight, matrix, norm, stacked, weight
 from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 
-_FP32 = 4
+_FP32 = plain_form("float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,14 @@ class DraftSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The whole model; `lm_head` is None when the embedding is used for it.
+    """The whole model; `lm_head` is None when the embedding is used for it. `keys` are the checkpoint's, if any.
 
     `layers` are the model's and, where `config.drafts`, one of multi-token prediction; `draft` has its other weights.
     """
 
     config: ModelConfig
     names: Names
+    keys: Container[str]
     embed: Weight
     head_site: Mapping[str, Weight]
     lm_head: Weight | None
@@ -86,36 +89,59 @@ class ModelSpec:
             yield from (self.draft.token_norm, self.draft.hidden_norm, self.draft.join)
             yield from self.draft.head_site.values()
 
-    def resident_bytes(self, itemsize: int, footprints: Footprints) -> int:
-        """Bytes of everything that every rank holds but experts and state, served in values of `itemsize` bytes.
+    def form(self, each: Weight, dtype: str) -> WeightForm:
+        """Return the form in memory of a parameter, served in `dtype`."""
+        return self.config.weights.form(each, dtype, self.keys)
 
-        Checkpoint dtypes do not matter: what is loaded has the served dtype, or fp32 where the weight says so.
-        """
-        weights = sum(num_elements(each.shape) * (_FP32 if each.fp32 else itemsize) for each in self.dense())
+    def num_bytes(self, each: Weight, dtype: str) -> int:
+        """Return the bytes in memory of a parameter, served in `dtype`."""
+        return self.form(each, dtype).num_bytes(each.rows, each.columns)
+
+    def dense_bytes(self, dtype: str) -> int:
+        """Return the bytes in memory of the weights that every rank holds."""
+        return sum(self.num_bytes(each, dtype) for each in self.dense())
+
+    def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
+        """Return the bytes of everything that every rank holds but experts and state, served in `dtype`."""
         ropes = {attention.rope for attention in self.config.attention}
-        tables = sum(self.config.max_position * rope.dim * _FP32 for rope in ropes if rope is not None)
-        beside = [attention.footprint(footprints) for attention in self.config.attention]
-        return weights + tables + sum(each.extra * itemsize + each.fp32_extra * _FP32 for each in beside)
+        tables = sum(_FP32.num_bytes(self.config.max_position, rope.dim) for rope in ropes if rope is not None)
+        for attention in self.config.attention:
+            beside = attention.footprint(footprints)
+            tables += plain_form(dtype).num_bytes(1, beside.extra) + _FP32.num_bytes(1, beside.fp32_extra)
+        return self.dense_bytes(dtype) + tables
 
-    def expert_tensors(self, names: ExpertNames, expert: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(key, stored shape) of the tensors that hold an expert."""
+    def expert_parts(self, names: ExpertNames, expert: int) -> tuple[Part, Part, Part]:
+        """Return where gate [I, H], up [I, H] and down [H, I] of an expert are stored."""
         hidden, width, count = self.config.hidden_size, self.config.moe_intermediate_size, self.config.num_experts
         if names.fused:
-            return ((names.fused_gate_up, (count, 2 * width, hidden)), (names.fused_down, (count, hidden, width)))
+            gate_up, down = (count, 2 * width, hidden), (count, hidden, width)
+            return (
+                Part(names.fused_gate_up, (width, hidden), whole=gate_up, begin=expert * 2 * width),
+                Part(names.fused_gate_up, (width, hidden), whole=gate_up, begin=(expert * 2 + 1) * width),
+                Part(names.fused_down, (hidden, width), whole=down, begin=expert * hidden),
+            )
         return (
-            (names.gate.format(e=expert), (width, hidden)),
-            (names.up.format(e=expert), (width, hidden)),
-            (names.down.format(e=expert), (hidden, width)),
+            Part(names.gate.format(e=expert), (width, hidden)),
+            Part(names.up.format(e=expert), (width, hidden)),
+            Part(names.down.format(e=expert), (hidden, width)),
         )
 
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """Key and shape of every tensor that the checkpoint must hold, experts of all ranks included."""
-        shapes = {part.key: part.shape for each in self.dense() for part in each.parts}
+    def stored(self, parts: Iterable[Part]) -> dict[str, StoredTensor]:
+        """Return the tensors that the checkpoint must hold for these."""
+        found: dict[str, StoredTensor] = {}
+        for part in parts:
+            found.update(self.config.weights.stored(part, self.keys))
+        return found
+
+    def expected(self) -> dict[str, StoredTensor]:
+        """Return every tensor that the checkpoint must hold, experts of all ranks included, by key."""
+        found = self.stored(part for each in self.dense() for part in each.parts)
         for layer in self.layers:
             if layer.experts is not None:
-                for expert in range(self.config.num_experts):
-                    shapes.update(self.expert_tensors(layer.experts, expert))
-        return shapes
+                # Fused tensors hold all experts of the layer.
+                for expert in range(1 if layer.experts.fused else self.config.num_experts):
+                    found.update(self.stored(self.expert_parts(layer.experts, expert)))
+        return found
 
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
@@ -127,6 +153,7 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     return ModelSpec(
         config=config,
         names=names,
+        keys=keys,
         embed=weight(names.embed, config.vocab_size, hidden),
         head_site={"norm": norm(names.norm, hidden, less_one=names.norms_less_one)},
         lm_head=lm_head,

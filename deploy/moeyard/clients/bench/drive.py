@@ -53,9 +53,9 @@ class Subject:
         self._worker.stop()
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a served value."""
-        return 2 if self.report["dtype"] == "bfloat16" else 4
+    def dtype(self) -> str:
+        """The served dtype, by torch's name."""
+        return str(self.report["dtype"])
 
     def counts(self) -> dict[str, int]:
         """Counts of the graph runner; {} on a device without graphs."""

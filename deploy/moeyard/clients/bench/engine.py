@@ -172,7 +172,9 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
                 f"--device {config.device}: {format_size(free)} of {format_size(total)} are free, copies are measured "
                 f"with {format_size(COPY_BYTES)}; end what else runs there"
             )
-        ceilings = Ceilings(copy=copy_bandwidth(), link=link_bandwidth(served_model(config).expert_bytes(2)))
+        ceilings = Ceilings(
+            copy=copy_bandwidth(), link=link_bandwidth(served_model(config).expert_form("bfloat16").blob_bytes)
+        )
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moeyard.clients.api_client import Answer
-from moeyard_worker.layers.weights import num_elements
+from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.models.spec import ModelSpec
 
 PERCENTILES = (50, 90, 95, 99)
@@ -92,18 +92,18 @@ def full_steps(records: Sequence[StepRecord], streams: int) -> list[float]:
     ]
 
 
-def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, itemsize: int) -> float:
+def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, dtype: str) -> float:
     """Bytes that one decode step must read of a model with all experts resident.
 
     All dense weights but the rows of the embedding, `distinct` experts per MoE layer, and of every row the keys and
     values of `context` positions, and its slot of state, which is written too.
     """
     config = spec.config
-    dense = sum(num_elements(each.shape) * (4 if each.fp32 else itemsize) for each in spec.dense())
+    dense = spec.dense_bytes(dtype)
     if spec.lm_head is not None:
-        dense -= num_elements(spec.embed.shape) * itemsize
-    experts = distinct * len(config.moe_layers) * config.expert_bytes(itemsize)
-    state = config.state_spec(itemsize)
+        dense -= spec.num_bytes(spec.embed, dtype)
+    experts = distinct * len(config.moe_layers) * config.expert_form(dtype).blob_bytes
+    state = config.state_spec(DTYPE_BYTES[dtype])
     return dense + experts + rows * (context * state.bytes_per_token + 2 * state.bytes_per_sequence)
 
 

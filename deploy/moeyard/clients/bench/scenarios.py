@@ -46,7 +46,7 @@ class Misses:
         if self._subject.experts.all_resident:
             return {}
         hits, misses = (now - then for now, then in zip(self._totals(), self._begun, strict=True))
-        size = self._subject.spec.config.expert_bytes(self._subject.itemsize)
+        size = self._subject.spec.config.expert_form(self._subject.dtype).blob_bytes
         return missed(hits=hits, misses=misses, expert_bytes=size, times=times, link=link)
 
 
@@ -107,7 +107,7 @@ class Decode:
             distinct=routing.distinct,
             rows=self.streams,
             context=min(self.prompt, self.budget or self.prompt) + self.output / 2,
-            itemsize=subject.itemsize,
+            dtype=subject.dtype,
         )
         steps = [record for record in run.records if record.at <= ends[0]]
         counts = {name: counted[name] - before[name] for name in counted}

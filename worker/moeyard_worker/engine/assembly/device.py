@@ -12,7 +12,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.checkpoint.staging import Staging
+from moeyard_worker.checkpoint.reading import Staging
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.engine.assembly.device import cpu_backend
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.local import LocalExchange
@@ -36,21 +36,20 @@ def local_runner(
     config = load_model_config(directory, num_pages * page_size)
     checkpoint = open_checkpoint(directory, config)
     backend = cpu_backend(page_size) if backend is None else backend
+    weights = CheckpointWeights(checkpoint, backend=backend, dtype=dtype)
     experts = ExpertCache(
         backend=backend,
-        source=MappedExperts(checkpoint),
+        source=weights,
         layers=config.moe_layers,
         experts=range(config.num_experts),
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        dtype=dtype,
+        form=config.expert_form(str(dtype).removeprefix("torch.")),
         num_slots=config.num_experts * len(config.moe_layers) if num_slots is None else num_slots,
         policy=policy,
     )
     experts.preload()
     return Runner(
         checkpoint.spec,
-        load=DenseLoader(checkpoint, backend=backend, dtype=dtype).load,
+        load=weights.load,
         backend=backend,
         exchange=LocalExchange(),
         experts=experts,

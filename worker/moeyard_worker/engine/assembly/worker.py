@@ -9,7 +9,6 @@ any thread. A rank that joins others later loads before it meets them. All that 
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,9 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.backend import Backend
-from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
-from moeyard_worker.checkpoint.dummy import DummyWeights
-from moeyard_worker.checkpoint.loading import DenseLoader, MappedExperts
-from moeyard_worker.checkpoint.staging import StagedExperts, Staging
-from moeyard_worker.config.engine_config import (
-    EngineConfig,
-    SchedulerConfig,
-    loading_rates,
-)
+from moeyard_worker.checkpoint.check import check_weights
+from moeyard_worker.checkpoint.loading import open_weights
+from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, loading_rates
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
@@ -46,10 +38,8 @@ from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.frames import Phase
 from moeyard_worker.exchange.peer_fetch import Lending
 from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.experts.base import ExpertSource
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
-from moeyard_worker.models.decoder import Load
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -74,6 +64,7 @@ class Worker:
         log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
         self.checkpoint = check_weights(config, self._model)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
+        self._form = self._model.expert_form(self._model.served_dtype(config.dtype))
         shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
         self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
         self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
@@ -161,12 +152,12 @@ class Worker:
         num_state_slots = config.max_num_seqs if state.bytes_per_sequence else 0
         backend = self._device.backend
         begun, staging = time.perf_counter(), self._device.staging()
-        load, source = open_weights(self.checkpoint, self._device.backend, self._dtype, staging, self._advance)
-        slot = model.expert_bytes(self._dtype.itemsize)
+        weights = open_weights(self.checkpoint, self._device.backend, self._dtype, staging, self._advance)
+        slot = self._form.blob_bytes
         experts = self.experts = ExpertCache(
-            backend=backend, source=source, layers=model.moe_layers, experts=owned, hidden=model.hidden_size,
-            intermediate=model.moe_intermediate_size, dtype=self._dtype, num_slots=plan.expert_slots,
-            policy=config.expert_policy, recorder=self._recording, shared=config.expert_fetch != "alone",
+            backend=backend, source=weights, layers=model.moe_layers, experts=owned, form=self._form,
+            num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
+            shared=config.expert_fetch != "alone",
         )  # fmt: skip
         self._total = self.checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
@@ -176,9 +167,15 @@ class Worker:
         if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
-            self.checkpoint.spec, load=load, backend=backend, exchange=exchange, experts=experts, dtype=self._dtype,
-            num_pages=plan.num_pages, num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
-        )  # fmt: skip
+            self.checkpoint.spec,
+            load=weights.load,
+            backend=backend,
+            exchange=exchange,
+            experts=experts,
+            dtype=self._dtype,
+            num_pages=plan.num_pages,
+            num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
+        )
         experts.preload(self._advance)
         self._device.finish()
         self._doing = "capturing steps"
@@ -214,7 +211,7 @@ class Worker:
             on_loss=self._ended.put, grammars=self.grammars,
         )  # fmt: skip
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
-        read = None if staging is None or not staging.read_seconds else staging.read_bytes / staging.read_seconds
+        read = None if staging is None else weights.read_rate
         log.info("%s", loading_rates(self._loaded, seconds, read))
         return {
             "exchange": config.exchange,
@@ -234,10 +231,10 @@ class Worker:
 
     def _planner(self, ranks_on_host: int) -> Planner:
         """Return what divides `available` bytes by a `config`; peers of one host have reserved their slabs."""
-        footprints = self._device.footprints
+        footprints, dtype = self._device.footprints, str(self._dtype).removeprefix("torch.")
         return partial(
-            plan_with_fetch, model=self._model, itemsize=self._dtype.itemsize, footprints=footprints,
-            resident_bytes=self.checkpoint.resident_bytes(self._dtype.itemsize, footprints),
+            plan_with_fetch, model=self._model, dtype=dtype, footprints=footprints,
+            resident_bytes=self.checkpoint.resident_bytes(dtype, footprints),
             num_local_experts=self._placement.num_owned(self._spec.rank),
             slab_allocated=self._mesh.own_slab is not None,
             host_available=available_memory() // ranks_on_host if footprints.HOST_EXPERTS else None,
@@ -265,7 +262,7 @@ class Worker:
         slot, whether experts can come or go (a recording is of one shard), and whether fewer ranks can meet."""
         return {
             "available": self._device.available(),
-            "slot_bytes": self._model.expert_bytes(self._dtype.itemsize),
+            "slot_bytes": self._form.blob_bytes,
             "all_resident": self.experts.all_resident,
             "movable": self.experts.movable and self._recording is None,
             "regroups": self._spec.config.exchange != "nvlink",
@@ -345,21 +342,6 @@ def open_recorder(
         policy=config.expert_policy,
     )
     return RoutingRecorder(Path(config.record_routing), header)
-
-
-def open_weights(
-    checkpoint: CheckedCheckpoint | DummyCheckpoint,
-    backend: Backend,
-    dtype: torch.dtype,
-    staging: Staging | None,
-    progress: Callable[[int], None],
-) -> tuple[Load, ExpertSource]:
-    """Return the loaders of dense weights and of experts. `progress` is called with the bytes of every block."""
-    if isinstance(checkpoint, DummyCheckpoint):
-        drawn = DummyWeights(checkpoint.spec, backend=backend, dtype=dtype, progress=progress)
-        return drawn.load, drawn
-    loader = DenseLoader(checkpoint, backend=backend, dtype=dtype, progress=progress, staging=staging)
-    return loader.load, MappedExperts(checkpoint) if staging is None else StagedExperts(checkpoint, staging)
 
 
 def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> Lending | None:

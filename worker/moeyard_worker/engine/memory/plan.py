@@ -180,7 +180,7 @@ def plan_memory(
     *,
     config: EngineConfig,
     model: ModelConfig,
-    itemsize: int,
+    dtype: str,
     resident_bytes: int,
     num_local_experts: int,
     available: int,
@@ -189,7 +189,7 @@ def plan_memory(
     host_available: int | None = None,
     staging: int = 0,
 ) -> MemoryPlan:
-    """Divide `available` bytes of one rank that serves values of `itemsize` bytes.
+    """Divide `available` bytes of one rank that serves `dtype`.
 
     `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
     `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
@@ -201,6 +201,7 @@ def plan_memory(
 
     Raises ValueError with both numbers and the flag to change when something does not fit.
     """
+    itemsize = DTYPE_BYTES[dtype]
     # No row leaves a fleet of one rank, unless its exchange is asked for by name.
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
@@ -227,7 +228,7 @@ def plan_memory(
     if max_model_len > model.max_position:
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
     per_position = prefix_bytes(model, itemsize, footprints)
-    expert_bytes = model.expert_bytes(itemsize)
+    expert_bytes = model.expert_form(dtype).blob_bytes
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
     # --kv-memory is of pages; what it takes to attend to them comes on top.
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
@@ -391,5 +392,5 @@ def plan_with_fetch(*, config: EngineConfig, model: ModelConfig, **rest: Any) ->
 
 def fetch_shape(config: EngineConfig, model: ModelConfig) -> FetchShape:
     """Sizes of what ranks read for each other of experts that they miss."""
-    part = model.expert_bytes(DTYPE_BYTES[model.served_dtype(config.dtype)]) // 3
-    return FetchShape(world_size=config.num_workers, up_bytes=2 * part, down_bytes=part)
+    up_bytes, down_bytes = model.expert_form(model.served_dtype(config.dtype)).region_bytes
+    return FetchShape(world_size=config.num_workers, up_bytes=up_bytes, down_bytes=down_bytes)

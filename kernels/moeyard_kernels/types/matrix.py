@@ -1,0 +1,107 @@
+"""Matrices as the right side of products, and typed views of the bytes of experts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moeyard_kernels.types.weight_form import ExpertForm, Region, WeightForm, plain_form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """A matrix [N, K] of weights, or a stack of such, in a form: one array per part of it.
+
+    `Backend.matrix` returns one whose arrays have the layout of that backend's kernels.
+    """
+
+    form: WeightForm
+    shape: tuple[int, ...]
+    arrays: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def plain(data: torch.Tensor) -> "Matrix":
+        """Return `data` as a matrix without further parts."""
+        return Matrix(plain_form(str(data.dtype).removeprefix("torch.")), tuple(data.shape), (data,))
+
+    @staticmethod
+    def empty(form: WeightForm, rows: int, columns: int, device: torch.device) -> "Matrix":
+        """Allocate a matrix [rows, columns]."""
+        arrays = [
+            torch.empty(part.shape(rows, columns), dtype=getattr(torch, part.dtype), device=device)
+            for part in form.parts
+        ]
+        return Matrix(form, (rows, columns), tuple(arrays))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, or their codes."""
+        return self.arrays[0]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The second part of a form that has scales."""
+        return self.arrays[1]
+
+    def rows(self, begin: int, count: int) -> "Matrix":
+        """Return a view of rows [begin, begin + count). They begin at a block of every part."""
+        arrays = []
+        for part, array in zip(self.form.parts, self.arrays, strict=True):
+            block = part.rows or self.shape[0]
+            assert begin % block == 0, f"row {begin} lies inside a block of {block} rows of {part.name}"
+            arrays.append(array[begin // block : -(-(begin + count) // block)])
+        return Matrix(self.form, (count, *self.shape[1:]), tuple(arrays))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertViews:
+    """Typed views of the bytes of an expert, or of a stack of experts: gate_up [2 I, H] and down [H, I]."""
+
+    gate_up: Matrix
+    down: Matrix
+
+    @property
+    def gate(self) -> Matrix:
+        """[I, H], of one expert."""
+        return self._half(0)
+
+    @property
+    def up(self) -> Matrix:
+        """[I, H], of one expert."""
+        return self._half(1)
+
+    def _half(self, half: int) -> Matrix:
+        both = self.gate_up
+        return Matrix(both.form, (both.shape[0] // 2, both.shape[1]), tuple(a.chunk(2)[half] for a in both.arrays))
+
+    def copy_(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Copy plain matrices into those of a plain expert."""
+        for target, source in ((self.gate, gate), (self.up, up), (self.down, down)):
+            assert target.shape == source.shape, f"an expert's matrix is {list(source.shape)}, not {target.shape}"
+            target.data.copy_(source)
+
+
+# Writes one expert into views of its bytes.
+Fill = Callable[[ExpertViews], None]
+
+
+def expert_views(form: ExpertForm, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertViews:
+    """Return views of the two regions of experts: uint8 [..., bytes of gate_up] and [..., bytes of down]."""
+    regions = form.regions
+    return ExpertViews(_matrix(regions[0], gate_up), _matrix(regions[1], down))
+
+
+def blob_views(form: ExpertForm, blob: torch.Tensor) -> ExpertViews:
+    """Return views of a blob, uint8 [blob_bytes]."""
+    gate_up, down = blob.split(form.region_bytes)
+    return expert_views(form, gate_up, down)
+
+
+def _matrix(region: Region, memory: torch.Tensor) -> Matrix:
+    arrays = [
+        memory[..., place.begin : place.begin + place.num_bytes]
+        .view(getattr(torch, place.part.dtype))
+        .unflatten(-1, place.shape)
+        for place in region.places()
+    ]
+    return Matrix(region.form, (*memory.shape[:-1], region.count * region.rows, region.columns), tuple(arrays))
