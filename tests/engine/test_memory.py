@@ -540,6 +540,7 @@ def held_bytes(root: object) -> int:
             stack.extend(each.arrays)
         elif type(each).__module__.startswith(("moeyard_worker", "moeyard_kernels")):
             stack.extend(vars(each).values() if hasattr(each, "__dict__") else ())
+            stack.extend(getattr(each, name, None) for name in getattr(each, "__slots__", ()))
     return sum(storages.values())
 
 

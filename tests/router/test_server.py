@@ -82,7 +82,7 @@ def test_imports_neither_torch_nor_ray_nor_the_worker():
     code = (
         "import sys, moeyard_router.http.server as s;"
         "bad = {'torch', 'ray', 'transformers', 'numpy', 'triton'} & set(sys.modules);"
-        "names = ('protocol', 'wire', 'keys', 'refusals', 'sockets', 'tokenizer');"
+        "names = ('protocol', 'wire', 'keys', 'options', 'refusals', 'sockets', 'tokenizer');"
         "boundary = {f'moeyard_worker.{name}' for name in names};"
         "bad |= {m for m in sys.modules if m.startswith('moeyard_worker.')} - boundary;"
         "assert not bad, bad"
