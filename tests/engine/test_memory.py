@@ -540,7 +540,8 @@ def held_bytes(root: object) -> int:
             stack.extend(each.arrays)
         elif type(each).__module__.startswith(("moeyard_worker", "moeyard_kernels")):
             stack.extend(vars(each).values() if hasattr(each, "__dict__") else ())
-            stack.extend(getattr(each, name, None) for name in getattr(each, "__slots__", ()))
+            names = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+            stack.extend(getattr(each, name, None) for name in names)
     return sum(storages.values())
 
 

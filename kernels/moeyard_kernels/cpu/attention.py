@@ -1,5 +1,7 @@
 """The CPU backend's attention: what of a layer's text is one call there. Row padding stays in here."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +17,8 @@ from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
 class CpuGqa:
     def __init__(self, layer: GqaLayer) -> None:
-        self._layer, self._k, self._v = layer, layer.k, layer.v
+        # Norms in the form below are all that is kept of them.
+        self._layer, self._k, self._v = replace(layer, q_norm=None, k_norm=None), layer.k, layer.v
         self._flat_k, self._flat_v = layer.k.flatten(1, 2), layer.v.flatten(1, 2)
         self._norm: torch.Tensor | None = None
         self._wide_norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -96,8 +99,10 @@ class CpuMla:
     """
 
     def __init__(self, layer: MlaLayer) -> None:
-        self._layer, self._latents, self._flat = layer, layer.latents, layer.latents.flatten(0, 1)
         kv_b, nope = layer.kv_b, layer.nope_dim
+        # The padded copies below are all that is kept of kv_b.
+        self._layer = replace(layer, kv_b=kv_b.new_empty(0))
+        self._latents, self._flat = layer.latents, layer.latents.flatten(0, 1)
         self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
         self._k_absorb = _columns(kv_b[:, :nope])  # [Hq, nope, R]
         self._v_expand = _columns(kv_b[:, nope:].transpose(1, 2))  # [Hq, R, Dv]

@@ -1,5 +1,7 @@
 """Linear attention on a CPU: convolution, gates, the delta rule over the state in a sequence's slot, gated norm."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -13,7 +15,8 @@ from moeyard_kernels.types.layers import GdnLayer, KdaLayer
 
 class CpuGdn:
     def __init__(self, layer: GdnLayer) -> None:
-        self._layer, self._rate = layer, layer.a_log.exp().neg_()
+        # Only the rate is kept of a_log.
+        self._layer, self._rate = replace(layer, a_log=layer.a_log.new_empty(0)), layer.a_log.exp().neg_()
         self._keys, self._values = layer.num_k_heads * layer.k_dim, layer.num_v_heads * layer.v_dim
 
     def mix(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
@@ -30,7 +33,9 @@ class CpuGdn:
 class CpuKda:
     def __init__(self, layer: KdaLayer) -> None:
         heads, dim = layer.num_heads, layer.head_dim
-        self._layer, self._shape, self._widths = layer, (heads, dim), (3 * heads * dim, dim, dim, heads)
+        # The packed weight and the rate below are all that is kept of these two.
+        self._layer = replace(layer, a_log=layer.a_log.new_empty(0), wide=layer.wide.new_empty(0))
+        self._shape, self._widths = (heads, dim), (3 * heads * dim, dim, dim, heads)
         self._wide = [pack_weight(each) for each in layer.wide]
         self._rate = layer.a_log.exp().neg_().unsqueeze(-1)
 

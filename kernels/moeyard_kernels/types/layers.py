@@ -54,7 +54,7 @@ class MlaLayer:
     @property
     def rank(self) -> int:
         """R."""
-        return self.kv_b.shape[2]
+        return self.latents.shape[2] - self.rope_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
