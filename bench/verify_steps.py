@@ -27,7 +27,7 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.graphs import StepGraphs
-from moeyard_worker.engine.steps.programs import MODEL, StepProgram, StepPrograms, draft_part
+from moeyard_worker.engine.steps.programs import MODEL, StepProgram, StepPrograms, StepState, draft_part
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -147,9 +147,8 @@ def measure(shape: str, layers: int, streams: list[int], device: str, *, compute
     def program(size: StepSize) -> StepProgram:
         if drafts:
             return programs(size)
-        step = StepProgram(backend.step_inputs(size, sampler.last_ids, tails))
-        step.parts[MODEL] = partial(programs.run_model, step)
-        return step
+        step = StepState(backend.step_inputs(size, sampler.last_ids, tails))
+        return StepProgram(step, {MODEL: partial(programs.run_model, step)})
 
     graphs = StepGraphs(program, runner.exchange, backend)
     graphs.prepare(StepSize(sequences=count, queries=1 + k, width=4) for count in streams for k in range(DRAFTS + 1))

@@ -179,7 +179,7 @@ class GpuRunner:
             keys = size if self._backend.flat else 0
             self._exchange.steps.set_rows(PeerRows(size))
             step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
-            speculation = self._runner.speculation
+            speculation = self._runner.speculation if self._drafts else None
             yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.inputs)
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
         yield partial(warm_scoring, self._backend, model.head, row)
@@ -312,7 +312,7 @@ class GpuRunner:
             step,
             requests,
             plan=inputs,
-            hidden=found.program.hidden,
+            hidden=found.program.state.hidden,
             logits=self._sampler.logits[: inputs.num_sampled],
             before=before,
             num_drafts=num_drafts,

@@ -47,11 +47,10 @@ class _Drafts:
 
 
 @dataclass(slots=True)
-class StepProgram:
-    """The parts of a step in order, their inputs, and what they leave to each other and to the host."""
+class StepState:
+    """The inputs of a step, and what its parts leave to each other and to the host."""
 
     inputs: StepInputs
-    parts: dict[str, Callable[[], object]] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
     drafts: dict[bool, _Drafts] = field(default_factory=lambda: {False: _Drafts(), True: _Drafts()})
 
@@ -60,6 +59,19 @@ class StepProgram:
         """The rows of a step that verifies drafts."""
         assert self.inputs.verified is not None, "a step of output rows of a model that drafts"
         return self.inputs.verified
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """The parts of a step, in order. Its state refers to no part, so that a rehearsed step is freed at once."""
+
+    state: StepState
+    parts: dict[str, Callable[[], object]]
+
+    @property
+    def inputs(self) -> StepInputs:
+        """The step's inputs."""
+        return self.state.inputs
 
 
 class StepPrograms:
@@ -97,18 +109,18 @@ class StepPrograms:
     def __call__(self, size: StepSize) -> StepProgram:
         """The program of steps of a size."""
         verifies = bool(self._num_drafts and size.sequences)
-        step = StepProgram(self._backend.step_inputs(size, self._sampler.last_ids, self.tails if verifies else None))
-        step.parts[MODEL] = partial(self.run_model, step)
+        step = StepState(self._backend.step_inputs(size, self._sampler.last_ids, self.tails if verifies else None))
+        parts: dict[str, Callable[[], object]] = {MODEL: partial(self.run_model, step)}
         if verifies:
-            step.parts[ACCEPT] = partial(self._accept, step)
+            parts[ACCEPT] = partial(self._accept, step)
             for drawn, number in product((False, True), range(1, 1 + self._num_drafts)):
                 make = partial(self._first, step, drawn) if number == 1 else partial(self._more, step, drawn, number)
-                step.parts[draft_part(drawn, number)] = make
+                parts[draft_part(drawn, number)] = make
         elif self._num_drafts and not size.rows:
-            step.parts[IDLE_DRAFT] = partial(self._idle_draft, step)
-        return step
+            parts[IDLE_DRAFT] = partial(self._idle_draft, step)
+        return StepProgram(step, parts)
 
-    def run_model(self, step: StepProgram) -> None:
+    def run_model(self, step: StepState) -> None:
         """The model over all rows, and the ids of the largest logits of those that are sampled."""
         inputs, sampler = step.inputs, self._sampler
         if not inputs.num_rows:
@@ -123,15 +135,15 @@ class StepPrograms:
         if self._hidden is None or not inputs.num_prompt:
             sampler.last_ids[: inputs.num_sampled] = self._backend.sample(logits).ids
 
-    def _accept(self, step: StepProgram) -> torch.Tensor:
+    def _accept(self, step: StepState) -> torch.Tensor:
         return step.verified.accept(self._sampler.last_ids[: step.inputs.num_rows])
 
-    def _idle_draft(self, step: StepProgram) -> None:
+    def _idle_draft(self, step: StepState) -> None:
         assert self._drafter is not None, "drafts are made by a layer for that"
         assert step.hidden is not None, "the model's part comes first"
         self._drafter.forward(step.inputs.token_ids, step.hidden, step.inputs)
 
-    def _first(self, step: StepProgram, drawn: bool) -> None:
+    def _first(self, step: StepState, drawn: bool) -> None:
         """The first draft: of the row of each sequence's last accepted token."""
         size, drafts = step.inputs.size, step.drafts[drawn]
         count = self._accept(step)
@@ -142,7 +154,7 @@ class StepPrograms:
         last = torch.arange(size.sequences, device=x.device) * size.queries + count - 1
         self._draw(step, drawn, 1, x.index_select(0, last))
 
-    def _more(self, step: StepProgram, drawn: bool, number: int) -> None:
+    def _more(self, step: StepState, drawn: bool, number: int) -> None:
         """Another draft: of a row that reads the draft before, given the state behind that."""
         drafts = step.drafts[drawn]
         assert self._drafter is not None, "drafts are made by a layer for that"
@@ -151,7 +163,7 @@ class StepPrograms:
         x = self._drafter.forward(drafts.tokens[number - 1], drafts.states[number - 1], rows)
         self._draw(step, drawn, number, x)
 
-    def _draw(self, step: StepProgram, drawn: bool, number: int, x: torch.Tensor) -> None:
+    def _draw(self, step: StepState, drawn: bool, number: int, x: torch.Tensor) -> None:
         size, drafts = step.inputs.size, step.drafts[drawn]
         assert drafts.end is not None, "there is a first one"
         arguments: dict[str, Any] = {}
