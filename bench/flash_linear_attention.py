@@ -18,7 +18,7 @@ import torch
 from kernel_cases.timing import capture
 
 from moeyard_kernels import ops
-from moeyard_kernels.types.prompt_chunks import PromptChunks
+from moeyard_kernels.types.state_slots import PromptChunks
 
 DIM, HEADS = 128, 32
 PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))

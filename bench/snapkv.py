@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from moeyard_kernels.common.kept import latest
 from moeyard_kernels.cpu import attention
-from moeyard_kernels.cpu.snapkv import snapkv
+from moeyard_kernels.cpu.attn_prefill import snapkv
 from moeyard_worker.engine.assembly.local import local_runner
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Compaction, Step

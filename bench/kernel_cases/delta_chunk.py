@@ -7,7 +7,7 @@ import torch
 from kernel_cases.case import Case, Target, assert_bits
 from moeyard_kernels.linear_attention import delta_chunk
 from moeyard_kernels.ops.linear_attention import gated_delta_rule, rule_inputs
-from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))
 _DIM = 128

@@ -12,9 +12,8 @@ from kernel_cases.expert_cache import MODELS, Pinned
 from moeyard_kernels import ops
 from moeyard_kernels.experts import fetch_experts
 from moeyard_kernels.types.expert_residency import NUM_COUNTS
-from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.fetch_window import FetchWindow, open_fetch
-from moeyard_kernels.types.peer_shape import PeerShape
+from moeyard_kernels.types.peer_shape import FetchShape, PeerShape
 from moeyard_kernels.types.peer_window import DISPATCHED, open_window
 
 OPS = ("fetch_experts",)

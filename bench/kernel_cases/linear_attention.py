@@ -12,8 +12,7 @@ from kernel_cases.delta_chunk import PROMPTS, chunk_prefill
 from moeyard_kernels import ops
 from moeyard_kernels.elementwise import gated_rms_norm
 from moeyard_kernels.linear_attention import causal_conv1d, causal_conv1d_prefill, delta_recurrent, restore_slots
-from moeyard_kernels.types.prompt_chunks import PromptChunks
-from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
+from moeyard_kernels.types.state_slots import PromptChunks, SlotMoves, StateSlots
 
 OPS: tuple[str, ...] = (
     "causal_conv1d_update",

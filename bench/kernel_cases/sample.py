@@ -10,8 +10,7 @@ from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import DECODE_ROWS, ModelStep
 from moeyard_kernels import ops
 from moeyard_kernels.sampling import sample as triton_kernel
-from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import LogitEdits, SampledTokens
 
 OPS: tuple[str, ...] = ("sample",)
 

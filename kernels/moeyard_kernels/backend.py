@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moeyard_kernels.peers import Peers
     from moeyard_kernels.types.matrix import Fill, Matrix
     from moeyard_kernels.types.peer_window import PeerWindow
-    from moeyard_kernels.types.sampled_tokens import SampledTokens
+    from moeyard_kernels.types.sampling import SampledTokens
     from moeyard_kernels.types.weight_form import ExpertForm
 
     StepBackend = CudaBackend

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.peer_shape import LentMemory
 
 # Of cudaHostRegister: for all contexts; and the GPU only reads it, as of memory that this process may not write.
 _PORTABLE, _READ_ONLY = 1, 8

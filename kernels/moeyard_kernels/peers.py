@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from moeyard_kernels import ops
 from moeyard_kernels.host_memory import BorrowedMemory, HostWord
-from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.peer_shape import LentMemory
 
 
 class Peers:

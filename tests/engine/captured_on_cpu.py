@@ -17,7 +17,7 @@ import torch
 from moeyard_kernels.cuda import footprint
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import SampledTokens
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly import worker
 from moeyard_worker.engine.assembly.device import CpuDevice, CudaDevice

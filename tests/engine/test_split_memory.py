@@ -14,7 +14,7 @@ from moeyard_kernels.attention.attn_combine import new_partials
 from moeyard_kernels.cpu import footprint as cpu_footprint
 from moeyard_kernels.cuda import footprint
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED, SplitSums, mla_split
+from moeyard_kernels.types.footprint import CAPTURED, LAUNCHED, SplitSums, mla_split
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, EngineConfig, format_size
 from moeyard_worker.engine.assembly.fitting import plan_or_tell
 from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory, sums_bytes

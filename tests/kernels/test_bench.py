@@ -19,7 +19,7 @@ from kernel_times import MODULES, Asked, describe, main, report, row_of
 
 from moeyard_kernels.common import tuning
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampling import LogitEdits
 
 # In a process of its own, which comes to believe in a GPU: a line for every run that the timer could not rotate.
 SEE_THROUGH = """

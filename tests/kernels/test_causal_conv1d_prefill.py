@@ -10,7 +10,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import causal_conv1d
 from moeyard_kernels.linear_attention import causal_conv1d_prefill as triton_kernel
 from moeyard_kernels.linear_attention.causal_conv1d_prefill import ConvConfig
-from moeyard_kernels.types.prompt_chunks import PADDING, PromptChunks, chunks_of
+from moeyard_kernels.types.state_slots import PADDING, PromptChunks, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS = 150

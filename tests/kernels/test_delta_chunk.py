@@ -8,7 +8,7 @@ from tests.kernels.linear_attention_cases import Heads, Rows, exact_rule, make_r
 from moeyard_kernels import ops
 from moeyard_kernels.linear_attention import delta_chunk as triton_kernel
 from moeyard_kernels.linear_attention.delta_chunk import ChunkConfig
-from moeyard_kernels.types.prompt_chunks import PADDING, PromptChunks, chunks_of
+from moeyard_kernels.types.state_slots import PADDING, PromptChunks, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])

@@ -16,9 +16,8 @@ from moeyard_kernels import ops
 from moeyard_kernels.experts import fetch_experts as triton_kernel
 from moeyard_kernels.ops.expert_cache import share_out
 from moeyard_kernels.types.expert_residency import BY_PEERS, FOR_PEERS, GATHER_NANOSECONDS, NUM_COUNTS
-from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.fetch_window import MISSED, STAMP, FetchWindow, open_fetch
-from moeyard_kernels.types.peer_shape import PeerShape
+from moeyard_kernels.types.peer_shape import FetchShape, PeerShape
 from moeyard_kernels.types.peer_window import (
     DISPATCHED,
     EPOCH,

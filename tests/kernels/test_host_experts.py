@@ -19,7 +19,7 @@ from tests.limits import HANG_SECONDS
 from moeyard_kernels import host_memory
 from moeyard_kernels.cuda.host_experts import HostExperts
 from moeyard_kernels.host_memory import BorrowedMemory, HostMemory, HostWord
-from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.peer_shape import LentMemory
 from moeyard_kernels.types.weight_form import plain_expert
 
 ROOT = Path(__file__).resolve().parents[2]

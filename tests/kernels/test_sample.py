@@ -16,8 +16,7 @@ from moeyard_kernels.common.launch import checked
 from moeyard_kernels.ops import sampling as reference
 from moeyard_kernels.sampling import sample as triton_kernel
 from moeyard_kernels.sampling import token_logprobs as triton_kernel_of_given
-from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import LogitEdits, SampledTokens
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 

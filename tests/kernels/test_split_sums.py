@@ -12,7 +12,7 @@ from moeyard_kernels.attention import gqa_decode, mla_decode
 from moeyard_kernels.attention.attn_combine import new_partials
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.split_sums import CAPTURED, GQA_SPLIT, LAUNCHED, SplitSums, mla_split
+from moeyard_kernels.types.footprint import CAPTURED, GQA_SPLIT, LAUNCHED, SplitSums, mla_split
 from moeyard_worker.scheduling.step import Chunk, Step
 
 GPU = DEVICE == "cuda"

@@ -15,7 +15,7 @@ from moeyard_kernels.attention.decode_splits import UNFUSED, split_span
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import finish, interpreted, new_output
 from moeyard_kernels.types.decode_tables import DecodeTables
-from moeyard_kernels.types.split_sums import SplitSums
+from moeyard_kernels.types.footprint import SplitSums
 
 # Splits read at once and columns per program: for loads in flight, no part of the order.
 _AHEAD = 16

@@ -47,7 +47,7 @@ from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
-from moeyard_kernels.types.split_sums import SplitSums
+from moeyard_kernels.types.footprint import SplitSums
 
 # One line of the second-level cache, bytes, and the instruction that asks for it.
 _LINE = tl.constexpr(128)

@@ -41,7 +41,7 @@ from moeyard_kernels.common.launch import interpreted, on_hopper
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, DecodeTables, mla_split
-from moeyard_kernels.types.split_sums import SplitSums
+from moeyard_kernels.types.footprint import SplitSums
 
 
 @triton.jit(do_not_specialize=("B", "MAX_PAGES", "S"))

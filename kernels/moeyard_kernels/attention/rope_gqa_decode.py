@@ -38,7 +38,7 @@ from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
-from moeyard_kernels.types.split_sums import SplitSums
+from moeyard_kernels.types.footprint import SplitSums
 
 
 @triton.jit(do_not_specialize=("MAX_PAGES", "NUM_PAGES"))

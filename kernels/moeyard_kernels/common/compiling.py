@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,13 @@ from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
-from moeyard_kernels.types.compiled import Compiled
+
+@dataclass(slots=True)
+class Compiled:
+    """How many kernels were compiled, and how many were in Triton's cache."""
+
+    count: int = 0
+    found: int = 0
 
 
 @contextmanager

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.common.kept import latest
-from moeyard_kernels.cpu.attn_prefill import attn_prefill
+from moeyard_kernels.cpu.attn_prefill import attn_prefill, snapkv
 from moeyard_kernels.cpu.decode import gqa_decode, mla_decode
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
-from moeyard_kernels.cpu.snapkv import snapkv
 from moeyard_kernels.ops.attention import rope as rotate
 from moeyard_kernels.ops.elementwise import rms_norm
 from moeyard_kernels.types.layers import GqaLayer, MlaLayer

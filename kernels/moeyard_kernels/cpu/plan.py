@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.cpu.decode_plan import DecodePlan, plan_decode
+from moeyard_kernels.cpu.decode import DecodePlan, plan_decode
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of

@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from moeyard_kernels.ops.op import load
-from moeyard_kernels.types.compiled import Compiled
+
+if TYPE_CHECKING:
+    from moeyard_kernels.common.compiling import Compiled
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ def _capturing(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager[Compiled]:
+def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager["Compiled"]:
     """Compile the kernels that this thread launches while the context lasts, without running them."""
     compiling: AbstractContextManager[Compiled] = load("common.compiling").compiling_only(at_once, device)
     return compiling

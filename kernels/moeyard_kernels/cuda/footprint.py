@@ -1,7 +1,6 @@
 """What the GPU backend's attention takes (`cuda/attention.py`), as `Footprints`. Pure."""
 
-from moeyard_kernels.types.footprint import Footprint
-from moeyard_kernels.types.split_sums import GQA_SPLIT, SplitSums, mla_split
+from moeyard_kernels.types.footprint import GQA_SPLIT, Footprint, SplitSums, mla_split
 
 # Positions of a chunk of the formula.
 CHUNK = 64

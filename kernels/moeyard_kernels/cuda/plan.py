@@ -9,10 +9,10 @@ import torch
 
 from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
+from moeyard_kernels.types.footprint import LAUNCHED
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.sending import to_device
-from moeyard_kernels.types.split_sums import LAUNCHED
 from moeyard_kernels.types.step import ChunkRows, StepRows
 
 

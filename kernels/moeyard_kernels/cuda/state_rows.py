@@ -8,9 +8,8 @@ import torch
 
 from moeyard_kernels.types.decode_tables import MAX_QUERIES
 from moeyard_kernels.types.expert_layout import max_blocks
-from moeyard_kernels.types.prompt_chunks import CHUNK, PADDING, WIDTH, PromptChunks, chunks_of
 from moeyard_kernels.types.sending import to_device
-from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
+from moeyard_kernels.types.state_slots import CHUNK, PADDING, WIDTH, PromptChunks, SlotMoves, StateSlots, chunks_of
 from moeyard_kernels.types.step import ChunkRows, slot_behind, slot_left, slot_restored
 
 # Rows of a sequence in a wave.

@@ -19,7 +19,7 @@ from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.causal_conv1d import activated, channels, tap_by_tap
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
-from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_ke
 from moeyard_kernels.linear_attention.delta_scores import operand
 from moeyard_kernels.linear_attention.delta_state_hopper import fits, go_through_chunks
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
-from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 # Beside the sum of squares of a query or key.
 L2_EPS = 1e-6

@@ -41,7 +41,7 @@ from moeyard_kernels.linear_attention.delta_state_parts import (
     line_of,
 )
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
-from moeyard_kernels.types.prompt_chunks import CHUNK, PromptChunks
+from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 
 @gluon.jit

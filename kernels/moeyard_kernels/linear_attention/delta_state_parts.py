@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from moeyard_kernels.linear_attention.delta_intra import FACTORS
-from moeyard_kernels.types.prompt_chunks import CHUNK
+from moeyard_kernels.types.state_slots import CHUNK
 
 # Keys' columns, of values those that a program has, and positions of a chunk.
 DK, BV, C = gl.constexpr(128), gl.constexpr(64), gl.constexpr(CHUNK)

@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.rounding import INTERPRETED
-from moeyard_kernels.types import prompt_chunks
+from moeyard_kernels.types import state_slots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Values of a row of `PromptChunks.table`: first row, prompt's first row, pairs of a row behind and a slot.
-TABLE_WIDTH = tl.constexpr(prompt_chunks.WIDTH)
-SNAPSHOTS = tl.constexpr(prompt_chunks.SNAPSHOTS)
+TABLE_WIDTH = tl.constexpr(state_slots.WIDTH)
+SNAPSHOTS = tl.constexpr(state_slots.SNAPSHOTS)
 
 
 @triton.jit

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from moeyard_kernels.common.checks import check_indices
 from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
 from moeyard_kernels.ops.op import op
-from moeyard_kernels.types.prompt_chunks import PromptChunks
-from moeyard_kernels.types.state_slots import SlotMoves, StateSlots
+from moeyard_kernels.types.state_slots import PromptChunks, SlotMoves, StateSlots
 
 # Beside the sum of squares of a query or key.
 L2_EPS = 1e-6

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeyard_kernels.ops.op import op
-from moeyard_kernels.types.logit_edits import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, LogitEdits
-from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sampling import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, MAX_TOP, LogitEdits, SampledTokens
 
 _LOW = 0xFFFFFFFF
 # Least weights (the likeliest token has 1) of the tokens that are sorted, until those to keep lie among them. Rows of

@@ -30,8 +30,7 @@ from moeyard_kernels.sampling.sample_configs import shape_class as shape_class
 from moeyard_kernels.sampling.sample_cut import cut_kernel, gather_kernel, group_bound
 from moeyard_kernels.sampling.sample_logprob import token_logprobs
 from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
-from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import LogitEdits, SampledTokens
 
 # Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
 _PER_PART = 4

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.launch import interpreted
-from moeyard_kernels.types.logit_edits import BIAS_BITS, COUNT_SHIFT
+from moeyard_kernels.types.sampling import BIAS_BITS, COUNT_SHIFT
 
 # Larger than any token id.
 NO_ID = tl.constexpr(2**31 - 1)

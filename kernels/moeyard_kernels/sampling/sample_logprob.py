@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.sampling.sample_blocks import from_key, mass, mass_scale, to_key
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import SampledTokens
 
 _LEAST = tl.constexpr(-(2**63))
 

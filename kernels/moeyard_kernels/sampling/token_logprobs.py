@@ -6,7 +6,7 @@ from moeyard_kernels.common import tuning
 from moeyard_kernels.common.launch import MAX_GRID_Y, check_layout
 from moeyard_kernels.sampling import sample_logprob
 from moeyard_kernels.sampling.sample_configs import SampleConfig, default_config, mass_bits, shape_class
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import SampledTokens
 
 
 def token_logprobs(

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moeyard_kernels.types.split_sums import CAPTURED, SplitSums, num_splits
-from moeyard_kernels.types.split_sums import GQA_SPLIT as GQA_SPLIT
-from moeyard_kernels.types.split_sums import mla_split as mla_split
+from moeyard_kernels.types.footprint import CAPTURED, SplitSums, num_splits
+from moeyard_kernels.types.footprint import GQA_SPLIT as GQA_SPLIT
+from moeyard_kernels.types.footprint import mla_split as mla_split
 
 # Keys are attended to in blocks of this many positions, counted from position 0, whatever the load: a block is the
 # unit whose partial result is the same in every batch.

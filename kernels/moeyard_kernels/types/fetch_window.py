@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeyard_kernels.types.fetch_shape import FetchShape
-from moeyard_kernels.types.peer_shape import LINE
+from moeyard_kernels.types.peer_shape import LINE, FetchShape
 from moeyard_kernels.types.peer_window import PeerWindow
 
 # In a head: the number of the exchange, how many experts are missed, and places in the store.

@@ -5,8 +5,7 @@ import torch
 from tests.kernels.decode_cases import exact
 from transformers.models.mixtral.modeling_mixtral import eager_attention_forward
 
-from moeyard_kernels.cpu.decode import gqa_decode
-from moeyard_kernels.cpu.decode_plan import plan_decode
+from moeyard_kernels.cpu.decode import gqa_decode, plan_decode
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 LENS = [1, 64, 65, 200, 17, 300, 63, 128, 129, 300]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moeyard_kernels.cpu.decode import mla_decode
-from moeyard_kernels.cpu.decode_plan import plan_decode
+from moeyard_kernels.cpu.decode import mla_decode, plan_decode
 
 LENS = [5, 64, 190, 65, 1, 256]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeyard_kernels.cpu.snapkv import key_scores, snapkv
+from moeyard_kernels.cpu.attn_prefill import key_scores, snapkv
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SHAPES = pytest.mark.parametrize(

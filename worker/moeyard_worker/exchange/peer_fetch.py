@@ -13,9 +13,8 @@ import msgpack
 import torch
 
 from moeyard_kernels.host_memory import BorrowedMemory
-from moeyard_kernels.types.fetch_shape import FetchShape
 from moeyard_kernels.types.fetch_window import FetchWindow, open_fetch
-from moeyard_kernels.types.lent_memory import LentMemory
+from moeyard_kernels.types.peer_shape import FetchShape, LentMemory
 from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.meeting import gather

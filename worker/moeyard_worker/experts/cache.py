@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, MovableSlots
-from moeyard_kernels.types.lent_memory import LentMemory
 from moeyard_kernels.types.matrix import ExpertViews, Fill
+from moeyard_kernels.types.peer_shape import LentMemory
 from moeyard_kernels.types.weight_form import ExpertForm
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_kernels.types.fetch_shape import FetchShape
-from moeyard_kernels.types.footprint import Footprints
-from moeyard_kernels.types.split_sums import CAPTURED, LAUNCHED
+from moeyard_kernels.types.footprint import CAPTURED, LAUNCHED, Footprints
+from moeyard_kernels.types.peer_shape import FetchShape
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots, slot_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moeyard_kernels.types.logit_edits import LogitEdits
+from moeyard_kernels.types.sampling import LogitEdits
 from moeyard_kernels.types.sending import copy_to
 from moeyard_worker.engine.sampling.sampling import Yielded, bias_of, edit_words
 from moeyard_worker.protocol import SamplingParams

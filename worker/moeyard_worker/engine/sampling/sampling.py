@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import LogitEdits, SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Mask, Request, accept

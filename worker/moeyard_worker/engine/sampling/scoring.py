@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sampling import MAX_TOP, SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.memory.plan import SCORED_ROWS
 from moeyard_worker.engine.sampling.sampling import tell

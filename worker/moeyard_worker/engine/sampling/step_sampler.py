@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from moeyard_kernels.backend import StepBackend, VerifiedRows
-from moeyard_kernels.types.logit_edits import LogitEdits
-from moeyard_kernels.types.sampled_tokens import MAX_TOP, SampledTokens
+from moeyard_kernels.types.sampling import MAX_TOP, LogitEdits, SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.sampling.edit_counts import NOW, Counted, EditCounts
 from moeyard_worker.engine.sampling.sampling import (

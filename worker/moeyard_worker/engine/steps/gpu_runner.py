@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from moeyard_kernels.backend import StepBackend
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moeyard_kernels.types.sampled_tokens import SampledTokens
+from moeyard_kernels.types.sampling import SampledTokens
 from moeyard_worker.engine.sampling.sampling import accepted, tell, unsound
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, unsound_scores
 from moeyard_worker.engine.steps.runner import Launched
