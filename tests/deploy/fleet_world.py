@@ -5,7 +5,7 @@ from typing import Any
 
 from moeyard.fleet.machine import FleetMachine
 from moeyard.fleet.messages import (
-    Answer,
+    Answered,
     Call,
     Command,
     End,
@@ -14,7 +14,7 @@ from moeyard.fleet.messages import (
     Failed,
     Fence,
     Finish,
-    GiveUp,
+    FleetFailed,
     HandOver,
     Instruction,
     Make,
@@ -22,7 +22,7 @@ from moeyard.fleet.messages import (
     Order,
     RayEnded,
     RenewStandby,
-    Reserve,
+    ReservePlaces,
     Returned,
     StartRay,
     Tell,
@@ -202,12 +202,12 @@ class World:
         answers: dict[type, Callable[[Any], Any]] = {
             Examine: lambda it: self.ends.get(self.rank_of(it.process)),
             Order: lambda it: self._order(it.drain),
-            Reserve: lambda it: self.did.append(("reserve", *it.ranks)) or self.lacks,
+            ReservePlaces: lambda it: self.did.append(("reserve", *it.ranks)) or self.lacks,
             StartRay: lambda it: self._start_ray(),
         }
         if (answer := answers.get(type(instruction))) is not None:
             found = answer(instruction)
-            return Answer(found) if getattr(instruction, "answered", True) else None
+            return Answered(found) if getattr(instruction, "answered", True) else None
         if isinstance(instruction, Make):
             self.made.append((instruction.rank, instruction.process))
             self.did.append(("make beside" if instruction.beside else "make", instruction.rank))
@@ -235,7 +235,7 @@ class World:
         elif isinstance(instruction, Finish):
             assert instruction.command not in self.ended, "a command ends once"
             self.ended[instruction.command] = instruction
-        elif isinstance(instruction, GiveUp):
+        elif isinstance(instruction, FleetFailed):
             self.given_up.append(instruction.reason)
             self.exit_codes.append(instruction.exit_code)
         return None

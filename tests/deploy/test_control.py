@@ -18,7 +18,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard.cli.commands import main
 from moeyard.fleet import control
-from moeyard.fleet.control import Command, ControlDoor, Say, check_changes, commands, open_door
+from moeyard.fleet.control import ControlSocket, Handler, Say, check_changes, commands, open_control
 from moeyard.fleet.messages import Refused
 from moeyard_worker.config.engine_config import EngineConfig
 
@@ -32,11 +32,11 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def doors(folder: Path) -> Iterator[Callable[..., ControlDoor]]:
+def doors(folder: Path) -> Iterator[Callable[..., ControlSocket]]:
     with ExitStack() as stack:
 
-        def start(port: int, **known: Command) -> ControlDoor:
-            door = ControlDoor(port, known)
+        def start(port: int, **known: Handler) -> ControlSocket:
+            door = ControlSocket(port, known)
             stack.callback(door.close)
             return door
 
@@ -60,7 +60,7 @@ def refuse(fields: Mapping[str, Any], say: Say) -> str:
     raise Refused("busy: rank 1 is being drained, for 3 s; wait for its end")
 
 
-def test_a_command_gets_there_and_back(doors: Callable[..., ControlDoor], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_gets_there_and_back(doors: Callable[..., ControlSocket], capsys: pytest.CaptureFixture[str]) -> None:
     doors(8000, drain=echo, restart=echo, undrain=refuse, scale=echo)
     assert run("scale", "4", "--drain-timeout", "7") == 0
     assert json.loads(capsys.readouterr().out) == {"command": "scale", "size": 4, "seconds": 7.0}
@@ -83,7 +83,7 @@ def test_a_command_gets_there_and_back(doors: Callable[..., ControlDoor], capsys
     assert told.out == ""
 
 
-def test_which_server(doors: Callable[..., ControlDoor], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_server(doors: Callable[..., ControlSocket], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("drain", "--worker", "0") == 1
     assert capsys.readouterr().err == f"moeyard: no server of this user runs here (its door would be in {folder})\n"
     doors(8000, drain=echo)
@@ -101,17 +101,17 @@ def test_which_server(doors: Callable[..., ControlDoor], folder: Path, capsys: p
     assert run("drain") == 2, "a drain is of one rank"
 
 
-def test_only_its_user_may_come_in(doors: Callable[..., ControlDoor], folder: Path) -> None:
+def test_only_its_user_may_come_in(doors: Callable[..., ControlSocket], folder: Path) -> None:
     doors(8000, drain=echo)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o770)
     assert run("drain", "--worker", "0") == 1, "others may have put it there"
-    assert open_door(8001, {}) is None, "a server serves without a door"
+    assert open_control(8001, {}) is None, "a server serves without a door"
     folder.chmod(0o700)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., ControlDoor], folder: Path) -> None:
+def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., ControlSocket], folder: Path) -> None:
     door = doors(8000, drain=echo)
     for path in (folder.parent, folder):
         path.chmod(0o777)
@@ -133,7 +133,7 @@ def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., Contr
         assert ("knows no command" in told) == heard
 
 
-def test_nonsense_is_answered(doors: Callable[..., ControlDoor]) -> None:
+def test_nonsense_is_answered(doors: Callable[..., ControlSocket]) -> None:
     door = doors(8000, drain=echo, scale=echo)
 
     def ask(line: bytes) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_nonsense_is_answered(doors: Callable[..., ControlDoor]) -> None:
     assert ask(b"{}\n")["code"] == 2
 
 
-def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlDoor]) -> None:
+def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlSocket]) -> None:
     left, done = threading.Event(), threading.Event()
 
     def slow(fields: Mapping[str, Any], say: Say) -> str:

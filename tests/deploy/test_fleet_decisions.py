@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from moeyard.fleet.decisions import Impossible, ResizePlan, RestartBudget, Room, Takeover, decide, plan_resize, without
+from moeyard.fleet.decisions import (
+    Headroom,
+    Impossible,
+    ResizePlan,
+    RestartBudget,
+    Takeover,
+    decide,
+    plan_resize,
+    without,
+)
 from moeyard.fleet.messages import FleetError
 from moeyard.fleet.placing import placement_of
 from moeyard_worker.config.engine_config import EngineConfig
@@ -21,7 +30,9 @@ SLOT = 100
 def asked(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), **changes: Any) -> Takeover:
     """Rank 1 is lost: 0 and 2, on hosts a and b, would each take 4 experts of 100 bytes; rank 1 was on a."""
     kept = {name: changes.pop(name, True) for name in ("all_resident", "movable", "regroups")}
-    rooms = {rank: Room(available=free, slot_bytes=SLOT, **kept) for rank, free in zip((0, 2), available, strict=True)}
+    rooms = {
+        rank: Headroom(available=free, slot_bytes=SLOT, **kept) for rank, free in zip((0, 2), available, strict=True)
+    }
     facts: dict[str, Any] = {
         "before": WHOLE, "after": WITHOUT_1, "rooms": rooms, "nodes": {0: "a", 1: "a", 2: "b"},
         "kept_free": {"a": 5000}, "read_rate": 100.0, "start_seconds": 5.0,
@@ -68,7 +79,7 @@ def test_fixed_experts_do_if_nobody_needs_others() -> None:
 
 
 def test_a_second_loss_counts_what_was_taken_over() -> None:
-    room = Room(available=10**9, slot_bytes=SLOT, all_resident=True, movable=True)
+    room = Headroom(available=10**9, slot_bytes=SLOT, all_resident=True, movable=True)
     reports = [{"held_bytes": 10, "loaded_bytes": 800, "seconds": {"weights": 0.1}}] * 3
     placed, slots = without(
         [1, 0], mode="auto", whole=WHOLE, before=WITHOUT_1, rooms={2: room}, nodes=dict.fromkeys(range(3), "a"),
@@ -98,7 +109,7 @@ def planned(
 ) -> ResizePlan:
     """From `before` ranks on one host, with two layers of 12 experts of 100 bytes."""
     whole = Placement.of_shards((1, 2), partition(12, before))
-    room = Room(available=available, slot_bytes=SLOT, all_resident=all_resident, movable=movable)
+    room = Headroom(available=available, slot_bytes=SLOT, all_resident=all_resident, movable=movable)
     report = {"max_model_len": 512, "expert_slots": slots, "held_bytes": 5000}
     return plan_resize(
         size,

@@ -25,7 +25,7 @@ class GivenBack(FleetError):
     """A person takes the command back."""
 
 
-class Replaced(FleetError):
+class RankReplaced(FleetError):
     """A rank that the command is about was lost, and is replaced."""
 
 
@@ -114,7 +114,7 @@ class Commands:
         if task is None or task.committed or not ranks:
             return
         if task.leaving or (task.command.name == "restart" and task.rank in ranks):
-            task.thrown = Replaced()
+            task.thrown = RankReplaced()
 
     def failed(self, rank: int) -> None:
         """Note that the rank's new process did not come up: its next one has the flags of before."""
@@ -250,7 +250,7 @@ class Commands:
             except FleetError as error:
                 self._ranks.abandon(rank)
                 self._release(rank)
-                if not isinstance(error, Replaced):
+                if not isinstance(error, RankReplaced):
                     starts = f"the next process of rank {rank} does not start: {error}"
                     why = error if isinstance(error, GivenBack) else starts
                     before = f"; {listed(task.done)} restarted before" if task.done else ""
@@ -286,7 +286,7 @@ class Commands:
                 try:
                     yield from self._prepare_resize(task, size)
                     break
-                except Replaced:
+                except RankReplaced:
                     # Ranks that stay read the experts again.
                     self._ranks.end_resize()
             yield self._order(size=size)

@@ -1,4 +1,4 @@
-"""The control door of a running `moeyard serve`: named commands of whoever may also end it.
+"""The control socket of a running `moeyard serve`: named commands of each user who may also end it.
 
 A Unix socket in a directory of its user (mode 0700): the system's own permissions say who may give commands, and no key
 has to be made, kept or sent. One JSON object per line. A client sends {"command": NAME, ...}; it is answered by
@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moeyard.fleet.messages import Refused
 from moeyard.options import CHANGEABLE, with_flags
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 # Takes the fields of a command and what tells its progress; returns its last word, or raises Refused or ValueError.
-Command = Callable[[Mapping[str, Any], Say], str]
+Handler = Callable[[Mapping[str, Any], Say], str]
 
 MAX_LINE = 64 * 1024
 _READ_SECONDS = 5.0
@@ -37,28 +37,28 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user, grou
 
 
 def directory() -> Path:
-    """Where the doors of this user's servers are."""
+    """Return the folder of the control sockets of this user's servers."""
     return Path(tempfile.gettempdir()) / f"moeyard-control-{os.getuid()}"
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a directory is this user's alone; what others may write to could be anybody's door."""
+    """Return whether a directory is this user's alone; another could have made a socket elsewhere."""
     with contextlib.suppress(OSError):  # boundary: it is not there
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     return False
 
 
-class _Server(socketserver.ThreadingUnixStreamServer):
+class _ControlServer(socketserver.ThreadingUnixStreamServer):
     """A thread per connection, and not more than some of them."""
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, path: Path, commands: Mapping[str, Command]) -> None:
+    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
         self.commands = commands
         self._places = threading.BoundedSemaphore(_MOST)
-        super().__init__(str(path), _Handler)
+        super().__init__(str(path), _CommandHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Only this user and root, whatever became of the directory's mode."""
@@ -78,11 +78,11 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         log.exception("a command at the control door failed")
 
 
-class _Handler(socketserver.StreamRequestHandler):
+class _CommandHandler(socketserver.StreamRequestHandler):
     """One command."""
 
     timeout = _READ_SECONDS
-    server: _Server
+    server: _ControlServer
 
     def handle(self) -> None:
         """Read it, carry it out, answer. A client that has left leaves its command to go on."""
@@ -110,36 +110,30 @@ class _Handler(socketserver.StreamRequestHandler):
             self.connection.sendall(json.dumps(fields).encode() + b"\n")
 
 
-class ControlDoor:
+class ControlSocket:
     """Listens from construction to `close`. Raises OSError where it cannot, ValueError for a directory of others."""
 
-    def __init__(self, port: int, commands: Mapping[str, Command]) -> None:
+    def __init__(self, port: int, commands: Mapping[str, Handler]) -> None:
         folder = directory()
         folder.mkdir(mode=0o700, exist_ok=True)
         if not is_ours(folder):
             raise ValueError(f"{folder} is not this user's alone")
         self._path = folder / f"{port}-{os.getpid()}.sock"
         self._path.unlink(missing_ok=True)
-        self._server = _Server(self._path, commands)
+        self._server = _ControlServer(self._path, commands)
         self._thread = threading.Thread(target=self._server.serve_forever, name="control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more commands; those that run are ended by whoever runs them."""
+        """Take no more commands. The fleet ends those that run."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
         self._path.unlink(missing_ok=True)
 
 
-class Run(Protocol):
-    """Carries out a command and returns its last word; raises Refused."""
-
-    def __call__(self, name: Any, say: Say, **fields: Any) -> str: ...
-
-
-def commands(run: Run, config: EngineConfig) -> dict[str, Command]:
-    """Return the commands of a fleet by name; further ones find their place here."""
+def commands(run: Callable[..., str], config: EngineConfig) -> dict[str, Handler]:
+    """Return the commands of a fleet by name. `run(name, say, **fields)` carries one out, or raises Refused."""
 
     def drain(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"ranks": (int(fields["rank"]),), "seconds": float(fields["seconds"])}
@@ -154,7 +148,7 @@ def commands(run: Run, config: EngineConfig) -> dict[str, Command]:
     def scale(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"size": int(fields["size"]), "seconds": float(fields["seconds"])}
 
-    def command(name: str, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Command:
+    def command(name: str, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Handler:
         def carry_out(fields: Mapping[str, Any], say: Say) -> str:
             try:
                 known = read(fields)
@@ -180,10 +174,10 @@ def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str,
     return dict(changes)
 
 
-def open_door(port: int, known: Mapping[str, Command]) -> ControlDoor | None:
+def open_control(port: int, known: Mapping[str, Handler]) -> ControlSocket | None:
     """Open the control socket of the server at `port`. Without one it serves as well, and says so."""
     try:
-        return ControlDoor(port, known)
+        return ControlSocket(port, known)
     except (OSError, ValueError) as error:
         log.warning("no control door, so `moeyard drain` and `moeyard restart` do not find this server: %s", error)
         return None

@@ -70,7 +70,7 @@ class RankBudgets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Headroom:
     """A rank's room for more experts: bytes `available` on its host, bytes of one slot, and how it keeps experts.
 
     all_resident: each of its experts has a slot; otherwise it takes no more slots. movable: experts come and go.
@@ -97,7 +97,7 @@ def decide(
     *,
     before: Placement,
     after: Placement,
-    rooms: Mapping[int, Room],
+    rooms: Mapping[int, Headroom],
     nodes: Mapping[int, str],
     kept_free: Mapping[str, int],
     read_rate: float | None,
@@ -139,7 +139,7 @@ def without(
     mode: str,
     whole: Placement,
     before: Placement,
-    rooms: Mapping[int, Room],
+    rooms: Mapping[int, Headroom],
     nodes: Mapping[int, str],
     reports: Sequence[Mapping[str, Any]],
     start_seconds: float,
@@ -208,7 +208,7 @@ def plan_resize(
     *,
     whole: Placement,
     config: EngineConfig,
-    rooms: Mapping[int, Room],
+    rooms: Mapping[int, Headroom],
     nodes: Mapping[int, str],
     reports: Sequence[Mapping[str, Any]],
     mode: str,
@@ -254,7 +254,7 @@ def plan_resize(
     )
 
 
-def _allowed(config: EngineConfig, room: Room, now: int) -> int:
+def _allowed(config: EngineConfig, room: Headroom, now: int) -> int:
     """Return the slots that a rank with all its `now` experts in slots may take beside them, by its flags."""
     most = config.expert_slots
     if most is None and config.expert_memory is not None:
@@ -262,7 +262,7 @@ def _allowed(config: EngineConfig, room: Room, now: int) -> int:
     return 1 << 62 if most is None else max(0, most - now)
 
 
-def _after(report: Mapping[str, Any], room: Room, owned: int, owns: int, gained: int) -> dict[str, Any]:
+def _after(report: Mapping[str, Any], room: Headroom, owned: int, owns: int, gained: int) -> dict[str, Any]:
     """Return a rank's report once it has `owns` experts in place of `owned`, and may have `gained` more slots."""
     before = owned if room.all_resident else report["expert_slots"]
     slots = min(owns, before + (gained if room.all_resident else 0))

@@ -12,13 +12,13 @@ from typing import Any
 from moeyard.fleet.commands import Commands
 from moeyard.fleet.decisions import LIMIT, WINDOW_SECONDS, RankBudgets
 from moeyard.fleet.messages import (
-    Answer,
+    Answered,
     Command,
     Event,
     Examine,
     Failed,
     FleetError,
-    GiveUp,
+    FleetFailed,
     HandOver,
     Instruction,
     Missed,
@@ -42,7 +42,7 @@ LAST_WORD_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Incident:
+class FleetIncident:
     """One loss and its outcome: `reports` of survivors, reasons and last seen processes (`ends`) of `lost` ranks.
 
     `purpose`: why no rank was lost.
@@ -117,7 +117,7 @@ class FleetMachine:
         self._missed: dict[int, str] = {}
         self._last_word = 0.0
         self._main: Script[Any] | None = self._launch()  # or a recovery or an admission
-        self._asker: Script[Any] | None = None  # the main script or the command's that waits for an Answer
+        self._asker: Script[Any] | None = None  # the main script or the command's that waits for an Answered
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event that happened at `now` (seconds); returns instructions, to be carried out in order."""
@@ -166,7 +166,7 @@ class FleetMachine:
     def _run(self, event: Event) -> None:
         """Resume scripts until each waits: a loss goes first, and commands take their turns at ticks."""
         resumed: list[Script[Any]] = []
-        if isinstance(event, Answer) and self._asker is not None:
+        if isinstance(event, Answered) and self._asker is not None:
             script, self._asker = self._asker, None
             resumed.append(script)
             self._resume(script, event.value)
@@ -197,7 +197,7 @@ class FleetMachine:
 
     def _urgent(self) -> Script[Any] | None:
         """Return the script for losses, or else for ranks that may join the others."""
-        incident = Incident(began=self.ranks.now)
+        incident = FleetIncident(began=self.ranks.now)
         incident.lost, incident.reports = self.ranks.losses()
         if self.ranks.ray_ended is not None and self._all_ended:
             reason = f"Ray's {self.ranks.ray_ended} has ended, and all ranks with it"
@@ -217,7 +217,7 @@ class FleetMachine:
         except FleetError as error:
             self.failure = str(error)
             self.commands.close(self.failure)
-            self._out.append(GiveUp(self.failure, getattr(error, "exit_code", 2)))
+            self._out.append(FleetFailed(self.failure, getattr(error, "exit_code", 2)))
             return
         finally:
             self.ranks.forming = False
@@ -226,9 +226,9 @@ class FleetMachine:
 
     def _restart(self, rank: int) -> Script[bool]:
         """Replace a rank on purpose; returns whether the fleet continues. It counts as no loss."""
-        return self._recover(Incident(began=self.ranks.now, lost={rank: f"rank {rank} is restarted"}), asked=rank)
+        return self._recover(FleetIncident(began=self.ranks.now, lost={rank: f"rank {rank} is restarted"}), asked=rank)
 
-    def _recover(self, incident: Incident, *, asked: int | None = None) -> Script[bool]:
+    def _recover(self, incident: FleetIncident, *, asked: int | None = None) -> Script[bool]:
         """Replace lost ranks, and those lost meanwhile, until the fleet continues (True) or is given up.
 
         The loss of the rank that was `asked` for is on purpose.
@@ -267,7 +267,7 @@ class FleetMachine:
             self.commands.replaced(frozenset(incident.lost) - {asked})
         return True
 
-    def _log_loss(self, incident: Incident, dead: frozenset[int], asked: int | None) -> None:
+    def _log_loss(self, incident: FleetIncident, dead: frozenset[int], asked: int | None) -> None:
         if asked is not None:
             log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
         elif not dead:
@@ -278,7 +278,7 @@ class FleetMachine:
 
     def _admit(self) -> Script[None]:
         """Have ranks that were away join the others, and give them their experts back."""
-        incident = Incident(began=self.ranks.now)
+        incident = FleetIncident(began=self.ranks.now)
         self.ranks.forming = True
         try:
             recovered = yield from self.ranks.admit()
@@ -298,7 +298,7 @@ class FleetMachine:
 
         Raises RanksLost with the reason if it continues as before.
         """
-        incident = Incident(began=self.ranks.now, purpose="the number of workers was changed")
+        incident = FleetIncident(began=self.ranks.now, purpose="the number of workers was changed")
         self.ranks.forming = True
         try:
             recovered = yield from self.ranks.resize()
@@ -316,7 +316,7 @@ class FleetMachine:
         self.ranks.end_resize()
         return True
 
-    def _hand_over(self, recovered: Recovered, incident: Incident, *, planned: bool = False) -> None:
+    def _hand_over(self, recovered: Recovered, incident: FleetIncident, *, planned: bool = False) -> None:
         """Have routers continue with these ranks."""
         away = [rank.rank for rank in recovered.ranks if not rank.frontend]
         for rank in recovered.ranks:
@@ -339,4 +339,4 @@ class FleetMachine:
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
         log.error("the fleet has failed: %s%s", reason, slow)
         self.commands.close(f"the fleet has failed: {reason}")
-        self._out.append(GiveUp(reason, 1))
+        self._out.append(FleetFailed(reason, 1))

@@ -109,8 +109,8 @@ class RayEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to the latest question: Examine, Order, Reserve or StartRay."""
+class Answered:
+    """The answer to the latest question: Examine, Order, ReservePlaces or StartRay."""
 
     value: Any
 
@@ -134,10 +134,10 @@ class Command:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answer | StandbyReady | Command
+Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answered | StandbyReady | Command
 
 
-# Instructions. Examine, Order, Reserve and StartRay are questions: the next event is their Answer.
+# Instructions. Examine, Order, ReservePlaces and StartRay are questions: the next event is Answered.
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class ReservePlaces:
     """Ask for the places of ranks that come, for a fleet of `size`; answer what the cluster lacks, or None."""
 
     ranks: tuple[int, ...]
@@ -236,7 +236,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class FleetFailed:
     """The fleet has failed. `exit_code` is the command line's, if the fleet never served."""
 
     reason: str
@@ -244,7 +244,19 @@ class GiveUp:
 
 
 Instruction = (
-    Make | Call | Fence | End | Examine | Order | Reserve | StartRay | RenewStandby | HandOver | Tell | Finish | GiveUp
+    Make
+    | Call
+    | Fence
+    | End
+    | Examine
+    | Order
+    | ReservePlaces
+    | StartRay
+    | RenewStandby
+    | HandOver
+    | Tell
+    | Finish
+    | FleetFailed
 )
 
 

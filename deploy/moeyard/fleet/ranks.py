@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moeyard.fleet.decisions import ResizePlan, Room, placement_for, plan_resize, without
+from moeyard.fleet.decisions import Headroom, ResizePlan, placement_for, plan_resize, without
 from moeyard.fleet.messages import (
     Call,
     End,
@@ -26,7 +26,7 @@ from moeyard.fleet.messages import (
     Make,
     Rank,
     RanksLost,
-    Reserve,
+    ReservePlaces,
     Returned,
     StartRay,
     Unrecoverable,
@@ -504,9 +504,9 @@ class Ranks:
             start_seconds=self._start_seconds,
         )
 
-    def _rooms(self, processes: Collection[Process]) -> Script[dict[int, Room]]:
+    def _rooms(self, processes: Collection[Process]) -> Script[dict[int, Headroom]]:
         found = yield from self.gather({p.rank: self._call(p, "room") for p in processes}, CALL_SECONDS)
-        return {rank: Room(**room) for rank, room in found.items()}
+        return {rank: Headroom(**room) for rank, room in found.items()}
 
     def _meet(self, calls: Mapping[int, Pending], timeout: float) -> Script[None]:
         """Let all meet. A rank that misses a peer says so itself, so where none has ended the new ones are named."""
@@ -562,7 +562,7 @@ class Ranks:
         come = tuple(range(self.size, size))
         if not all(call.over for call in self._late_readings):
             return False
-        if come and (problem := (yield Reserve(come, size))) is not None:
+        if come and (problem := (yield ReservePlaces(come, size))) is not None:
             raise FleetError(problem)
         plan = plan_resize(
             size,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moeyard import __version__, logs
 from moeyard.entry import load
-from moeyard.fleet.control import ControlDoor, commands, open_door
+from moeyard.fleet.control import ControlSocket, commands, open_control
 from moeyard.fleet.messages import Rank
 from moeyard.fleet.placing import placement_of
 from moeyard.fleet.ray import config as ray_config
@@ -102,7 +102,7 @@ def serve(
     else:
         ray_config.prepare_remote()
     keys = make_keys()
-    control: ControlDoor | None = None
+    control: ControlSocket | None = None
     failure: str | None = None
     with noted() as interrupts:
         # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
@@ -157,7 +157,7 @@ def serve(
             # Also a single one has a process of its own: what kills it leaves the fleet as it is.
             server = RouterProcesses(router, sock, count=options.routers, on_ready=ready, on_lost=fleet.lost, log=log)
             fleet.serve(server)
-            control = open_door(router.port, commands(fleet.command, config))
+            control = open_control(router.port, commands(fleet.command, config))
             interrupts.check()
             server.run()
             failure = server.failure

@@ -24,7 +24,7 @@ from moeyard import __version__
 from moeyard.fleet.control import Say
 from moeyard.fleet.machine import FleetMachine
 from moeyard.fleet.messages import (
-    Answer,
+    Answered,
     Call,
     Command,
     End,
@@ -34,8 +34,8 @@ from moeyard.fleet.messages import (
     Fence,
     Finish,
     FleetError,
+    FleetFailed,
     FleetLost,
-    GiveUp,
     HandOver,
     Instruction,
     Make,
@@ -45,7 +45,7 @@ from moeyard.fleet.messages import (
     RayEnded,
     Refused,
     RenewStandby,
-    Reserve,
+    ReservePlaces,
     Returned,
     Silent,
     StandbyReady,
@@ -257,7 +257,7 @@ class RayFleet:
             return
         except Exception as error:  # boundary: a fleet that is not watched any more must not look as if it were
             log.exception("the supervisor failed")
-            self._give_up(GiveUp(f"{type(error).__name__}: {error}", 1))
+            self._give_up(FleetFailed(f"{type(error).__name__}: {error}", 1))
 
     def turn(self) -> None:
         """Report what has happened within a moment."""
@@ -351,8 +351,8 @@ class RayFleet:
     def _not_done(self, instruction: Instruction, error: RayError) -> Event | None:
         if isinstance(instruction, Call):
             return failed(instruction, error)
-        if isinstance(instruction, Examine | Reserve | StartRay):
-            return Answer(first_line(error))
+        if isinstance(instruction, Examine | ReservePlaces | StartRay):
+            return Answered(first_line(error))
         log.warning("Ray could not carry out %s: %s", instruction, first_line(error))
         return None
 
@@ -362,14 +362,14 @@ class RayFleet:
             case Order():
                 assert self._routers is not None, "commands come when routers serve"
                 count = self._routers.ordered(instruction.drain)
-                return Answer(count) if instruction.answered else None
+                return Answered(count) if instruction.answered else None
             case HandOver():
                 self._hand_over(instruction)
                 return None
             case Tell() | Finish():
                 self._answer(instruction)
                 return None
-            case GiveUp():
+            case FleetFailed():
                 self._give_up(instruction)
                 return None
         with self.guard.call():
@@ -388,17 +388,17 @@ class RayFleet:
                     self._placing = None
                 case Examine(process):
                     pids = self._pids([self._actors[process]]) if process in self._actors else []
-                    return Answer(self._vitals.describe(pids[0]) if pids else None)
-                case Reserve(ranks, size):
+                    return Answered(self._vitals.describe(pids[0]) if pids else None)
+                case ReservePlaces(ranks, size):
                     if (problem := self._places.lacks(size)) is None:
                         self._places.add(ranks)
                         self._placing = self._clock() + PLACEMENT_SECONDS, ranks
-                    return Answer(problem)
+                    return Answered(problem)
                 case RenewStandby():
                     self._standby.stop()
                     self._renewed = self._standby.count > 0
                 case StartRay():
-                    return Answer(self._start_again())
+                    return Answered(self._start_again())
         return None
 
     def _call(self, call: Call) -> Event | None:
@@ -449,7 +449,7 @@ class RayFleet:
         self._standby.stop(kill=False)
         self._local.kill()
         places = [actor.place for actor in self._actors.values() if actor.place is not None]
-        self._actors, self._refs = {}, {}
+        self._actors, self._refs, self._ended = {}, {}, None
         for place in places:
             kill_process(place["pid"], place["began"])
         try:
@@ -486,7 +486,7 @@ class RayFleet:
         if words is not None:
             words.put(word if isinstance(word, Finish) else word.text)
 
-    def _give_up(self, end: GiveUp) -> None:
+    def _give_up(self, end: FleetFailed) -> None:
         if self._routers is None:
             raise (FleetLost if end.exit_code == 1 else FleetError)(end.reason)
         self.failure = end.reason
