@@ -157,7 +157,7 @@ def measure(shape: str, layers: int, streams: list[int], device: str, *, compute
         plain = 0.0
         for k in range(DRAFTS + 1):
             step = graphs.step(StepSize(sequences=count, queries=1 + k, width=4))
-            inputs, replay = step.program.inputs, step.graphs[MODEL].replay
+            inputs, replay = step.inputs, step.graphs[MODEL].replay
             refill = partial(fill, inputs, pages, runner, chance)
             alone = milliseconds(replay, refill)
             plain = plain or alone

@@ -49,7 +49,7 @@ def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cu
 
     def program(size: StepSize) -> Any:
         exchange.asked.append(f"inputs {size.rows}")
-        return SimpleNamespace(parts={"model": lambda: exchange.asked.append("forward")})
+        return SimpleNamespace(inputs=None, parts={"model": lambda: exchange.asked.append("forward")})
 
     found = StepGraphs(program, cast(Any, exchange), cast(Any, backend))
     assert found.prepare([StepSize(sequences=2, width=8, peers=4), StepSize(width=8, peers=1)]) == "pool"

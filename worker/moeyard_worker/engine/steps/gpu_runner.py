@@ -232,7 +232,7 @@ class GpuRunner:
             scores = self._eager(step)
         else:
             self._replay(found, step, before)
-            verified = found.program.inputs.verified
+            verified = found.inputs.verified
         tokens, errors = self._sampler.choose(
             step, requests, before=before, verified=verified, greedy=found is not None
         )
@@ -265,7 +265,7 @@ class GpuRunner:
         """Run the model of a captured step."""
         if step.chunks:
             # A step that the host has settled leaves nothing on the device.
-            found.program.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
+            found.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
         found.graphs[MODEL].replay()
         if self._per_epoch:
             self._exchange.steps.replayed()
@@ -275,7 +275,7 @@ class GpuRunner:
     def _count(self, found: CapturedStep, step: Step) -> None:
         self.num_replayed += 1
         self.num_rows += step.num_tokens
-        self.num_padded_rows += found.program.inputs.num_rows
+        self.num_padded_rows += found.inputs.num_rows
 
     def _draft(self, found: CapturedStep, step: Step, requests: Sequence[Request], num_drafts: int) -> Verified:
         """Count the tokens that are right, and draft behind them; a rank without rows takes part in the passes."""
@@ -288,7 +288,8 @@ class GpuRunner:
         for number in range(1, num_drafts + 1) if step.chunks else ():
             found.graphs[draft_part(drawn, number)].replay()
         state = self._programs.tails.state[: len(step.decode)]
-        read = found.program.inputs.verified.read[: len(step.decode)] if step.chunks else state
+        verified = found.inputs.verified
+        read = state if verified is None else verified.read[: len(step.decode)]
         return Verified(read=_to_host(read), state=_to_host(state), num_drafts=num_drafts)
 
     def _settled(
@@ -306,7 +307,7 @@ class GpuRunner:
             self.num_eager += bool(step.chunks)
             return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
         self._replay(found, step, None)
-        inputs = found.program.inputs
+        inputs = found.inputs
         return self._runner.settle(
             step,
             step,

@@ -31,9 +31,10 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step: what it reads and leaves, and the graph of each part."""
+    """A captured step: its program and that one's inputs, and the graph of each part."""
 
     program: Any
+    inputs: StepInputs
     graphs: Mapping[str, Graph]
 
 
@@ -93,7 +94,7 @@ class StepGraphs:
                 if len(program.parts) > 1:
                     # A captured part has not run, and the next reads what it leaves.
                     graphs[name].replay()
-            self._captured[size] = CapturedStep(program, graphs)
+            self._captured[size] = CapturedStep(program, program.inputs, graphs)
 
     def _run_some(self) -> None:
         tables, peers = set[tuple[int, int]](), set[int]()
@@ -124,7 +125,7 @@ class StepGraphs:
             self._exchange.steps.before_capture()
             program = self._expected(size)
             graphs = {name: self._backend.capture_while_serving(run, self._pool) for name, run in program.parts.items()}
-            found = self._captured[size] = CapturedStep(program, graphs)
+            found = self._captured[size] = CapturedStep(program, program.inputs, graphs)
         return found
 
     def _release(self) -> None:
