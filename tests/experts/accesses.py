@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import ResidencyPolicy
+from moeyard_worker.experts.ranked import RankedPolicy
 
 NUM_LAYERS, NUM_EXPERTS = 3, 6
 
@@ -27,10 +27,10 @@ def needs(draw: st.DrawFn) -> list[Need]:
 num_slots = st.integers(1, NUM_LAYERS * NUM_EXPERTS + 2)
 
 
-def small(name: str, slots: int, *, num_layers: int = NUM_LAYERS, num_experts: int = NUM_EXPERTS) -> ResidencyPolicy:
+def small(name: str, slots: int, *, num_layers: int = NUM_LAYERS, num_experts: int = NUM_EXPERTS) -> RankedPolicy:
     """A policy over layers and experts from 0 on."""
     return start_policy(name, layers=range(num_layers), experts=range(num_experts), num_slots=slots)
 
 
-def hits_of(policy: ResidencyPolicy, layer: int, decode: Sequence[int], prefill: Sequence[int] = ()) -> list[int]:
+def hits_of(policy: RankedPolicy, layer: int, decode: Sequence[int], prefill: Sequence[int] = ()) -> list[int]:
     return [p.expert for wave in policy.access(layer, decode, prefill) for p in wave if p.hit]

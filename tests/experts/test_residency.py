@@ -14,7 +14,7 @@ from moeyard_worker.experts.policy import Counters, ExpertKey, Placed
 
 
 class Slots:
-    """What lies in each slot, followed from the outside, with every promise of `ResidencyPolicy.access` checked."""
+    """What lies in each slot, followed from the outside, with every promise of `RankedPolicy.access` checked."""
 
     def __init__(self, resident: Sequence[ExpertKey]) -> None:
         self.size = len(resident)

@@ -11,7 +11,8 @@ from tests.experts.accesses import NUM_EXPERTS, NUM_LAYERS, Need, hits_of, needs
 
 from moeyard_kernels.types.expert_ranks import DECAY, FIRST, HALF_LIFE, UNIT, add_use, now_at
 from moeyard_worker.experts.policies import POLICIES
-from moeyard_worker.experts.policy import Counters, ExpertKey, Placed, ResidencyPolicy, Segment
+from moeyard_worker.experts.policy import Counters, ExpertKey, Placed, Segment
+from moeyard_worker.experts.ranked import RankedPolicy
 
 
 @dataclass
@@ -94,7 +95,7 @@ def test_slru_equals_its_model_on_long_skewed_runs(slots: int) -> None:
     compare_with_model(small("slru", slots, num_experts=12), accesses)
 
 
-def compare_with_model(policy: ResidencyPolicy, accesses: list[Need]) -> None:
+def compare_with_model(policy: RankedPolicy, accesses: list[Need]) -> None:
     model = PlainSlru(policy.resident)
     for layer, decode, prefill in accesses:
         waves = [wave for wave in policy.access(layer, decode, prefill) if wave[0].kind == "decode"]
@@ -115,7 +116,7 @@ def test_the_integers_are_decayed_sums() -> None:
     assert now_at(HALF_LIFE) - FIRST == UNIT == HALF_LIFE * DECAY
 
 
-def decode_hit_rate(policy: ResidencyPolicy, accesses: Sequence[Need]) -> float:
+def decode_hit_rate(policy: RankedPolicy, accesses: Sequence[Need]) -> float:
     counters = Counters()
     for layer, decode, prefill in accesses:
         for wave in policy.access(layer, decode, prefill):

@@ -19,7 +19,8 @@ from moeyard_kernels.types.weight_form import ExpertForm
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
-from moeyard_worker.experts.policy import ExpertKey, Placed, ResidencyPolicy
+from moeyard_worker.experts.policy import ExpertKey, Placed
+from moeyard_worker.experts.ranked import RankedPolicy
 from moeyard_worker.experts.recorder import RoutingRecorder
 from moeyard_worker.experts.stats import CacheStats, Counting, needed
 from moeyard_worker.protocol import ExpertLoads
@@ -96,7 +97,7 @@ class ExpertCache:
         # With everything resident the policy is not asked.
         self._tables = self._resident_tables()
 
-    def _start_policy(self, num_slots: int, resident: list[ExpertKey] | None) -> ResidencyPolicy:
+    def _start_policy(self, num_slots: int, resident: list[ExpertKey] | None) -> RankedPolicy:
         """The policy over local ids; without `resident` every slot holds one of the first experts of its layer."""
         even = len({len(each) for each in self._owned}) == 1
         if resident is None and not even and num_slots > 0:
@@ -153,7 +154,7 @@ class ExpertCache:
 
     @property
     def takes_choices(self) -> bool:
-        """See `layers.moe.Experts`: where nobody decides by ids, records them or looks at them."""
+        """Whether the product may choose one row's experts: nothing here decides by ids, records or watches them."""
         return self.all_resident and self._recorder is None and self.observer is None
 
     @property
@@ -202,9 +203,14 @@ class ExpertCache:
             self.observer(layer, dispatched)
         owned = self._owned[self._index[layer]]
         run = self._slots.begin(
-            dispatched.rows, dispatched.experts, num_experts=len(owned), prompt=dispatched.prompt,
-            one_in=dispatched.num_owners, choice=dispatched.deferred_choice, home=dispatched.result_window,
-        )  # fmt: skip
+            dispatched.rows,
+            dispatched.experts,
+            num_experts=len(owned),
+            prompt=dispatched.prompt,
+            one_in=dispatched.num_owners,
+            choice=dispatched.deferred_choice,
+            home=dispatched.result_window,
+        )
         if self._recorder is not None:
             decode, prefill = needed(run)
             self._recorder.record(
@@ -231,7 +237,7 @@ class ExpertCache:
         return self.stats
 
     def loads(self, rank: int) -> ExpertLoads | None:
-        """See `Counting.loads`. None: a device is still to tell what it has counted; ask again soon."""
+        """Return the rows that experts computed. None: the counts of a device are on their way; ask again soon."""
         chosen = () if self._choices is None else self._choices.read()
         return None if chosen is None else self._counting.loads(rank, chosen)
 

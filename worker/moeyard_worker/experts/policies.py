@@ -1,11 +1,11 @@
 """The residency policies, and the registry by name. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
 from moeyard_kernels.types.expert_ranks import RECENT, add_use, idle_rank, lru_rank, now_at, recent_rank
-from moeyard_worker.experts.policy import ExpertKey, ResidencyPolicy, Segment
+from moeyard_worker.experts.policy import ExpertKey, Segment
 from moeyard_worker.experts.ranked import RankedPolicy
 
 
@@ -48,15 +48,6 @@ class SegmentedLru(RankedPolicy):
 
     settled: ClassVar[Segment] = "protected"
 
-    def __init__(
-        self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int,
-        resident: Sequence[ExpertKey] | None = None,
-    ) -> None:  # fmt: skip
-        self._uses = [0] * (len(layers) * len(experts))
-        super().__init__(
-            layers=layers, experts=experts, num_slots=num_slots, num_streams=num_streams, resident=resident
-        )
-
     def _first_rank(self, key: int) -> int:
         return idle_rank(key, uses=0)
 
@@ -75,13 +66,18 @@ class SegmentedLru(RankedPolicy):
                 self._rank(slot, idle_rank(key, uses=self._uses[key]))
 
 
-POLICIES: Mapping[str, Callable[..., ResidencyPolicy]] = MappingProxyType({"lru": Lru, "slru": SegmentedLru})
+POLICIES: Mapping[str, type[RankedPolicy]] = MappingProxyType({"lru": Lru, "slru": SegmentedLru})
 
 
 def start_policy(
-    name: str, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int = 1,
+    name: str,
+    *,
+    layers: Sequence[int],
+    experts: range,
+    num_slots: int,
+    num_streams: int = 1,
     resident: Sequence[ExpertKey] | None = None,
-) -> ResidencyPolicy:  # fmt: skip
+) -> RankedPolicy:
     """The policy of one rank as its cache starts with it: every slot holds an expert.
 
     `layers` are the MoE layers, `experts` the rank's shard. More slots than experts are not used. `num_streams`: slots

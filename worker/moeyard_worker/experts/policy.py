@@ -1,11 +1,8 @@
-"""What a residency policy decides, and how its decisions are counted. Pure.
+"""The decisions of residency policies, and their counts, with which engine and simulator count. Pure."""
 
-The rules that all policies share are in `ranked.py`; engine and simulator count with `Counters`.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 # Which rows need an expert: a decode row, or prompt rows only. The metrics' label for it is "phase".
 RowKind = Literal["decode", "prefill"]
@@ -31,40 +28,6 @@ class Placed:
     hit: Segment | None = None
     evicted: ExpertKey | None = None
     evicted_from: Segment | None = None
-
-
-class ResidencyPolicy(Protocol):
-    """Decides which experts sit in which slots. Pure: no torch, no clock, no I/O. One instance per rank, all layers.
-
-    It starts full: `resident` are the first experts of every layer.
-    """
-
-    num_slots: int
-
-    # Where an expert that a decode row has hit is found from then on, as long as nothing is evicted. Before that, and
-    # for experts that only prompts hit, it is "probation". Lets a cache that holds everything count without asking.
-    @property
-    def settled(self) -> Segment: ...
-
-    @property
-    def resident(self) -> list[ExpertKey]:
-        """The expert in each slot."""
-        ...
-
-    def access(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> list[list[Placed]]:
-        """Give the needed experts of one layer slots, in waves that are computed one after the other.
-
-        `decode` and `prefill` are disjoint ascending expert ids: those that a decode row needs, and those that only
-        prompt rows need. Every expert appears in exactly one wave. Those of decode rows come first, hits before misses,
-        which take slots of experts that the wave does not need. Then those of prompts: what is resident by then in one
-        wave, the others through the stream's slots, which keep nothing. A slot is never reassigned inside the wave that
-        uses it.
-        """
-        ...
-
-    def validate(self) -> None:
-        """Assert every invariant of the data structure."""
-        ...
 
 
 def _by_segment() -> dict[tuple[Segment, RowKind], int]:

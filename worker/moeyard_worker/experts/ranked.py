@@ -21,14 +21,25 @@ from moeyard_worker.experts.policy import ExpertKey, Placed, Segment
 
 
 class RankedPolicy:
-    """See the module's text, and `ResidencyPolicy`. Layers and experts are numbered from 0 inside."""
+    """Decides which experts sit in which slots: one instance per rank, for all layers. Its slots are always full.
 
+    `resident` are the first experts of every layer at the start, unless it is told others. Layers and experts are
+    numbered from 0 inside.
+    """
+
+    # The segment in which an expert that a decode row has hit is found as long as nothing is evicted. Before that, and
+    # for experts that only prompts hit, it is "probation". A cache that holds everything counts by it without asking.
     settled: ClassVar[Segment]
 
     def __init__(
-        self, *, layers: Sequence[int], experts: range, num_slots: int, num_streams: int,
+        self,
+        *,
+        layers: Sequence[int],
+        experts: range,
+        num_slots: int,
+        num_streams: int,
         resident: Sequence[ExpertKey] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if num_slots < 1 or num_streams < 1:
             raise ValueError(
                 f"an expert cache needs at least 1 slot and 1 for prompts, got {num_slots} and {num_streams}"
@@ -51,6 +62,8 @@ class RankedPolicy:
         for slot, key in enumerate(self._keys):
             self._slot_of[key] = slot
         self._protected = [False] * self.num_slots
+        # Decayed counts, for a policy that keeps such.
+        self._uses = [0] * (len(layers) * self._width)
         self._step = 0
         self._visit = 0
         self._layer = -1
@@ -60,11 +73,18 @@ class RankedPolicy:
 
     @property
     def resident(self) -> list[ExpertKey]:
-        """See `ResidencyPolicy.resident`."""
+        """The expert in each slot."""
         return [self._name(key) for key in self._keys]
 
     def access(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> list[list[Placed]]:
-        """See `ResidencyPolicy.access`."""
+        """Give the needed experts of one layer slots, in waves that are computed one after the other.
+
+        `decode` and `prefill` are disjoint ascending expert ids: those that a decode row needs, and those that only
+        prompt rows need. Every expert appears in exactly one wave. Experts of decode rows come first, hits before
+        misses, which take slots of experts that the wave does not need. Experts of prompts follow: the resident ones
+        in one wave, the others through the stream's slots, which keep nothing. A slot is never reassigned inside the
+        wave that uses it.
+        """
         waves = self._visited(layer, decode) if decode else []
         hits, misses = [], list[int]()
         for expert in prefill:
@@ -156,7 +176,7 @@ class RankedPolicy:
         return "protected" if self._protected[slot] else "probation"
 
     def validate(self) -> None:
-        """See `ResidencyPolicy.validate`."""
+        """Assert every invariant of the data structure."""
         assert len(set(self._keys)) == len(self._keys) == self.num_slots, "an expert has two slots"
         slots = {key: slot for key, slot in enumerate(self._slot_of) if slot >= 0}
         assert slots == {key: slot for slot, key in enumerate(self._keys)}, "slots and experts disagree"

@@ -37,9 +37,13 @@ def resolve_slots(
         fits = max(0, fits - stream_slots)
     if slots is not None:
         return _checked(
-            min(slots, num_experts), fits=min(fits, num_experts), expert_bytes=expert_bytes, num_experts=num_experts,
-            available_bytes=available_bytes, stream_slots=stream_slots,
-        )  # fmt: skip
+            min(slots, num_experts),
+            fits=min(fits, num_experts),
+            expert_bytes=expert_bytes,
+            num_experts=num_experts,
+            available_bytes=available_bytes,
+            stream_slots=stream_slots,
+        )
     if fits < 1:
         kind = "this worker has left" if memory_bytes is None else "--expert-memory gives it"
         raise ValueError(

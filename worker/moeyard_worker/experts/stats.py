@@ -87,9 +87,13 @@ class Counting:
             uneven = any(len(each) < len(experts) for each in self._owned)
             held = [int(expert in each) for each in map(set, self._owned) for expert in experts] if uneven else []
         return ExpertLoads(
-            rank=rank, layers=self._layers, experts=experts, rows=tuple(rows),
-            chosen=tuple(chain.from_iterable(chosen)), held=tuple(held),
-        )  # fmt: skip
+            rank=rank,
+            layers=self._layers,
+            experts=experts,
+            rows=tuple(rows),
+            chosen=tuple(chain.from_iterable(chosen)),
+            held=tuple(held),
+        )
 
     def observe_load(self, layer: int, counts: Sequence[int]) -> None:
         total = sum(counts)

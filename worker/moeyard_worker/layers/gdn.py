@@ -45,7 +45,6 @@ class Gdn:
 
     @property
     def num_heads(self) -> int:
-        """See `Attention.num_heads`."""
         return self.num_v_heads
 
     @property
@@ -59,7 +58,7 @@ class Gdn:
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """See `Attention.weights`: all projections of the input are one product, q, k, v, z, b, a in that order."""
+        """All projections of the input are one product, q, k, v, z, b, a in that order."""
         heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
         return {
             "projections": self._projections(hidden, at),
@@ -90,11 +89,9 @@ class Gdn:
         return regrouped(stacked((qkvz, self.num_channels + values), (ba, 2 * heads), width=hidden), order)
 
     def state(self) -> LayerState:
-        """See `delta_state`."""
         return delta_state((self.num_v_heads, self.k_dim, self.v_dim), (self.conv_size - 1, self.num_channels))
 
     def footprint(self, footprints: Footprints) -> Footprint:
-        """See `Attention.footprint`."""
         return footprints.gdn(
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
@@ -111,7 +108,6 @@ class Gdn:
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> GdnBlock:
-        """See `Attention.build`."""
         mix = backend.gdn(
             GdnLayer(
                 num_k_heads=self.num_k_heads,

@@ -40,7 +40,7 @@ class Gqa:
     norm_less_one: bool = False
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """See `Attention.weights`: qkv [(Hq + 2 Hkv) D, H] is one product, with Hq D rows of an output gate first."""
+        """qkv [(Hq + 2 Hkv) D, H] is one product, with Hq D rows of an output gate first."""
         num_q, dim = self.num_heads * (2 if self.output_gate else 1), self.head_dim
         heads = {"q_proj": num_q, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
         rows = [(f"{at}{name}", count * dim) for name, count in heads.items()]
@@ -67,7 +67,6 @@ class Gqa:
         return paged(k=one, v=one)
 
     def footprint(self, footprints: Footprints) -> Footprint:
-        """See `Attention.footprint`."""
         return footprints.gqa(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -84,7 +83,6 @@ class Gqa:
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> GqaBlock:
-        """See `Attention.build`."""
         attend = backend.gqa(
             GqaLayer(
                 num_heads=self.num_heads,

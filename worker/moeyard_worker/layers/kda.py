@@ -42,7 +42,7 @@ class Kda:
         return self.num_heads * self.head_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """See `Attention.weights`: q, k, v, the two narrow projections and beta are one product, in that order."""
+        """q, k, v, the two narrow projections and beta are one product, in that order."""
         width, narrow, size = self.width, self.head_dim, self.conv_size
         rows = {"q_proj": width, "k_proj": width, "v_proj": width, "f_a_proj": narrow, "g_a_proj": narrow}
         rows["b_proj"] = self.num_heads
@@ -59,11 +59,9 @@ class Kda:
         }
 
     def state(self) -> LayerState:
-        """See `delta_state`."""
         return delta_state((self.num_heads, self.head_dim, self.head_dim), (self.conv_size - 1, 3 * self.width))
 
     def footprint(self, footprints: Footprints) -> Footprint:
-        """See `Attention.footprint`."""
         return footprints.kda(num_heads=self.num_heads, head_dim=self.head_dim)
 
     def build(
@@ -74,7 +72,6 @@ class Kda:
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> KdaBlock:
-        """See `Attention.build`."""
         mix = backend.kda(
             KdaLayer(
                 num_heads=self.num_heads,

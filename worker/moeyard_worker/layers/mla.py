@@ -46,7 +46,7 @@ class Mla:
         return self.kv_lora_rank + self.rope_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """See `Attention.weights`.
+        """Name the weights and where the checkpoint has them.
 
         q_kv_a [Rq + R + Dr, H] is the query's and the latent's down projection in one product; without a query rank its
         first rows are the whole query projection and q_norm, q_b are absent. kv_b [Hq, nope + Dv, R] decompresses a
@@ -79,7 +79,6 @@ class Mla:
         return paged(latents=PagedArray(heads=None, width=self.latent_dim))
 
     def footprint(self, footprints: Footprints) -> Footprint:
-        """See `Attention.footprint`."""
         return footprints.mla(
             num_heads=self.num_heads,
             nope_dim=self.nope_dim,
@@ -96,7 +95,6 @@ class Mla:
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> MlaBlock:
-        """See `Attention.build`."""
         attend = backend.mla(
             MlaLayer(
                 num_heads=self.num_heads,

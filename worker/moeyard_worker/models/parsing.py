@@ -11,9 +11,15 @@ from moeyard_worker.models.family import max_position
 
 
 def parse_gqa(
-    config: Fields, *, default_theta: float, sliding_window: int | None, bias: bool,
-    qk_norm: Literal["head", "all"] | None, partial_rope: float | None = None, gated: bool = False,
-) -> Gqa:  # fmt: skip
+    config: Fields,
+    *,
+    default_theta: float,
+    sliding_window: int | None,
+    bias: bool,
+    qk_norm: Literal["head", "all"] | None,
+    partial_rope: float | None = None,
+    gated: bool = False,
+) -> Gqa:
     """Grouped-query attention under the usual keys. `gated`: with a gate of the output, and norms stored less one."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
