@@ -273,7 +273,7 @@ def test_a_lost_rank_is_fenced_and_replaced(played: Played) -> None:
 
 
 def test_files_of_the_launcher_that_one_lost_rank_touches(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most eight: docs/reliability.md names them."""
+    """At most eight: docs/architecture.md names them."""
     root = str(Path(adapter.__file__).parents[2])
     files: set[str] = set()
 
