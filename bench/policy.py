@@ -16,8 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from moeyard_router.fleet.placement import PrefixMap, PromptBlock
 from moeyard_router.fleet.policy import RankLoad, choose_rank
-from moeyard_router.fleet.prefixes import Block, PrefixMap
 
 PAGE = 64
 STEP_SECONDS = 2.4e-3
@@ -50,12 +50,12 @@ class Running:
     left: int = 0  # prompt tokens to compute
     first: float = 0.0
     end: float = 0.0
-    blocks: list[Block] = field(default_factory=list)  # as the router sees the prompt
+    blocks: list[PromptBlock] = field(default_factory=list)  # as the router sees the prompt
 
     def __post_init__(self) -> None:
         begin, size = 0, 1
         while begin + size <= len(self.asked.pages):
-            self.blocks.append(Block(hash(self.asked.pages[begin : begin + size]), size, begin + size))
+            self.blocks.append(PromptBlock(hash(self.asked.pages[begin : begin + size]), size, begin + size))
             begin += size
             size *= 1 + (begin == 64 * size)
 

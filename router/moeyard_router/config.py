@@ -125,7 +125,7 @@ class RouterConfig:
     With `inflight_per_worker` the former follows the number of workers, and `max_inflight` is that of the first ones.
     A worker runs `worker_places` at once, and what it has no place for waits in the router (None: all are sent on at
     once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
-    for half the time of a first token (fleet/overload.py). Then clients get a 429.
+    for half the time of a first token (fleet/waiting.py). Then clients get a 429.
     Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
     made into jobs by `intake_processes` processes beside the event loop.
     A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the

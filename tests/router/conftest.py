@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvloop
 from tests.limits import HANG_SECONDS
-from tests.router.launcher import WORLD, Launcher, prepared
+from tests.router.launcher import WORLD, Launcher, prepared, validate
 from tests.router.scripted_worker import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedWorker
 from tests.router.tool_model import LONG, Model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -259,9 +259,12 @@ class Starter:
         return service
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop everything; until then all invariants of the fleet hold."""
         for service, thread in self._started:
             service.client.close()
+            fleet = service.server._fleet if isinstance(service.server, RouterServer) else None
+            if thread.is_alive() and fleet is not None and fleet.stopping is None and not fleet.given_up:
+                validate(service)
             service.server.stop()
             thread.join(HANG_SECONDS)
             for worker in service.workers:

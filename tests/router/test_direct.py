@@ -46,12 +46,12 @@ def fleet_of_one():
     )
     fleet = Fleet(config, RouterMetrics("tiny"))
     fleet.start()
-    fleet._members._up(0)
+    fleet._up(0)
     snapshot = Snapshot(
         rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
         num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
     )  # fmt: skip
-    fleet._replies.take(0, [snapshot])
+    fleet._heard(0, [snapshot])
     return fleet
 
 
@@ -120,14 +120,14 @@ async def run(answer, job, ids, size, *, after=lambda step: None):
         if continuation.sampling.prompt_logprobs is not None:
             prompt = job.prompts[continuation.prompt].token_ids
             scores = tuple(scripted_logprob(i, continuation.sampling.prompt_logprobs) for i in prompt[1:])
-            fleet._replies.take(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
+            fleet._heard(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
     for step, start in enumerate(range(0, len(ids), size)):
         some = ids[start : start + size]
-        fleet._replies.take(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
+        fleet._heard(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
         await settle()
         after(step)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
-    fleet._replies.take(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
+    fleet._heard(0, [Done(request_id=n, finish_reason="stop", stop_token_id=1, **counts) for n in names])
     await settle()
     await asyncio.wait_for(answer.task, HANG_SECONDS)
 
@@ -180,10 +180,10 @@ def test_the_same_bytes_both_ways(job_of, tool_codec, name, size):
 def end(answer, how, num_tokens):
     """What ends an answer early: its worker is lost, it is aborted there behind so many tokens, or its client goes."""
     if how == "lost":
-        answer.fleet.fail("worker 0 is gone")
+        answer.fleet.give_up("worker 0 is gone")
     elif how == "aborted":
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": num_tokens}
-        answer.fleet._replies.take(0, [Done(request_id="same-0", finish_reason="abort", **counts)])
+        answer.fleet._heard(0, [Done(request_id="same-0", finish_reason="abort", **counts)])
     else:
         answer.generation.disconnect()
 
@@ -220,7 +220,7 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
         def last(step):
             if step == 12 // size - 1:
                 if ending != "gone":
-                    answer.fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, (2,), 12))])
+                    answer.fleet._heard(0, [Tokens(request_id="same-0", **words(job, 0, (2,), 12))])
                 end(answer, ending, 12)
 
         await run(answer, job, ids_of(tool_codec, "chat")[:12], size, after=last)
@@ -236,7 +236,7 @@ def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
 
     async def play(answer):
         first = words(job, 0, ids_of(tool_codec, "chat")[:3], 0)
-        answer.fleet._replies.take(0, [Tokens(request_id="same-0", **first)])
+        answer.fleet._heard(0, [Tokens(request_id="same-0", **first)])
         end(answer, ending, 3)
 
     said = ended_both_ways(job, tool_codec, play)
@@ -255,14 +255,14 @@ def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_co
         answer = Answer(fleet, tool_codec, job, "completion", "same", with_direct=with_direct)
         if moment != "with the first tokens":
             for place in (0, 1):
-                fleet._replies.take(0, [Tokens(request_id="same-0", **words(job, 0, ids[place : place + 1], place))])
+                fleet._heard(0, [Tokens(request_id="same-0", **words(job, 0, ids[place : place + 1], place))])
                 await settle()
         start = 0 if moment == "with the first tokens" else 2
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
         last = Tokens(request_id="same-0", **words(job, 0, ids[start:], start))
         done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
-        fleet._replies.take(0, [last, done, refused])
+        fleet._heard(0, [last, done, refused])
         await asyncio.wait_for(answer.task, HANG_SECONDS)
         fleet.close()
         return answer.data
@@ -292,7 +292,7 @@ def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_oth
         said = Tokens(request_id="same-0", **words(job, 0, ids, 0))
         done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
-        fleet._replies.take(0, [said, done, refused])
+        fleet._heard(0, [said, done, refused])
         try:
             await asyncio.wait_for(task, HANG_SECONDS)
         finally:
@@ -354,7 +354,7 @@ def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain
             monkeypatch.setattr(bad.writer, "chunk", broken)
         for step, token_id in enumerate(ids[:8]):
             rows = [Tokens(request_id=n, start=step, token_ids=(token_id,)) for n in ("bad-0", "good-0")]
-            fleet._replies.take(0, rows)
+            fleet._heard(0, rows)
             await settle()
         with pytest.raises(ZeroDivisionError):
             bad.task.result()

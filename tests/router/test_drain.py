@@ -2,7 +2,7 @@
 
 import pytest
 
-from moeyard_router.fleet.drain import LEAST, MOST, UNKNOWN, WINDOW, DrainRate, retry_after
+from moeyard_router.fleet.capacity import LEAST, MOST, UNKNOWN, WINDOW, DrainRate, retry_after
 
 
 def steady(per_second: float, seconds: float, *, start: float = 100.0) -> DrainRate:

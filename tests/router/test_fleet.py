@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet import dispatch
+from moeyard_router.fleet import admission
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.metrics import RouterMetrics
@@ -60,13 +60,13 @@ class World:
 
     @property
     def running(self):
-        return self.fleet._flights.by_name
+        return self.fleet.admission.flights.by_name
 
     def ready(self, rank, state="ready"):
-        if not self.fleet._members.workers[rank].lost:
-            self.fleet._members._up(rank)
+        if not self.fleet.admission.ranks[rank].lost:
+            self.fleet._up(rank)
             said = {**SNAPSHOT, "epoch": self.epoch, "state": state, "failure": None if state == "ready" else "a peer"}
-            self.fleet._take(rank, [Snapshot(rank=rank, **said)])
+            self.fleet._heard(rank, [Snapshot(rank=rank, **said)])
 
     def submit(self, number, count, key):
         try:
@@ -86,8 +86,8 @@ class World:
         self.epoch += 1
         self.port += 1
         new = tuple(
-            WorkerAddress(rank=w.link.rank, endpoint=f"tcp://127.0.0.1:{self.port}" if w.lost else w.link.endpoint)
-            for w in self.fleet._members.workers
+            WorkerAddress(rank=w.number, endpoint=f"tcp://127.0.0.1:{self.port}" if w.lost else w.endpoint)
+            for w in self.fleet.admission.ranks
         )
         self.fleet.replace(new)
         for rank in range(RANKS if everywhere else 0):
@@ -106,24 +106,24 @@ class World:
             client.ticket.close() if operation == "close" else client.ticket.abort(indexes[0])
         elif operation == "other rank":
             other = RANKS - 1 - (rank or 0)
-            self.fleet._take(other, [wrong, done(name)] if rank is not None else [])
+            self.fleet._heard(other, [wrong, done(name)] if rank is not None else [])
         elif rank is None:
             # Nobody runs it, so all that is said of it is late.
-            self.fleet._take(pick % RANKS, [wrong, done(name)])
+            self.fleet._heard(pick % RANKS, [wrong, done(name)])
             assert self.running[name] is flight
-        elif operation == "tokens" and flight.ticket is not None:
-            self.fleet._take(rank, [told])
+        elif operation == "tokens" and flight.listener is not None:
+            self.fleet._heard(rank, [told])
         elif operation in ("done", "reject"):
-            self.fleet._take(rank, [done(name) if operation == "done" else rejected(name)])
+            self.fleet._heard(rank, [done(name) if operation == "done" else rejected(name)])
             if name not in self.running:
                 self.ended.append((rank, name))
 
     def befall(self, operation, rank):
         """Something about one worker."""
         if operation == "lose":
-            self.fleet._members.lose(rank, f"rank {rank} is lost")
-        elif operation == "break" and not self.fleet._members.workers[rank].lost:
-            self.fleet._members._broke(rank, f"rank {rank} is gone")
+            self.fleet._lose(rank, f"rank {rank} is lost")
+        elif operation == "break" and not self.fleet.admission.ranks[rank].lost:
+            self.fleet._broke(rank, f"rank {rank} is gone")
         elif operation in ("ready", "recovering"):
             self.ready(rank, operation)
 
@@ -137,9 +137,9 @@ class World:
                     await client.take()
             elif operation == "late" and self.ended:
                 rank, old = self.ended[pick % len(self.ended)]
-                self.fleet._take(rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
+                self.fleet._heard(rank, [Tokens(request_id=old, start=0, token_ids=(3,)), done(old), rejected(old)])
             elif operation == "unknown":
-                self.fleet._take(pick % RANKS, [done("nobody")])
+                self.fleet._heard(pick % RANKS, [done("nobody")])
             elif operation == "replace":
                 self.replace(everywhere=pick % 2)
             elif operation in DISASTERS:
@@ -169,13 +169,13 @@ async def play(operations, ending, monkeypatch, **changes):
     def send(link, message):
         # What a rank is given is what was told so far; it goes on behind that.
         if isinstance(message, Submit):
-            assert link is fleet._members.workers[link.rank].link, "a sequence was sent to a worker that is gone"
+            assert link is fleet._links[link.rank], "a sequence was sent to a worker that is gone"
             world.sent.append((link.rank, message.request_id, list(message.output_token_ids)))
             told = len(world.running[message.request_id].output)
             assert list(message.output_token_ids) == [i % 10 for i in range(told)]
 
     monkeypatch.setattr(WorkerLink, "send", send)
-    monkeypatch.setattr(dispatch, "CALM_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "CALM_SECONDS", 0.0)
     try:
         fleet.start()
         for rank in range(RANKS):
@@ -183,18 +183,18 @@ async def play(operations, ending, monkeypatch, **changes):
         await world.play(operations)
         if ending == "recovery":
             for rank in range(RANKS):
-                fleet._members.lose(rank, "all are lost")
+                fleet._lose(rank, "all are lost")
             fleet.validate()
             world.replace(everywhere=True)
             fleet.validate()
             assert fleet.incidents.open is None
-            assert all(flight.pauses for flight in fleet._flights.waiting())
+            assert all(flight.pauses for flight in fleet.admission.flights.waiting())
             while fleet.num_inflight:
                 # Those that two workers died with go on at a later turn of the event loop.
                 await asyncio.sleep(0)
-                for flight in [f for f in fleet._flights.by_name.values() if f.rank is not None][:1]:
-                    assert flight.ticket is not None, "what nobody listens to is not carried"
-                    fleet._take(flight.rank, [done(flight.name)])
+                for flight in [f for f in fleet.admission.flights.by_name.values() if f.rank is not None][:1]:
+                    assert flight.listener is not None, "what nobody listens to is not carried"
+                    fleet._heard(flight.rank, [done(flight.name)])
         elif ending == "failure":
             fleet.give_up("rank 1 is lost")
         else:

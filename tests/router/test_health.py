@@ -37,16 +37,16 @@ class Played:
         self.was_ready += 1
 
     def connect(self, epoch):
-        self.fleet._members._up(0)
-        self.fleet._replies.take(0, [dataclasses.replace(SNAPSHOT, epoch=epoch)])
+        self.fleet._up(0)
+        self.fleet._heard(0, [dataclasses.replace(SNAPSHOT, epoch=epoch)])
 
     async def decode_canary(self):
         """Answer it, whatever its number."""
         for _ in range(20):
             await asyncio.sleep(0)
-        (name,) = [name for name in self.fleet._flights.by_name if name.startswith("canary-")]
+        (name,) = [name for name in self.fleet.admission.flights.by_name if name.startswith("canary-")]
         done = Done(request_id=name, finish_reason="length", prompt_tokens=1, cached_tokens=0, completion_tokens=2)
-        self.fleet._replies.take(0, [Tokens(request_id=name, start=0, token_ids=(3, 4)), done])
+        self.fleet._heard(0, [Tokens(request_id=name, start=0, token_ids=(3, 4)), done])
         for _ in range(20):
             await asyncio.sleep(0)
 

@@ -370,7 +370,7 @@ def test_a_client_keeps_its_rank(service):
     long = ["c" * 5000 + "1"] * 3
     told = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user=name) for i, name in enumerate(long)]
     assert [answer.headers["x-moeyard-route"].split(";")[1] for answer in told[1:]] == ["reason=client"] * 2
-    assert max(map(len, service.server._fleet._dispatch._placement._homes)) <= 256
+    assert max(map(len, service.server._fleet.admission.placement._last_ranks)) <= 256
     named = {"x-session-id": "bob"}
     bodies = ({"prompt": f"{i}", "max_tokens": 2, "user": f"{i}"} for i in range(3))
     routes = [service.client.post(COMPLETIONS, json=body, headers=named).headers["x-moeyard-route"] for body in bodies]

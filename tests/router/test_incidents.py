@@ -27,7 +27,7 @@ def records(*events):
 
 
 def lose(fleet):
-    fleet._members.lose(1, "worker 1 is gone")
+    fleet._lose(1, "worker 1 is gone")
 
 
 def give_up(fleet):

@@ -28,14 +28,14 @@ class Late:
         self.fleet.start()
 
     def say(self, rank, *, epoch, world_size):
-        if not self.fleet._members.workers[rank].connected:
-            self.fleet._members._up(rank)
+        if not self.fleet.admission.ranks[rank].connected:
+            self.fleet._up(rank)
         snapshot = Snapshot(
             rank=rank, world_size=world_size, epoch=epoch, step=1, state="ready", failure=None, num_running=0,
             num_waiting=0, num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=64,
             vocab_size=10,
         )  # fmt: skip
-        self.fleet._take(rank, [snapshot])
+        self.fleet._heard(rank, [snapshot])
 
 
 def test_survivors_that_go_on_already_are_no_other_fleet():

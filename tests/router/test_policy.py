@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.scripts import loaded
 
-from moeyard_router.fleet.placement import Placement
+from moeyard_router.fleet.placement import PrefixMap, PromptPlacement, blocks
 from moeyard_router.fleet.policy import RankLoad, choose_rank
-from moeyard_router.fleet.prefixes import PrefixMap, blocks
 
 IDLE = RankLoad(rank=0, usable=True, sequences=0, pending_tokens=0, page_size=4, kv_pages=100, kv_pages_free=100)
 
@@ -132,7 +131,7 @@ def test_known_prefixes_are_prefixes(prompts, capacity):
 
 
 def test_a_conversation_stays_where_its_prefix_is():
-    placement = Placement(3, prefix_caching=True)
+    placement = PromptPlacement(3, prefix_caching=True)
     said = tuple(range(400))
     assert placement.choose(ranks({"sequences": 1}, {}, {}), said[:200], client=None).rank == 1
     route = placement.choose(ranks({}, {"sequences": 0}, {}), said, client=None)
@@ -144,7 +143,7 @@ def test_a_conversation_stays_where_its_prefix_is():
 
 
 def test_without_prefix_caching_only_clients_are_remembered():
-    placement = Placement(2, prefix_caching=False)
+    placement = PromptPlacement(2, prefix_caching=False)
     said = tuple(range(400))
     assert placement.choose(ranks({"sequences": 1}, {}), said, client="ann").rank == 1
     assert placement.choose(ranks({}, {}), said, client="bob").rank == 0

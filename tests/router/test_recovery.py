@@ -24,7 +24,7 @@ from tests.router.launcher import (
 from tests.router.scripted_worker import ScriptedWorker
 
 from moeyard_router.config import WorkerAddress
-from moeyard_router.fleet import dispatch
+from moeyard_router.fleet import admission
 from moeyard_worker.protocol import Done, Rejected
 
 
@@ -162,7 +162,7 @@ def kill_its_worker(service, launcher, wait_for):
 def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait_for, pool, monkeypatch):
     """After two losses it waits until the fleet has been whole for a while: further ones are not its fault."""
     service, launcher = launched
-    monkeypatch.setattr(dispatch, "CALM_SECONDS", 1e6)
+    monkeypatch.setattr(admission, "CALM_SECONDS", 1e6)
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
     for number in range(2):
         launcher.heal(kill_its_worker(service, launcher, wait_for).rank)
@@ -176,7 +176,7 @@ def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait
         wait_for(ready, "it must be ready again")
         launcher.kill(*range(WORLD))
         wait_for(lambda: not ready(), "all are lost")
-        monkeypatch.setattr(dispatch, "CALM_SECONDS", calm)
+        monkeypatch.setattr(admission, "CALM_SECONDS", calm)
         launcher.heal(*range(WORLD))
     assert errors(stream) == []
     service.wait_idle()
@@ -185,7 +185,7 @@ def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait
 
 def test_what_kills_three_workers_ends(launched, wait_for, pool, monkeypatch):
     service, launcher = launched
-    monkeypatch.setattr(dispatch, "CALM_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "CALM_SECONDS", 0.01)
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
     for number in range(3):
         victim = kill_its_worker(service, launcher, wait_for)

@@ -149,7 +149,7 @@ def test_limits_follow_the_number_of_workers(scaled, wait_for, pool):
     for size in (3, 2):
         fleet.scale(size)
         wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
-        assert held.waiters._room._places == 2 * size
+        assert held.admission.waiters.room._places == 2 * size
         for worker in service.workers:
             worker.paused = True
         answers = [pool.submit(service.complete, prompt=f"{i}", max_tokens=2) for i in range(3 * size)]

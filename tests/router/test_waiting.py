@@ -9,8 +9,7 @@ import pytest
 
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fair import Entry, FairQueue
-from moeyard_router.fleet.overload import CALM, INTERVAL, Overload
-from moeyard_router.fleet.waiting import WaitingRoom
+from moeyard_router.fleet.waiting import CALM, INTERVAL, Overload, WaitingRoom
 
 PLACES, SERVICE, FIRST_TOKEN = 64, 4.0, 0.1
 CAPACITY = PLACES / SERVICE

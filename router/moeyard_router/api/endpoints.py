@@ -61,7 +61,7 @@ class GenerateEndpoint:
         arrived = time.monotonic()
         record = record_of(scope)
         try:
-            self._fleet.waiters.check(record.key_name)  # before the body is read: refusals must be cheap
+            self._fleet.check(record.key_name)  # before the body is read: refusals must be cheap
             with self._bodies.room() as take:
                 job = await self._job(await read_parts(scope, receive, self._config.max_body_bytes, take))
             await self._run(job, arrived, scope, receive, send)

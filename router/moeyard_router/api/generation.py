@@ -9,9 +9,10 @@ from moeyard_router.api.intake import Job
 from moeyard_router.api.record import RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.instructions import Event, Lost
 from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.recent import Phases
-from moeyard_router.fleet.ticket import Event, Lost, Ticket
+from moeyard_router.fleet.records import Phases
+from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens

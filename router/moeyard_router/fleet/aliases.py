@@ -83,7 +83,7 @@ class VllmFleetAliases(Collector):
         for name, (field, text) in _GAUGES.items():
             if (value := total(workers, field)) is not None:
                 if field == "num_waiting":
-                    value += self._fleet.waiters.num_sequences
+                    value += self._fleet.num_queued
                 yield _one(GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS), labels, value)
         for name, (field, text) in _COUNTERS.items():
             if (value := total(workers, field)) is not None:

@@ -1,31 +1,37 @@
-"""The workers as one thing: who runs what, the end of every sequence, and the fleet's health.
+"""The workers as one thing: carries out over links what the admission machine (fleet/admission.py) decides."""
 
-With expert parallelism every rank is needed by every token, so while one is missing the fleet recovers: nothing runs,
-and nothing is lost. What ran on the missing rank waits, with all that its clients were told, and goes on from there
-wherever there is room once every rank is ready again.
-"""
-
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import zmq
+
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.errors import ApiError
-from moeyard_router.fleet.dispatch import Dispatch
-from moeyard_router.fleet.draining import Draining
-from moeyard_router.fleet.flights import Flight, Flights
-from moeyard_router.fleet.link import Message
+from moeyard_router.fleet.admission import Admission
+from moeyard_router.fleet.instructions import (
+    Answered,
+    Began,
+    Carried,
+    Changed,
+    Connect,
+    Disconnect,
+    Ended,
+    Instruction,
+    ReportLost,
+    Run,
+    Stop,
+    Waited,
+    WakeAt,
+)
+from moeyard_router.fleet.link import LinkEvents, WorkerLink, gave_up
 from moeyard_router.fleet.loads import LoadsReader
-from moeyard_router.fleet.members import MemberEvents, Members
+from moeyard_router.fleet.orders import Drain
 from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.recent import RecentRequests
-from moeyard_router.fleet.recovery import Recovery
-from moeyard_router.fleet.replies import Replies
-from moeyard_router.fleet.room import Room
-from moeyard_router.fleet.ticket import Lost, Ticket
-from moeyard_router.fleet.waiters import Waiters
+from moeyard_router.fleet.records import RecentRequests
+from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Rejected, SamplingParams
+from moeyard_worker.protocol import Abort, Message, SamplingParams
 
 _WAITS = Route(rank=None, reason="waits")
 
@@ -33,9 +39,9 @@ _WAITS = Route(rank=None, reason="waits")
 class Fleet:
     """Owner of the connections to all workers. Lives in one event loop; `start` it there and `close` it there.
 
-    `on_lost(rank, reason)` is called in the loop, once for every worker that does not come back by itself; whoever can
-    start another in its place then calls `replace`, or `give_up`. With a `recovery_timeout` of 0 it is called once, and
-    all that is in flight ends.
+    `on_lost(rank, reason)` is called in the loop, once for every worker that does not come back by itself; its owner
+    then calls `replace` with another worker, or `give_up`. With a `recovery_timeout` of 0 it is called once, and all
+    that is in flight ends.
     """
 
     def __init__(
@@ -47,101 +53,79 @@ class Fleet:
         on_lost: Callable[[int, str], None] = lambda rank, reason: None,
     ) -> None:
         self.config = config
-        self.generation = 0  # counts the times that workers were replaced
-        self.failure: str | None = None
-        self.given_up = False
-        self.stopping: str | None = None
         self.recent = RecentRequests()
-        self.loads = LoadsReader(lambda: [w.link for w in self._members.workers if w.state == "ready"])
-        self._recovers = config.recovery_timeout > 0
+        self.loads = LoadsReader(self._ready_links)
+        self.admission = Admission(time.monotonic(), config)
+        self.incidents = self.admission.incidents
         self._metrics = metrics
         self._on_change = on_change
         self._on_lost = on_lost
-        room = self._room = Room(time.monotonic(), config.most_inflight(len(config.workers)), config.max_waiting_tokens)
-        self.waiters = Waiters(config, metrics, drain=self._drain, refuse=self._end_here)
-        self._flights = Flights(room, len(config.workers), ended=self.waiters.ended)
-        events = MemberEvents(
-            changed=self._changed, messages=self._take, apart=self._apart, lost=self._lost, unfit=self.fail
-        )
-        self._members = Members(config, self._flights, events)
-        self._dispatch = Dispatch(
-            self._members, self._flights, self.waiters, prefix_caching=config.prefix_caching, waits=self._wait
-        )
-        self._recovery = Recovery(config.recovery_timeout, metrics, self.fail, was_whole=config.restarted)
-        self.incidents = self._recovery.incidents
-        self.read = self._dispatch.read
-        self.drain = Draining(self._dispatch, self._recovery, self._changed).take
-        self._replies = Replies(
-            self._members, self._flights, self._recovery, self.waiters, room=room, loads=self.loads,
-            recovers=self._recovers, left=self._count, settle=self._settle, again=self._dispatch.again,
-        )  # fmt: skip
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[int, WorkerLink] = {}
+        self._watches: set[asyncio.Task[None]] = set()  # over links that may not come up again
+        self._announced: list[Ticket] = []  # to be called once all messages at hand are delivered
+        self._carries_out = False
+        self._inflight = 0  # as the metrics have it
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
+
+    # The life of the fleet.
 
     def start(self) -> None:
         """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
-        self._members.start()
-        self._changed()
+        self.admission.start()
+        self._carry_out()
 
     def replace(self, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None = None) -> None:
-        """Go on with these workers, some of which may be new; raises `ValueError` as `start`.
+        """Go on with these workers, as `Admission.replace`; raises `ValueError` as `start`."""
+        self.admission.replace(time.monotonic(), addresses, facts)
+        self._carry_out()
 
-        Workers that keep their endpoint, and are there, keep their sequences; those of the others go on once all are
-        ready. `facts` are what the launcher knows of the incident.
-        """
-        if self.given_up:
-            return
-        if not self._recovers:
-            self.end_all(self.failure or "the workers were started again")
-        self.failure = None
-        new = self._members.replace(addresses)
-        self.waiters.resize(len(addresses), self._room)
-        if self._recovers and (new or not self._recovery.is_whole):
-            self._wait("workers were replaced")
-        self._dispatch.forget(new)
-        self.generation += 1
-        if facts is not None:
-            self.incidents.note(facts)
-        self._settle()
-        self._changed()
+    def stop(self, reason: str) -> None:
+        """Take no more requests; those in flight go on."""
+        self.admission.stop(reason)
+        self._carry_out()
+
+    def end_all(self, reason: str) -> None:
+        """End everything in flight with a named error, and tell the workers that still listen."""
+        self.admission.end_all(time.monotonic(), reason)
+        self._carry_out()
+
+    def give_up(self, reason: str) -> None:
+        """Declare the fleet lost for good."""
+        self.admission.give_up(time.monotonic(), reason)
+        self._carry_out()
+
+    def drain(self, order: Drain) -> int:
+        """Carry out an order, as `Admission.drain`."""
+        count = self.admission.drain(time.monotonic(), order)
+        self._carry_out()
+        return count
 
     def close(self) -> None:
         """End everything in flight and close all sockets."""
-        self.stop("the router has stopped")
-        self.given_up = True
-        self._recovery.fail("the router has stopped")
-        self.end_all("the router has stopped")
-        self._members.close()
+        self.admission.close(time.monotonic(), "the router has stopped")
+        self._carry_out()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._watches:
+            task.cancel()
+        for link in self._links.values():
+            link.close()
+        self._context.destroy(linger=0)
 
-    @property
-    def addresses(self) -> tuple[WorkerAddress, ...]:
-        """Of the workers in use, by rank."""
-        return self._members.addresses
+    # Requests.
 
-    @property
-    def last_progress(self) -> float | None:
-        """Monotonic seconds of the latest sign that a step ran."""
-        return self._replies.last_progress
+    def check(self, key: str | None) -> None:
+        """Raise `ApiError` 429 if a request of `key` would wait too long."""
+        self.admission.check(time.monotonic(), key)
 
-    @property
-    def num_inflight(self) -> int:
-        """Sequences without an end, aborted ones included until their worker says that they have ended."""
-        return len(self._flights.by_name)
-
-    def unavailable(self) -> str | None:
-        """Why nothing runs now, or None."""
-        if self.failure is not None:
-            return f"the fleet has failed: {self.failure}"
-        if self.stopping is not None:
-            return self.stopping
-        if self._recovery.reason is not None:
-            return f"recovering: {self._recovery.reason}"
-        return self._members.unready()
-
-    def _refuses(self, rank: int | None) -> str | None:
-        """Why a request (for `rank`, unless it is None) cannot even wait here."""
-        if self.failure is None and self.stopping is None and self._recovers and self._recovery.was_whole:
-            ready = rank is None or [w.state for w in self._members.workers[rank : rank + 1]] == ["ready"]
-            return None if ready else f"worker {rank} is not ready"
-        return self.unavailable()
+    async def read(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Hash prompts for `submit`, one in each turn of the event loop: a long one takes half a ms."""
+        loads = self.admission.ranks.loads()
+        for prompt in prompts if loads and self.config.prefix_caching else ():
+            self.admission.placement.read(prompt, loads[0].page_size)
+            await asyncio.sleep(0)
 
     def submit(
         self,
@@ -152,168 +136,207 @@ class Fleet:
         key: str | None = None,
         rank: int | None = None,
     ) -> Ticket:
-        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses for `client`, or all for `rank`.
-
-        They wait here until a rank has room and the fleet is whole; `key` names whose turn it is then
-        (fleet/waiting.py). Those for a `rank` try it: they do not wait, need no room, and end if that one is lost.
-        Raises `ApiError` 503 if the fleet cannot run them and 429 if it is full; then none was taken.
-        """
-        problem = self._refuses(rank)
-        if problem is not None:
-            reason = "fleet_failed" if self.failure is not None else "not_ready"
-            raise ApiError(503, problem, reason=reason)
-        now, count, tokens = time.monotonic(), len(sequences), sum(len(prompt) for prompt, _ in sequences)
-        if rank is None:
-            self.waiters.check(key, count)
-            self.waiters.displace(now, key, until=lambda: self._room.fits(count, tokens))
-            self._room.check(now, count, tokens)
-        ticket = Ticket(self.abandon, self._replies.announced.append)
-        flights = [
-            Flight(
-                name=f"{request_id}-{index}", index=index, prompt=prompt, sampling=sampling, client=client,
-                key=key, ticket=ticket, carried=rank is None,
+        """Take sequences (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429."""
+        ticket = Ticket(self.abandon, self._announced.append)
+        try:
+            flights = self.admission.submit(
+                time.monotonic(), request_id, sequences, listener=ticket, client=client, key=key, rank=rank
             )
-            for index, (prompt, sampling) in enumerate(sequences)
-        ]  # fmt: skip
-        for flight in flights:
-            self._flights.enter(flight)
-            ticket.opened(flight.index, flight.name, _WAITS)
-        self._dispatch.take(now, flights, rank, whole=self._recovery.is_whole)
-        self._count()
+            for flight in flights:
+                ticket.opened(flight.index, flight.name, _WAITS)
+        finally:
+            self._carry_out()
         return ticket
-
-    def _take(self, rank: int, messages: list[Message]) -> None:
-        self._replies.take(rank, messages)
-        if self.waiters.num_sequences:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Who waits for a turn goes to the workers, while these have room."""
-        if self._recovery.is_whole:
-            self._dispatch.drain()
-            self._count()
 
     def abandon(self, request_id: str) -> None:
         """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
-        flight = self._flights.by_name.get(request_id)
-        if flight is None or flight.ticket is None:
-            return
-        flight.ticket = None
-        self._dispatch.abort(flight)
-        if flight.rank is None:
-            self._flights.leave(time.monotonic(), flight, ran=False)
-            self._count()
+        self.admission.abandon(time.monotonic(), request_id)
+        self._carry_out()
 
-    def stop(self, reason: str) -> None:
-        """Take no more requests; those in flight go on."""
-        if self.stopping is None:
-            self.stopping = reason
-            self._changed()
+    # State.
 
-    def end_all(self, reason: str) -> None:
-        """End everything in flight with a named error, and tell the workers that still listen."""
-        now = time.monotonic()
-        for flight in list(self._flights.by_name.values()):
-            if flight.ticket is not None:
-                self._dispatch.abort(flight)
-                flight.ticket.put(now, flight.index, Lost(reason))
-        self._flights.clear(now)
-        self._count()
+    @property
+    def addresses(self) -> tuple[WorkerAddress, ...]:
+        """Addresses of the workers in use, by rank."""
+        return self.admission.ranks.addresses
 
-    def fail(self, reason: str) -> None:
-        """The fleet is lost, until it is whole again or others take its workers' places. The first reason stays."""
-        if self.failure is None:
-            self.failure = reason
-            self._recovery.begin(reason)  # whoever gives up may know more than was heard here
-            self._recovery.fail(reason)
-            self.end_all(reason)
-            self._changed()
+    @property
+    def failure(self) -> str | None:
+        """Why the fleet has failed, or None."""
+        return self.admission.failure
 
-    def give_up(self, reason: str) -> None:
-        """The same for good: nothing will recover."""
-        self.given_up = True
-        self.fail(reason)
+    @property
+    def given_up(self) -> bool:
+        """Whether it has failed for good."""
+        return self.admission.given_up
+
+    @property
+    def stopping(self) -> str | None:
+        """Why it takes no more requests, or None."""
+        return self.admission.stopping
+
+    @property
+    def generation(self) -> int:
+        """Number of times that workers were replaced."""
+        return self.admission.generation
+
+    @property
+    def last_progress(self) -> float | None:
+        """Monotonic seconds of the latest sign that a step ran."""
+        return self.admission.last_progress
+
+    @property
+    def num_inflight(self) -> int:
+        """Sequences without an end, aborted ones included until their worker confirms."""
+        return len(self.admission.flights.by_name)
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait for their first turn."""
+        return self.admission.waiters.num_sequences
+
+    def unavailable(self) -> str | None:
+        """Return why nothing runs now, or None."""
+        return self.admission.unavailable()
 
     def describe(self) -> dict[str, Any]:
-        """State of the fleet and of each rank, for people and dashboards."""
-        return {
-            "failure": self.failure,
-            "stopping": self.stopping,
-            "recovering": self._recovery.reason,
-            "inflight": self.num_inflight,
-            "waiting": len(self._flights.waiting()) + self.waiters.num_sequences,
-            "workers": [worker.describe() for worker in self._members.workers],
-        }
+        """Return the state of the fleet and of each rank, for people and dashboards."""
+        return self.admission.describe()
 
     def validate(self) -> None:
-        """Assert that everything is counted, and that what waits is waited for."""
-        self._flights.validate()
-        self.waiters.validate(self._flights.by_name.values())
-        self._recovery.validate()
-        assert self.failure is None or not self.num_inflight, "a failed fleet has nothing in flight"
-        waiting = [f for f in self._flights.waiting() if not f.pauses]
-        waits_turn = self.waiters.num_sequences and not self._members.any_usable()
-        assert self._recovery.reason is not None or not (waiting or waits_turn), "nobody would ever run what waits"
-        assert all(not w.lost or not w.held.sequences for w in self._members.workers), "a lost worker runs nothing"
+        """Assert all invariants, of the machine and of what is connected to it."""
+        self.admission.validate()
+        assert not self.admission.deliveries, "deliveries are left"
+        assert not self.admission.instructions, "instructions are left"
+        for name, flight in self.admission.flights.by_name.items():
+            assert flight.listener is None or flight.listener.runs(flight.index, name), f"no request has {name}"
+        linked = {rank.number for rank in self.admission.ranks if not rank.lost}
+        assert self.admission.given_up or set(self._links) == linked, "a link is left over, or missing"
 
-    def _changed(self) -> None:
-        self._metrics.set_workers([w.shown for w in self._members.workers])
-        self._on_change()
+    # Events from links and the clock.
 
-    def _count(self) -> None:
-        self._metrics.inflight.set(self.num_inflight - self.waiters.num_sequences)
+    def _up(self, rank: int) -> None:
+        self.admission.connected(rank)
+        self._carry_out()
 
-    def _wait(self, reason: str, lost: int | None = None) -> None:
-        """Requests wait for the fleet to be whole; where there is no recovery it has failed."""
-        if not self._recovers:
-            self.fail(reason)
-        elif self.failure is None:
-            self.waiters.hold(time.monotonic())
-            self._recovery.begin(reason, lost)
+    def _heard(self, rank: int, messages: list[Message]) -> None:
+        self.admission.heard(time.monotonic(), rank, messages)
+        self._carry_out()
 
-    def _apart(self, rank: int | None, reason: str) -> None:
-        """What ran on a rank does so no more (None: all still runs), and it may be back."""
-        self._wait(reason)
-        if rank is not None:
-            self._release(rank, reason)
-        self._changed()
+    def _broke(self, rank: int, reason: str) -> None:
+        self.admission.broke(time.monotonic(), rank, reason)
+        self._carry_out()
 
-    def _lost(self, rank: int, reason: str, died: bool, replaced: bool) -> None:
-        """A worker is lost, or replaced."""
-        told = replaced or (self.failure is not None and not self._recovers)
-        if self._recovers or not replaced:
-            self._wait(reason, rank)
-        self._release(rank, reason)
-        for flight in self._flights.died(rank) if died else ():
-            why = f"{flight.deaths} workers were lost while they ran this request: {reason}"
-            self._end_here(time.monotonic(), flight, Lost(why))
-        self._changed()
-        if not told:
-            self._on_lost(rank, reason)
+    def _lose(self, rank: int, reason: str) -> None:
+        self.admission.lose(time.monotonic(), rank, reason)
+        self._carry_out()
 
-    def _release(self, rank: int, reason: str) -> None:
-        """What ran on a rank waits, but for what must not; that ends."""
-        now = time.monotonic()
-        for flight in self._flights.release(now, rank):
-            self._end_here(now, flight, Lost(reason))
-        self._count()
+    def _wake(self) -> None:
+        self._timer = None
+        self.admission.time_passed(time.monotonic())
+        self._carry_out()
 
-    def _end_here(self, now: float, flight: Flight, event: Lost | Rejected) -> None:
-        """End it for another reason than its rank's word."""
-        self._flights.leave(now, flight, ran=False)
-        self._count()
-        if flight.ticket is not None:
-            flight.ticket.put(now, flight.index, event)
+    # Instructions.
 
-    def _settle(self) -> None:
-        """If every worker is ready, what waits goes on."""
-        over = self.given_up or (self.failure is not None and not self._recovers)
-        if over or self._recovery.is_whole or self._members.unready() is not None:
+    def _carry_out(self) -> None:
+        """Carry out all instructions in order, those that come meanwhile included."""
+        if self._carries_out:
+            return  # called while one is carried out: the loop below goes on to the new ones
+        machine, acted = self.admission, False
+        self._carries_out = True
+        try:
+            while machine.deliveries or machine.instructions:
+                deliveries, machine.deliveries = machine.deliveries, []
+                for now, ticket, index, event in deliveries:
+                    ticket.put(now, index, event)
+                if machine.instructions:
+                    acted = True
+                    instructions, machine.instructions = machine.instructions, []
+                    for instruction in instructions:
+                        self._carry_out_one(instruction)
+        finally:
+            self._carries_out = False
+        inflight = len(machine.flights.by_name)
+        if acted or inflight != self._inflight:
+            self._inflight = inflight
+            self._metrics.inflight.set(inflight - self.num_queued)
+            self._metrics.waiting.set(self.num_queued)
+        if self._announced:
+            announced = self._announced[:]
+            self._announced.clear()
+            for ticket in announced:
+                ticket.read()
+
+    def _carry_out_one(self, instruction: Instruction) -> None:
+        match instruction:
+            case Run(ticket, index, route, submit):
+                ticket.moved(index, route)
+                self._send(route.rank, submit)
+            case Stop(rank, name):
+                self._send(rank, Abort(request_id=name))
+            case Connect(address, broke):
+                self._connect(address, broke)
+            case Disconnect(rank):
+                if rank in self._links:
+                    self._links.pop(rank).close()
+            case Answered(loads):
+                self.loads.take(loads)
+            case ReportLost(rank, reason):
+                self._on_lost(rank, reason)
+            case Changed():
+                self._metrics.set_workers([rank.shown for rank in self.admission.ranks])
+                self._on_change()
+            case WakeAt(seconds):
+                self._wake_at(seconds)
+            case Waited(seconds):
+                self._metrics.waited.observe(seconds)
+            case Began(incident):
+                incident.when = time.time()
+            case Ended(incident):
+                if incident.planned is None:
+                    self._metrics.recoveries.inc()
+                    self._metrics.recovery_seconds.observe(incident.whole_seconds or 0.0)
+                else:
+                    (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
+            case Carried(sequences, recomputed_tokens):
+                self._metrics.carried.inc(sequences)
+                self._metrics.recomputed.inc(recomputed_tokens)
+
+    def _send(self, rank: int | None, message: Message) -> None:
+        link = None if rank is None else self._links.get(rank)
+        if link is not None:
+            link.send(message)
+
+    def _connect(self, address: WorkerAddress, broke: str | None) -> None:
+        number = address.rank
+        if number in self._links:
+            self._links.pop(number).close()
+        events = LinkEvents(up=self._up, messages=self._heard, broke=self._broke, lost=self._lose)
+        link = WorkerLink(address, context=self._context, config=self.config, events=events)
+        link.open()
+        self._links[number] = link
+        if broke is None:
             return
-        self.failure = None
-        waiting = self._flights.waiting()
-        self._dispatch.resume(waiting)
-        self._recovery.end(waiting, expects_output=any(f.carried for f in self._flights.by_name.values()))
-        self.waiters.resume(time.monotonic())
-        self._drain()
-        self._changed()
+
+        def settled() -> bool:
+            return self._links.get(number) is not link or self.admission.ranks[number].snapshot is not None
+
+        async def watch() -> None:
+            if await gave_up(link.endpoint, self.config.step_deadline, settled) and not settled():
+                self._lose(number, broke)
+
+        task = asyncio.get_running_loop().create_task(watch())
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            if self._wakes_at <= at:
+                return
+            self._timer.cancel()
+        self._wakes_at = at
+        delay = max(0.0, at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+
+    def _ready_links(self) -> list[WorkerLink]:
+        return [self._links[rank.number] for rank in self.admission.ranks if rank.state == "ready"]

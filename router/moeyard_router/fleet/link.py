@@ -1,10 +1,12 @@
 """One connection to one worker: a DEALER socket read by the event loop, and a monitor that sees it break at once."""
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -22,6 +24,7 @@ _FRAMES_PER_TURN = 256
 _BYTES_PER_TURN = 16 * 1024
 # How soon a connection that was refused is tried again, and at most how late.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
+_FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # seconds between looks for a listener
 # A process that ends while it is met again refuses nobody.
 _REFUSED = REFUSED_EVENTS & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
@@ -196,3 +199,34 @@ class WorkerLink:
 
 def _is_long(message: Message) -> bool:
     return isinstance(message, Submit) and len(message.prompt_token_ids) > _LONG_PROMPT
+
+
+async def refused(endpoint: str) -> bool:
+    """Return whether the machine refuses a connection: the worker's process is gone.
+
+    False if the connection succeeds, and if nothing is heard: an unreachable machine may come back.
+    """
+    url = urlsplit(endpoint)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        return False
+    try:
+        _, writer = await asyncio.open_connection(url.hostname, url.port)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
+
+
+async def gave_up(endpoint: str, seconds: float, answered: Callable[[], bool]) -> bool:
+    """Wait until `answered`; return True if `seconds` pass before, or if no process listens at `endpoint` any more."""
+    wait = _FIRST_LOOK
+    with contextlib.suppress(TimeoutError):  # boundary: it is what is waited for
+        async with asyncio.timeout(seconds):
+            while not answered():
+                if await refused(endpoint):
+                    return not answered()
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_LOOK)
+    return not answered()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress, repeat, zip_longest
 
 from moeyard_router.fleet.link import WorkerLink
-from moeyard_worker.protocol import ExpertLoads, Inspect, Message
+from moeyard_worker.protocol import ExpertLoads, Inspect
 
 _FRESH_SECONDS = 1.0
 _ANSWER_SECONDS = 1.0
@@ -66,14 +66,11 @@ class LoadsReader:
         self._answers: dict[int, ExpertLoads] = {}
         self._complete = asyncio.Event()
 
-    def take(self, rank: int, message: Message) -> bool:
-        """Take a message of `rank`; False if it is no answer of that rank."""
-        if not isinstance(message, ExpertLoads) or message.rank != rank:
-            return False
-        self._answers[rank] = message
+    def take(self, answer: ExpertLoads) -> None:
+        """Take a rank's answer."""
+        self._answers[answer.rank] = answer
         if len(self._answers) >= self._expected:
             self._complete.set()
-        return True
 
     async def read(self) -> list[ExpertLoads]:
         """The ranks' counts, by rank, at most a second old; a rank that does not answer within a second is left out."""

@@ -4,18 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moeyard_router.fleet.instructions import Event
 from moeyard_router.fleet.policy import Route
-from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The terminal event of a sequence that no worker will end any more."""
-
-    reason: str
-
-
-Event = PromptLogprobs | Tokens | Done | Rejected | Lost
+from moeyard_worker.protocol import PromptLogprobs, Tokens
 
 
 @dataclass(slots=True)

@@ -1,29 +1,93 @@
-"""The waiting room before the workers: who goes next, who may come in, who has waited too long. Pure.
+"""The queue before the workers: which request starts next, which may enter, and which has waited too long. Pure.
 
-Requests wait here and not at the workers, which hold no more than keeps them busy: so a request goes to the rank that
-has room when it is its turn, keys take turns, and what waits outlives a worker. Among keys (http/keys.py names them)
-the fair queue decides; what a client says of itself (`x-session-id`, `user`) does not make it another one, or anybody
-could be many.
+Requests queue here. The workers hold only what keeps them busy. So a request goes to a rank that has room when its turn
+comes, API keys take turns, and the queue outlives a worker. The fair queue decides between keys (http/keys.py names
+them). A client's own names (`x-session-id`, `user`) do not count, because a client could claim many of them.
+
+A queue that takes up a burst is good; a queue that stands and grows makes every request late (Nichols and Jacobson,
+"Controlling Queue Delay", ACM Queue 2012; Maurer, "Fail at Scale", ACM Queue 2015). So any burst may wait at first.
+The queue's length after it has stood for `INTERVAL` is taken as the number of concurrent clients: as many clients with
+one request after the other (a benchmark of fixed concurrency) keep it there, and all are served. If it grows beyond
+that, more requests arrive than end. Then no request waits longer than `limit`, until none had to be refused for `CALM`
+seconds.
 """
 
 import math
+from dataclasses import dataclass
 
 from moeyard_router.errors import ApiError
-from moeyard_router.fleet.drain import UNKNOWN, DrainRate
+from moeyard_router.fleet.capacity import UNKNOWN, DrainRate
 from moeyard_router.fleet.fair import Entry, FairQueue
-from moeyard_router.fleet.overload import Overload
 
-_MOST = 600.0  # seconds; nobody is told to come back later than that
+INTERVAL = 0.5  # seconds; earlier requests may have waited as long, so it is far below the 60 s of a drill
+CALM = 5.0  # seconds
+# Share of a quiet fleet's time to first token that a request may wait; a full fleet takes longer anyway.
+_SHARE = 0.5
+_LEAST, _MOST, _UNKNOWN = 0.01, 2.0, 0.25  # seconds
+# Weights of the latest first token, if it came earlier or later than expected. A late one says little about a quiet
+# fleet: its step may have begun many sequences, or its prompt may have been long.
+_SOONER, _LATER = 0.2, 0.01
+_MOST = 600.0  # seconds; the longest Retry-After
 _ENOUGH = 8  # starts after which their rate says something
-_EMPTY = 1.0  # seconds without anybody who waits, after which the rate of starts is no longer what the fleet can do
-# Places become free one by one: a key below its share of them may wait for so many of its turns, whatever the limit.
+_EMPTY = 1.0  # seconds with an empty queue, after which the rate of starts no longer shows what the fleet can do
+# Places become free one by one: a key below its share may wait for this many of its turns, whatever the limit.
 _TURNS = 8
+
+
+@dataclass(slots=True)
+class Overload:
+    """Watches the queue's length for overload. `places` sequences run at once."""
+
+    places: int
+    _since: float | None = None  # when the queue was last empty
+    _level: int | None = None  # its length an INTERVAL later
+    _until: float = 0.0
+    _first_token: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a request may wait while there is overload."""
+        return _UNKNOWN if self._first_token is None else min(max(_SHARE * self._first_token, _LEAST), _MOST)
+
+    def active(self, now: float) -> bool:
+        """Whether there is overload."""
+        return now < self._until
+
+    def waiting(self, now: float, num: int) -> None:
+        """Take the queue's length, whenever it changes and periodically."""
+        if not num:
+            self._since = self._level = None
+            return
+        if self._since is None:
+            self._since = now
+        elif self._level is None:
+            if now - self._since >= INTERVAL:
+                self._level = num
+        elif num > self._level + max(8, self.places // 8):
+            self._until = now + CALM
+
+    def refused(self, now: float) -> None:
+        """Prolong the overload: a request was refused because of its wait."""
+        if self.active(now):
+            self._until = now + CALM
+
+    def answered(self, now: float, seconds: float, running: int = 0) -> None:
+        """Take the time to first token of a sequence that had not waited, while `running` sequences run.
+
+        A late one says nothing about a quiet fleet if more than half of the places are taken: a flood fills all places
+        at once before it is known as one, and its first tokens come after all its prompts.
+        """
+        if self.active(now):
+            return
+        before = seconds if self._first_token is None else self._first_token
+        if seconds < before or 2 * running <= self.places:
+            self._first_token = before + (_SOONER if seconds < before else _LATER) * (seconds - before)
 
 
 class WaitingRoom:
     """Owner of the queue. `places` sequences run at once; `max_seconds` is how long a request may wait.
 
-    With None, a request may wait as long as it takes, except in overload (`Overload`). `now` is monotonic seconds.
+    With None, a request may wait for any time, except in overload (`Overload`). `now` is monotonic seconds.
     """
 
     def __init__(self, now: float, places: int, max_seconds: float | None) -> None:
@@ -31,18 +95,18 @@ class WaitingRoom:
         self._places = places
         self.overload = Overload(places)
         self._max_seconds = max_seconds
-        self._starts = DrainRate(now)  # of sequences, since some wait
+        self._starts = DrainRate(now)  # of sequences, while some wait
         self._num_starts = 0
-        self._last = -math.inf  # when somebody last waited
+        self._last = -math.inf  # when the queue last held a request
         self._held: float | None = None  # since when nothing runs
-        self._slots: dict[str | None, float] = {}  # until when places are promised to those of a key that were refused
+        self._slots: dict[str | None, float] = {}  # per key, the latest time that a refused request was told
 
     def resize(self, places: int) -> None:
-        """So many sequences run at once from now on."""
+        """Let `places` sequences run at once from now on."""
         self._places = self.overload.places = places
 
     def limit(self, now: float, key: str | None) -> float | None:
-        """Seconds that a request of `key` may wait at most; None for any time."""
+        """Return the longest wait of a request of `key` in seconds; None for any time."""
         if self._held is not None:
             return None
         if self._max_seconds is not None:
@@ -68,31 +132,31 @@ class WaitingRoom:
             raise ApiError(429, message, reason="overload", retry_after=self.promise(now, key, count))
 
     def push(self, now: float, entry: Entry) -> None:
-        """It waits."""
+        """Queue a request."""
         if now - self._last > _EMPTY:
             self._starts, self._num_starts = DrainRate(now), 0
         self.queue.push(entry)
         self._changed(now)
 
     def start(self, now: float, entry: Entry) -> None:
-        """It waits no more and goes to a worker, as `started` is then told."""
+        """Take it from the queue because it goes to a worker; `started` follows."""
         self.queue.remove(entry)
         self._changed(now)
 
     def started(self, now: float, key: str | None, prompt: int, most: int) -> float:
-        """A sequence goes to a worker, waited or not; returns what `FairQueue.ended` wants to know of it."""
+        """Count a start, after a wait or without; return the charge, for `FairQueue.ended`."""
         if now - self._last <= _EMPTY:
             self._starts.left(now)
             self._num_starts += 1
         return self.queue.started(key, prompt, most)
 
     def withdraw(self, now: float, entry: Entry) -> None:
-        """It waits no more, and does not run."""
+        """Take it from the queue; it does not run."""
         self.queue.remove(entry)
         self._changed(now)
 
     def late(self, now: float) -> list[Entry]:
-        """Those that have waited too long; the caller withdraws them."""
+        """Return those that have waited too long; the caller withdraws them."""
         self._changed(now)
         limits = {key: self.limit(now, key) for key in {entry.key for entry in self.queue}}
         late = [e for e in self.queue if (limit := limits[e.key]) is not None and now - e.since - e.excused >= limit]
@@ -101,12 +165,12 @@ class WaitingRoom:
         return late
 
     def hold(self, now: float) -> None:
-        """Nothing runs for a while: nobody is refused for the time that this takes."""
+        """Stop the clock of all waits: nothing runs for a while."""
         if self._held is None:
             self._held = now
 
     def resume(self, now: float) -> None:
-        """It runs again. Who waits now is a burst that the fleet brought about itself."""
+        """Let the clock run again. The queue now is a burst that the fleet itself caused."""
         if self._held is None:
             return
         for entry in self.queue:
@@ -117,11 +181,10 @@ class WaitingRoom:
         self._changed(now)
 
     def promise(self, now: float, key: str | None, count: int = 1) -> float:
-        """Seconds after which somebody that is refused had better come back, on whose behalf a place is then free.
+        """Return the seconds after which a refused request should retry; a place is expected to be free then.
 
-        Those who were refused before are told earlier times: a key's share of the rate at which sequences start is
-        handed out once, so that they do not all come back at once to be refused again. A key that asks more often than
-        it was told to only makes its own times longer.
+        A key's share of the rate of starts is promised once, the earliest times first. So refused requests do not all
+        return at once, to be refused again. A key that retries too early only makes its own times longer.
         """
         rate = self._rate(now)
         if rate is None:
@@ -134,7 +197,7 @@ class WaitingRoom:
         return at - now
 
     def _rate(self, now: float) -> float | None:
-        """Sequences per second that come to their turn; None before that is known."""
+        """Return the sequences per second that leave the queue; None while that is unknown."""
         rate = self._starts.per_second(now)
         return rate if self._num_starts >= _ENOUGH and rate > 1e-3 else None
 

@@ -13,7 +13,7 @@ from moeyard_router.fleet.collector import kv_usage, total
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.loads import rows_of_ranks
-from moeyard_router.fleet.recent import RECENT
+from moeyard_router.fleet.records import RECENT
 from moeyard_router.http.merging import merged
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics

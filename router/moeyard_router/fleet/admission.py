@@ -1,0 +1,659 @@
+"""Which sequence runs where, and what its client hears: one pure state machine. Events in, instructions out.
+
+With expert parallelism every token needs every rank, so the fleet recovers while one is missing: nothing runs, and
+nothing is lost. The sequences of a missing rank wait with their output so far. They go on at any rank with room once
+every rank is ready again.
+
+Each event is a method; `now` is monotonic seconds. After it the caller takes and carries out `deliveries` (events for
+clients), then `instructions`, each in order. A
+draining rank takes no new sequences but stays in lockstep, because the others need its experts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count as counter
+from typing import Any
+
+from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.errors import ApiError
+from moeyard_router.fleet.capacity import Capacity
+from moeyard_router.fleet.flights import MOST_DEATHS, Flight, Flights
+from moeyard_router.fleet.instructions import (
+    Answered,
+    Began,
+    Carried,
+    Changed,
+    Connect,
+    Delivery,
+    Disconnect,
+    Ended,
+    Instruction,
+    Lost,
+    ReportLost,
+    Run,
+    Stop,
+    Waited,
+    WakeAt,
+)
+from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.fleet.placement import PromptPlacement
+from moeyard_router.fleet.policy import Route
+from moeyard_router.fleet.ranks import Ranks
+from moeyard_router.fleet.records import Incidents
+from moeyard_router.fleet.waiters import Waiters
+from moeyard_worker.protocol import (
+    Done,
+    ExpertLoads,
+    Message,
+    PromptLogprobs,
+    Rejected,
+    SamplingParams,
+    Snapshot,
+    Tokens,
+)
+
+TICK_SECONDS = 0.005  # between looks at the queue, while it holds a request
+# A sequence whose new rank has not confirmed yet that it stopped it earlier.
+SOON_SECONDS = 0.02
+# A carried sequence that found a full queue at its rank; its client was admitted long ago.
+PAUSE_SECONDS = 0.25
+# A sequence that one more lost worker would end runs only after the fleet has been whole for this long.
+CALM_SECONDS = 3.0
+
+
+class Admission:
+    """Owner of all decisions about the sequences of one fleet.
+
+    `failure` is why the fleet has failed, `stopping` why it takes no more requests; `given_up`: nothing will recover.
+    `generation` counts replacements of workers. `last_progress` is the time of the latest sign that a step ran.
+    """
+
+    def __init__(self, now: float, config: RouterConfig) -> None:
+        self.deliveries: list[Delivery] = []
+        self.instructions: list[Instruction] = []
+        self.failure: str | None = None
+        self.stopping: str | None = None
+        self.given_up = False
+        self.generation = 0
+        self.last_progress: float | None = None
+        self.ranks = Ranks(config)
+        self.capacity = Capacity(now, config.most_inflight(len(config.workers)), config.max_waiting_tokens)
+        self.flights = Flights(self.capacity, self.ranks)
+        self.waiters = Waiters(now, config)
+        self.placement = PromptPlacement(len(config.workers), prefix_caching=config.prefix_caching)
+        self.incidents = Incidents()
+        # Whether every rank is ready, and whether that was ever so, maybe before this router was started.
+        self.is_whole, self._was_whole = False, config.restarted
+        self._config = config
+        self._recovers = config.recovery_timeout > 0
+        self._times_whole = 0
+        self._late: tuple[float, str] | None = None  # when the open incident has lasted too long, and how that is told
+        # When a paused sequence is sent again; a number only if the fleet has stayed whole since it was that often.
+        self._paused: list[tuple[float, int, Flight, int | None]] = []
+        self._numbers = counter()
+        self._tick: float | None = None  # of the next look at the queue
+
+    # Events: the life of the fleet.
+
+    def start(self) -> None:
+        """Connect to every worker."""
+        self._connect(self.ranks.addresses)
+        self._emit(Changed())
+
+    def replace(self, now: float, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None) -> None:
+        """Go on with these workers; `facts` are the launcher's, about the incident.
+
+        Workers that keep their endpoint and are not lost keep their sequences. The others' sequences go on once all
+        are ready.
+        """
+        if self.given_up:
+            return
+        if not self._recovers:
+            self.end_all(now, self.failure or "the workers were started again")
+        self.failure = None
+        new = self.ranks.changed_by(addresses)
+        for number in range(len(self.ranks)):
+            gone = number >= len(addresses)
+            if gone or number in new:
+                self.ranks[number].leaving |= gone  # whatever this router was told before
+                what = "has left" if gone else "is away" if addresses[number].away else "was replaced"
+                self.lose(now, number, f"worker {number} {what}", replaced=True)
+        self.ranks.replace(addresses, new)
+        self._connect(addresses[number] for number in new)
+        self.capacity.resize(self._config.most_inflight(len(addresses)))
+        self.waiters.resize(len(addresses))
+        if self._recovers and (new or not self.is_whole):
+            self._wait(now, "workers were replaced")
+        self.placement.forget(new)
+        self.generation += 1
+        if facts is not None:
+            self.incidents.note(facts)
+        self._settle(now)
+        self._emit(Changed())
+
+    def stop(self, reason: str) -> None:
+        """Take no more requests; those in flight go on."""
+        if self.stopping is None:
+            self.stopping = reason
+            self._emit(Changed())
+
+    def close(self, now: float, reason: str) -> None:
+        """End everything for good, without a failure."""
+        self.stop(reason)
+        self.given_up = True
+        self._end_recovery(reason)
+        self.end_all(now, reason)
+
+    def end_all(self, now: float, reason: str) -> None:
+        """End everything in flight with a named error, and tell the workers that still listen."""
+        for flight in list(self.flights.by_name.values()):
+            if flight.listener is not None:
+                self._abort(flight)
+                self.deliveries.append((now, flight.listener, flight.index, Lost(reason)))
+        for flight in self.flights.clear():
+            self.waiters.ended(now, flight, len(flight.output))
+
+    def fail(self, now: float, reason: str) -> None:
+        """Declare the fleet lost, until it is whole again or its workers are replaced. The first reason stays."""
+        if self.failure is None:
+            self.failure = reason
+            self._begin(now, reason)  # the launcher may give up over a loss that this router has not seen
+            self._end_recovery(reason)
+            self.end_all(now, reason)
+            self._emit(Changed())
+
+    def give_up(self, now: float, reason: str) -> None:
+        """Declare the fleet lost for good."""
+        self.given_up = True
+        self.fail(now, reason)
+
+    # Events: requests.
+
+    def submit(
+        self,
+        now: float,
+        request_id: str,
+        sequences: Sequence[tuple[Sequence[int], SamplingParams]],
+        *,
+        listener: Any,
+        client: str | None,
+        key: str | None,
+        rank: int | None,
+    ) -> list[Flight]:
+        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses, or all for `rank`.
+
+        They queue until a rank has room and the fleet is whole; `key` takes turns with others. Sequences for a `rank`
+        test it: they do not queue, need no room, and end if it is lost. Raises `ApiError` 503 if the fleet cannot run
+        them and 429 if it is full; then none was taken.
+        """
+        problem = self._refusal(rank)
+        if problem is not None:
+            reason = "fleet_failed" if self.failure is not None else "not_ready"
+            raise ApiError(503, problem, reason=reason)
+        if rank is None:
+            count, tokens = len(sequences), sum(len(prompt) for prompt, _ in sequences)
+            self.check(now, key, count)
+            for flight, refusal in self.waiters.displace(now, key, lambda: self.capacity.fits(count, tokens)):
+                self._end_here(now, flight, refusal)
+            self.capacity.check(now, count, tokens)
+        flights = [
+            Flight(
+                name=f"{request_id}-{index}",
+                index=index,
+                prompt=prompt,
+                sampling=sampling,
+                client=client,
+                key=key,
+                listener=listener,
+                carried=rank is None,
+            )
+            for index, (prompt, sampling) in enumerate(sequences)
+        ]
+        for flight in flights:
+            self.flights.enter(flight)
+        if rank is None and (self.waiters.num_sequences or not self.is_whole or not self._has_room()):
+            self.waiters.push(now, flights)
+            if self._tick is None:
+                self._tick = now + TICK_SECONDS
+                self._emit(WakeAt(self._tick))
+        else:
+            for flight in flights:
+                self.waiters.started(now, flight)
+                self._send(now, flight, rank)
+        return flights
+
+    def check(self, now: float, key: str | None, count: int = 1) -> None:
+        """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap, so it is asked early, too."""
+        if self.waiters.num_sequences:
+            self.waiters.room.check(now, key, count)
+
+    def abandon(self, now: float, name: str) -> None:
+        """Stop a sequence whose client has left. Unknown names are ignored."""
+        flight = self.flights.by_name.get(name)
+        if flight is None or flight.listener is None:
+            return
+        flight.listener = None
+        self._abort(flight)
+        if flight.rank is None:
+            self._leave(now, flight, ran=False)
+            self._drain(now)
+
+    def drain(self, now: float, order: Drain) -> int:
+        """Carry out an order; return how many sequences of clients `order.rank` has then, or UNKNOWN."""
+        self.ranks.drain(order.ranks)
+        if order.carry:
+            self._carry_away(now, order.rank)
+        if not self.ranks.any_open():
+            self.waiters.room.hold(now)  # requests wait because of this order
+        elif self.is_whole:
+            self.waiters.room.resume(now)
+        if order.size is not None:
+            what = f"going on with {order.size} worker{'s'[: order.size > 1]}"
+            self._pause(now, range(order.size, len(self.ranks)), what, scales=True)
+        elif order.leaves and order.rank < len(self.ranks):
+            self._pause(now, (order.rank,), f"worker {order.rank} is being restarted", scales=False)
+        self._drain(now)
+        self._emit(Changed())
+        if not self.is_whole and not order.leaves and order.size is None:
+            return UNKNOWN
+        return len(self._of_clients(order.rank))
+
+    # Events: ranks.
+
+    def connected(self, number: int) -> None:
+        """Note that the connection to a rank stands."""
+        self.ranks[number].connected = True
+        self._emit(Changed())
+
+    def broke(self, now: float, number: int, reason: str) -> None:
+        """Connect again after a connection broke, once in a step deadline; the next time the worker is lost."""
+        rank = self.ranks[number]
+        if not self._recovers or now - rank.broke < self._config.step_deadline:
+            self.lose(now, number, reason)
+            return
+        rank.reconnect(now)
+        self._emit(Connect(self.ranks.addresses[number], reason))
+        self._wait(now, reason)
+        self._release(now, number, reason)
+        self._emit(Changed())
+
+    def lose(self, now: float, number: int, reason: str, *, replaced: bool = False) -> None:
+        """Declare a worker lost: another must take its place, unless it is `replaced` already."""
+        rank = self.ranks[number]
+        if rank.lost:
+            return
+        died = rank.state != "stopping" and not rank.stopped and not rank.leaving
+        replaced = replaced or rank.leaving
+        rank.lost = True
+        self._emit(Disconnect(number))
+        known = replaced or (self.failure is not None and not self._recovers)
+        if self._recovers or not replaced:
+            self._wait(now, reason, number)
+        self._release(now, number, reason)
+        for flight in self.flights.died(number) if died else ():
+            why = f"{flight.deaths} workers were lost while they ran this request: {reason}"
+            self._end_here(now, flight, Lost(why))
+        self._emit(Changed())
+        if not known:
+            self._emit(ReportLost(number, reason))
+
+    def heard(self, now: float, number: int, messages: Sequence[Message]) -> None:
+        """Take messages of a rank, in order."""
+        for message in messages:
+            if isinstance(message, Tokens):
+                self._tokens(now, number, message)
+            elif isinstance(message, Done | Rejected):
+                self._end(now, number, message)
+            elif isinstance(message, PromptLogprobs):
+                self._scores(now, number, message)
+            elif isinstance(message, Snapshot):
+                self._snapshot(now, number, message)
+            elif isinstance(message, ExpertLoads) and message.rank == number:
+                self._emit(Answered(message))
+            else:
+                self.lose(now, number, f"worker {number} broke the protocol: it sent a {message.type} message")
+        if self.waiters.num_sequences:
+            self._drain(now)
+
+    # Events: time.
+
+    def time_passed(self, now: float) -> None:
+        """Do what is due."""
+        if self._late is not None and now >= self._late[0]:
+            self.fail(now, self._late[1])
+        due = []
+        while self._paused and self._paused[0][0] <= now:
+            due.append(heappop(self._paused))
+        for _, _, flight, times_whole in due:
+            self._resume_paused(now, flight, times_whole)
+        if self._tick is not None and now >= self._tick:
+            self._drain(now)
+            for flight, refusal in self.waiters.late(now):
+                self._end_here(now, flight, refusal)
+            self._tick = now + TICK_SECONDS if self.waiters.num_sequences else None
+        times = [time for time in (self._tick, self._late and self._late[0]) if time is not None]
+        times += [self._paused[0][0]] if self._paused else []
+        if times:
+            self._emit(WakeAt(min(times)))
+
+    # Questions.
+
+    def unavailable(self) -> str | None:
+        """Return why nothing runs now, or None."""
+        if self.failure is not None:
+            return f"the fleet has failed: {self.failure}"
+        if self.stopping is not None:
+            return self.stopping
+        if self.incidents.open is not None:
+            return f"recovering: {self.incidents.open.reason}"
+        return self.ranks.unready()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the fleet and of each rank, for people and dashboards."""
+        return {
+            "failure": self.failure,
+            "stopping": self.stopping,
+            "recovering": None if self.incidents.open is None else self.incidents.open.reason,
+            "inflight": len(self.flights.by_name),
+            "waiting": len(self.flights.waiting()) + self.waiters.num_sequences,
+            "workers": [rank.describe() for rank in self.ranks],
+        }
+
+    def validate(self) -> None:
+        """Assert all invariants. They hold after every event."""
+        flights = self.flights.by_name.values()
+        self.flights.validate()
+        self.waiters.validate(flights)
+        assert (self.incidents.open is None) == (self._late is None), "an incident has a bound, and nothing else has"
+        assert self.incidents.open is None or not self.is_whole, "a whole fleet has no open incident"
+        assert self.failure is None or not flights, "a failed fleet has nothing in flight"
+        pausing = {flight.name for _, _, flight, _ in self._paused}
+        assert all(flight.name in pausing for flight in flights if flight.pauses), "a paused sequence has no timer"
+        idle = any(not flight.pauses for flight in self.flights.waiting())
+        idle = idle or (self.waiters.num_sequences > 0 and not self.ranks.any_usable())
+        assert self.incidents.open is not None or not idle, "a sequence waits that nothing will run"
+        if self.waiters.num_sequences:
+            assert self._tick is not None, "no timer looks at the queue"
+            assert not self.is_whole or not self._has_room(), "a request is queued while a rank has room"
+
+    # The messages of ranks.
+
+    def _tokens(self, now: float, number: int, message: Tokens) -> None:
+        self.last_progress = now
+        flight = self.flights.by_name.get(message.request_id)
+        if flight is None or flight.rank != number or flight.listener is None or not message.token_ids:
+            return  # late tokens of a sequence that has ended here, or runs elsewhere
+        output = flight.output
+        if message.start != len(output):
+            reason = (
+                f"worker {number} broke the protocol: request {message.request_id} has {len(output)} tokens, the next "
+                f"ones start at {message.start}"
+            )
+            self.lose(now, number, reason)
+            return
+        if not output:
+            self.capacity.read(now, len(flight.prompt))
+            self.waiters.answered(now, flight)
+        if flight.pending:
+            self.flights.computed(flight)
+        output.extend(message.token_ids)
+        self.deliveries.append((now, flight.listener, flight.index, message))
+        if self.incidents.silent is not None and flight.carried:
+            self.incidents.output(now)
+
+    def _scores(self, now: float, number: int, message: PromptLogprobs) -> None:
+        self.last_progress = now
+        flight = self.flights.by_name.get(message.request_id)
+        if flight is not None and flight.rank == number and flight.listener is not None:
+            flight.scored += len(message.logprobs)
+            self.deliveries.append((now, flight.listener, flight.index, message))
+
+    def _end(self, now: float, number: int, message: Done | Rejected) -> None:
+        flight = self.flights.by_name.get(message.request_id)
+        if flight is not None and number in flight.left:
+            flight.left -= {number}
+            return
+        if flight is None or flight.rank != number or self._goes_on(now, number, flight, message):
+            return
+        if isinstance(message, Done):
+            self._leave(now, flight, ran=True, output=message.completion_tokens)
+            message = replace(message, queue_seconds=message.queue_seconds + flight.waited)
+        else:
+            self._leave(now, flight, ran=False)
+            if message.reason in ("queue_full", "queue_timeout"):
+                # A worker cannot know when the fleet will have room again.
+                message = replace(message, retry_after=self.capacity.wait(now, 1))
+        if flight.listener is not None:
+            self.deliveries.append((now, flight.listener, flight.index, message))
+
+    def _goes_on(self, now: float, number: int, flight: Flight, message: Done | Rejected) -> bool:
+        """Return whether the message is about the worker's end or lack of room, so that the sequence goes on."""
+        if not self._recovers or flight.listener is None or not flight.carried:
+            return False
+        stopping = self.ranks[number].state == "stopping"
+        if isinstance(message, Done):
+            goes_on = stopping and message.finish_reason == "abort"
+        elif message.reason == "fleet_failed" and not stopping:
+            self.lose(now, number, f"worker {number} failed: {message.message}")
+            return True
+        else:
+            goes_on = stopping or (message.reason == "queue_full" and flight.began)
+        if goes_on:
+            self.flights.unplace(flight)
+            if stopping:
+                self._send(now, flight)
+            else:
+                self._pause_flight(now + PAUSE_SECONDS, flight)
+        return goes_on
+
+    def _snapshot(self, now: float, number: int, said: Snapshot) -> None:
+        rank = self.ranks[number]
+        if not rank.lost:
+            before, problem = rank.snapshot, self.ranks.mismatch(rank, said)
+            rank.take(said)
+            if problem is not None:
+                self.lose(now, number, problem)
+                self.fail(now, problem)
+            elif before is None and rank.epoch not in (None, said.epoch):
+                epochs = f"its epoch is {said.epoch}, and was {rank.epoch} before its connection broke"
+                self.lose(now, number, f"worker {number} at {rank.endpoint} is another than it was: {epochs}")
+            elif said.state == "failed":
+                self.lose(now, number, f"worker {number} failed: {said.failure}")
+            elif said.state == "recovering" and (before is None or before.state != "recovering"):
+                self._wait(now, f"worker {number} recovers: {said.failure}")
+            if before is None or before.state != said.state:
+                self._emit(Changed())
+            if before is not None and said.step > before.step:
+                self.last_progress = now
+        self._settle(now)
+
+    # Whether the fleet is whole.
+
+    def _refusal(self, rank: int | None) -> str | None:
+        """Return why a request (for `rank`, unless it is None) cannot even queue here."""
+        if self.failure is None and self.stopping is None and self._recovers and self._was_whole:
+            ready = rank is None or (rank < len(self.ranks) and self.ranks[rank].state == "ready")
+            return None if ready else f"worker {rank} is not ready"
+        return self.unavailable()
+
+    def _wait(self, now: float, reason: str, lost: int | None = None) -> None:
+        """Let requests wait until the fleet is whole; a fleet that does not recover has failed."""
+        if not self._recovers:
+            self.fail(now, reason)
+        elif self.failure is None:
+            self.waiters.room.hold(now)
+            self._begin(now, reason, lost)
+
+    def _begin(
+        self,
+        now: float,
+        reason: str,
+        lost: int | None = None,
+        *,
+        planned: Iterable[int] | None = None,
+        scales: bool = False,
+    ) -> None:
+        """Open an incident, or report to the open one. `planned`: ranks that a person restarts or removes."""
+        incident = self.incidents.open
+        if incident is None:
+            self.is_whole = False
+            incident = self.incidents.begin(now, reason)
+            incident.planned, incident.scales = None if planned is None else frozenset(planned), scales
+            seconds = self._config.recovery_timeout
+            self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
+            self._emit(Began(incident))
+            self._emit(WakeAt(self._late[0]))
+        incident.say(now, reason, lost)
+
+    def _end_recovery(self, reason: str) -> None:
+        """Wait no longer: the fleet has failed."""
+        self.is_whole, self._late = False, None
+        self.incidents.fail(reason)
+
+    def _settle(self, now: float) -> None:
+        """Let all sequences go on if every rank is ready."""
+        over = self.given_up or (self.failure is not None and not self._recovers)
+        if over or self.is_whole or self.ranks.unready() is not None:
+            return
+        self.failure = None
+        waiting = self.flights.waiting()
+        self._times_whole += 1
+        for flight in waiting:
+            # Workers that are lost one after the other for reasons of their own do not end a sequence that waits for
+            # calm. A sequence that kills its workers meets the last one only after that.
+            if flight.deaths < MOST_DEATHS - 1:
+                self._send(now, flight)
+            else:
+                self._pause_flight(now + CALM_SECONDS, flight, self._times_whole)
+        self.is_whole = self._was_whole = True
+        self._late = None
+        expects_output = any(flight.carried for flight in self.flights.by_name.values())
+        incident = self.incidents.whole(now, expects_output=expects_output)
+        if incident is not None:
+            for flight in waiting:
+                if flight.began:
+                    incident.carried += 1
+                    incident.recomputed_tokens += flight.pending
+            self._emit(Ended(incident))
+            self._emit(Carried(incident.carried, incident.recomputed_tokens))
+        self.waiters.room.resume(now)
+        self._drain(now)
+        self._emit(Changed())
+
+    def _pause(self, now: float, leaving: Sequence[int], reason: str, *, scales: bool) -> None:
+        """Run nothing until the ranks in `leaving` have others in their places, or the fleet has another size."""
+        self.ranks.pausing = reason
+        for number in leaving:
+            self.ranks[number].leaving = True
+        self.waiters.room.hold(now)
+        self._begin(now, reason, planned=leaving, scales=scales)
+
+    # Where sequences run.
+
+    def _emit(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
+
+    def _connect(self, addresses: Iterable[WorkerAddress]) -> None:
+        for address in addresses:
+            if not address.away:
+                self._emit(Connect(address))
+
+    def _has_room(self) -> bool:
+        return self.ranks.has_room(self.waiters.worker_places)
+
+    def _drain(self, now: float) -> None:
+        """Send queued requests while a rank has room for them."""
+        if not self.is_whole or not self.waiters.num_sequences:
+            return
+        while self._has_room() and (flights := self.waiters.pop(now)):
+            self._emit(Waited(flights[0].waited))
+            for flight in flights:
+                self._send(now, flight)
+        if self.waiters.num_sequences and not self.ranks.any_usable():
+            self._wait(now, self.ranks.unready() or "no worker takes requests")
+
+    def _send(self, now: float, flight: Flight, rank: int | None = None) -> None:
+        """Give a sequence to the rank that the policy chooses, or to `rank`; if none is usable it waits."""
+        if rank is None:
+            loads = self.ranks.loads(self.waiters.worker_places)
+            route = self.placement.choose(loads, flight.prompt, client=flight.client)
+        else:
+            route = Route(rank=rank, reason="asked")
+        if route is None or route.rank is None:
+            self._wait(now, self.ranks.unready() or "no worker takes requests")
+            return
+        if route.rank in flight.left:
+            # The rank's next messages may be about the earlier run, until it confirms that it has stopped.
+            self._pause_flight(now + SOON_SECONDS, flight)
+            return
+        assert flight.listener is not None, "a client listens to each waiting sequence"
+        self.flights.place(flight, route.rank, route.cached_tokens)
+        self._emit(Run(flight.listener, flight.index, route, flight.submit()))
+
+    def _pause_flight(self, until: float, flight: Flight, times_whole: int | None = None) -> None:
+        flight.pauses = True
+        heappush(self._paused, (until, next(self._numbers), flight, times_whole))
+        self._emit(WakeAt(until))
+
+    def _resume_paused(self, now: float, flight: Flight, times_whole: int | None) -> None:
+        if self.flights.by_name.get(flight.name) is not flight or flight.rank is not None:
+            return
+        if times_whole is None or (times_whole == self._times_whole and self.ranks.unready() is None):
+            flight.pauses = False
+            self._send(now, flight)
+        elif times_whole == self._times_whole and self.is_whole:
+            self._pause_flight(now + CALM_SECONDS, flight, times_whole)
+        elif times_whole == self._times_whole:
+            flight.pauses = False  # `_settle` sends it, or lets it wait for calm again
+
+    def _of_clients(self, number: int) -> list[Flight]:
+        """Return a rank's sequences without those that it was told to stop, and without tests of the rank.
+
+        A test goes to every rank by its number, to a draining one too.
+        """
+        return [f for f in self.flights.at(number) if f.carried and f.listener is not None]
+
+    def _carry_away(self, now: float, number: int) -> None:
+        """Take a rank's sequences to others; they stay if no other rank takes sequences."""
+        if not self.ranks.any_open():
+            return
+        flights, recomputed = self._of_clients(number), 0
+        for flight in flights:
+            self._abort(flight)
+            flight.left |= {number}
+            self.flights.unplace(flight)
+            if self.is_whole:
+                self._send(now, flight)
+            recomputed += flight.pending
+        if self.is_whole:  # otherwise they are counted once it is
+            self._emit(Carried(len(flights), recomputed))
+
+    def _abort(self, flight: Flight) -> None:
+        if flight.rank is not None:
+            self._emit(Stop(flight.rank, flight.name))
+
+    def _release(self, now: float, number: int, reason: str) -> None:
+        """Let the sequences of an unreachable rank wait; forget those without a listener, end those that test it."""
+        for flight in self.flights.by_name.values():
+            flight.left -= {number}
+        there = self.flights.at(number)
+        for flight in there:
+            if flight.listener is None:
+                self._leave(now, flight, ran=False)
+            else:
+                self.flights.unplace(flight)
+        for flight in there:
+            if flight.listener is not None and not flight.carried:
+                self._end_here(now, flight, Lost(reason))
+
+    def _end_here(self, now: float, flight: Flight, event: Lost | Rejected) -> None:
+        """End a sequence for the fleet's own reason."""
+        self._leave(now, flight, ran=False)
+        if flight.listener is not None:
+            self.deliveries.append((now, flight.listener, flight.index, event))
+
+    def _leave(self, now: float, flight: Flight, *, ran: bool, output: int | None = None) -> None:
+        """Forget an ended sequence; `output` counts its tokens if more came than were delivered."""
+        self.flights.remove(now, flight, ran=ran)
+        self.waiters.ended(now, flight, len(flight.output) if output is None else output)

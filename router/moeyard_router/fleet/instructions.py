@@ -1,0 +1,121 @@
+"""What the admission machine tells its caller to do. Pure data, in the order in which it must be done."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moeyard_router.config import WorkerAddress
+from moeyard_router.fleet.policy import Route
+from moeyard_router.fleet.records import IncidentRecord
+from moeyard_worker.protocol import Done, ExpertLoads, PromptLogprobs, Rejected, Submit, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The end of a sequence that no worker ends any more."""
+
+    reason: str
+
+
+Event = PromptLogprobs | Tokens | Done | Rejected | Lost
+
+
+# Monotonic seconds, listener of a request, index of its sequence, event: a plain tuple, because each token needs one.
+Delivery = tuple[float, Any, int, Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Send `submit` to the route's rank, and tell the listener where sequence `index` runs."""
+
+    listener: Any
+    index: int
+    route: Route
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Send an `Abort` of this sequence to a rank."""
+
+    rank: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a connection to a rank.
+
+    `broke` is why its former connection broke, if it had one. Then the rank is lost, for this reason, unless it speaks
+    within a step deadline.
+    """
+
+    address: WorkerAddress
+    broke: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Close the connection to a rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A rank has answered the question for its experts' loads."""
+
+    loads: ExpertLoads
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    """Tell the owner of the workers that one does not come back."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Show the states of the ranks and of the fleet: one may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """Set the wall-clock time of an incident."""
+
+    incident: IncidentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Count an incident that has ended because the fleet is whole."""
+
+    incident: IncidentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Count sequences that go on at another rank or connection."""
+
+    sequences: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Observe how long a request was queued."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Call `time_passed` at this time, or a little later."""
+
+    time: float
+
+
+Instruction = (
+    Run | Stop | Connect | Disconnect | Answered | ReportLost | Changed | Began | Ended | Carried | Waited | WakeAt
+)
