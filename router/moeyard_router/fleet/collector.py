@@ -1,4 +1,9 @@
-"""What the workers say of themselves, as metrics: read from their latest snapshots when somebody scrapes."""
+"""The workers' figures and vLLM's names as metrics, read when Prometheus scrapes. Nothing is kept between scrapes.
+
+vLLM's names let its dashboards and the inference gateway of Kubernetes find the router. It stands for one vLLM engine
+(`engine="0"`) that is the whole fleet: a value is the sum over ranks, and for the KV cache the share of all ranks'
+pages. A figure that is not known is absent.
+"""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -6,83 +11,181 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.metrics import RouterMetrics
 
-# Name -> (field of the snapshot, meaning). Totals are the workers' own, so canary requests are among them.
-_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+# Name, field of the snapshot, meaning. Totals are the workers' own, so canary requests are among them.
+_PER_RANK: tuple[tuple[Family, str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "num_running", "Sequences that take part in steps, per rank."),
+    (GaugeMetricFamily, "num_requests_waiting", "num_waiting", "Sequences in the queue of a rank."),
+    (GaugeMetricFamily, "expert_cache_slots", "expert_slots", "Expert slots of a rank."),
+    (CounterMetricFamily, "generation_tokens", "generation_tokens", "Tokens sampled by a rank."),
+    (CounterMetricFamily, "prefill_tokens", "prefill_tokens", "Prompt positions computed by a rank."),
+    (
+        CounterMetricFamily,
+        "prefix_cache_query_tokens",
+        "prefix_query_tokens",
+        "Prompt tokens that a rank looked up in its prefix index.",
+    ),
+    (
+        CounterMetricFamily,
+        "prefix_cache_hit_tokens",
+        "prefix_hit_tokens",
+        "Prompt tokens that a rank found in its prefix index.",
+    ),
+    (CounterMetricFamily, "preemptions", "preemptions", "Sequences that a rank preempted for lack of pages."),
+    (CounterMetricFamily, "engine_steps", "step", "Lockstep steps of a rank."),
+    (CounterMetricFamily, "spec_decode_draft_tokens", "draft_tokens", "Drafts that a rank verified."),
+    (
+        CounterMetricFamily,
+        "spec_decode_accepted_tokens",
+        "accepted_tokens",
+        "Drafts that a rank verified and accepted.",
+    ),
+    (CounterMetricFamily, "expert_cache_hits", "expert_hits", "Needed experts that a rank found in a slot."),
+    (CounterMetricFamily, "expert_cache_misses", "expert_misses", "Needed experts that a rank copied into a slot."),
+    (CounterMetricFamily, "expert_cache_evictions", "expert_evictions", "Experts whose slot a rank took."),
+)
+# The same for the fleet, under vLLM's names.
+_FLEET: tuple[tuple[Family, str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "num_running", "Sequences that take part in steps."),
+    (GaugeMetricFamily, "num_requests_waiting", "num_waiting", "Sequences in the queues."),
+    (
+        CounterMetricFamily,
+        "prefix_cache_queries",
+        "prefix_query_tokens",
+        "Prompt tokens looked up in the prefix indexes.",
+    ),
+    (CounterMetricFamily, "prefix_cache_hits", "prefix_hit_tokens", "Prompt tokens found in the prefix indexes."),
+    (CounterMetricFamily, "spec_decode_num_draft_tokens", "draft_tokens", "Drafts that were verified."),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_accepted_tokens",
+        "accepted_tokens",
+        "Drafts that were verified and accepted.",
+    ),
+    (CounterMetricFamily, "num_preemptions", "preemptions", "Sequences preempted for lack of pages."),
+)
+# Our metric -> vLLM's names for it. vLLM renamed some; dashboards of both ages are in use.
+_SAME: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "num_requests_running": ("num_running", "Sequences that take part in steps, per rank."),
-        "num_requests_waiting": ("num_waiting", "Sequences in the queue of a rank."),
-        "expert_cache_slots": ("expert_slots", "Expert slots of a rank."),
+        **{
+            name: (name,)
+            for name in (
+                "time_to_first_token_seconds",
+                "e2e_request_latency_seconds",
+                "request_prompt_tokens",
+                "request_generation_tokens",
+                "request_max_num_generation_tokens",
+                "request_params_max_tokens",
+                "request_params_n",
+                "prompt_tokens",
+                "request_success",
+            )
+        },
+        "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+        "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        "request_queue_seconds": ("request_queue_time_seconds",),
+        "request_prefill_seconds": ("request_prefill_time_seconds",),
+        "request_decode_seconds": ("request_decode_time_seconds",),
+        "output_tokens": ("generation_tokens",),
     }
 )
-_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "generation_tokens": ("generation_tokens", "Tokens sampled by a rank."),
-        "prefill_tokens": ("prefill_tokens", "Prompt positions computed by a rank."),
-        "prefix_cache_query_tokens": (
-            "prefix_query_tokens",
-            "Prompt tokens that a rank looked up in its prefix index.",
-        ),
-        "prefix_cache_hit_tokens": ("prefix_hit_tokens", "Prompt tokens that a rank found in its prefix index."),
-        "preemptions": ("preemptions", "Sequences that a rank preempted for lack of pages."),
-        "engine_steps": ("step", "Lockstep steps of a rank."),
-        "spec_decode_draft_tokens": ("draft_tokens", "Drafts that a rank verified."),
-        "spec_decode_accepted_tokens": ("accepted_tokens", "Drafts that a rank verified and accepted."),
-        "expert_cache_hits": ("expert_hits", "Needed experts that a rank found in a slot."),
-        "expert_cache_misses": ("expert_misses", "Needed experts that a rank copied into a slot."),
-        "expert_cache_evictions": ("expert_evictions", "Experts whose slot a rank took."),
-    }
-)
-_LABELS = ("model_name", "rank")
+_ENGINE = "0"
 
 
 class FleetCollector(Collector):
-    """A `moeyard_fleet_` series per rank for every figure that the rank has told; none for what it has not."""
+    """A `moeyard_fleet_` series per rank for each figure that the rank has sent."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._model_name = fleet.config.model_name
 
     def collect(self) -> Iterable[Metric]:
-        """All families, each with the ranks that know it."""
+        """Yield all families, each with the ranks that know it."""
         workers = self._fleet.describe()["workers"]
-        ready = GaugeMetricFamily("moeyard_fleet_rank_ready", "1 if the rank takes requests, else 0.", labels=_LABELS)
-        usage = GaugeMetricFamily(
-            "moeyard_fleet_kv_cache_usage_ratio", "Share of a rank's KV pages that live sequences hold.", labels=_LABELS
-        )
-        for worker in workers:
-            labels = (self._model_name, str(worker["rank"]))
-            ready.add_metric(labels, float(worker["state"] == "ready"))
-            ratio = kv_usage([worker])
-            if ratio is not None:
-                usage.add_metric(labels, ratio)
-        yield from (ready, usage)
-        for name, (field, text) in _GAUGES.items():
-            yield self._filled(GaugeMetricFamily(f"moeyard_fleet_{name}", text, labels=_LABELS), workers, field)
-        for name, (field, text) in _COUNTERS.items():
-            yield self._filled(CounterMetricFamily(f"moeyard_fleet_{name}", text, labels=_LABELS), workers, field)
+        ready = {worker["rank"]: float(worker["state"] == "ready") for worker in workers}
+        yield self._family(GaugeMetricFamily, "rank_ready", "1 if the rank takes requests, else 0.", ready)
+        usage = {worker["rank"]: kv_usage([worker]) for worker in workers}
+        text = "Share of a rank's KV pages that live sequences hold."
+        yield self._family(GaugeMetricFamily, "kv_cache_usage_ratio", text, usage)
+        for kind, name, field, text in _PER_RANK:
+            yield self._family(kind, name, text, {w["rank"]: w.get("snapshot", {}).get(field) for w in workers})
 
-    def _filled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, workers: list[dict[str, Any]], field: str
-    ) -> Metric:
-        for worker in workers:
-            value = worker.get("snapshot", {}).get(field)
+    def _family(self, kind: Family, name: str, text: str, values: Mapping[int, float | None]) -> Metric:
+        family = kind(f"moeyard_fleet_{name}", text, labels=("model_name", "rank"))
+        for rank, value in values.items():
             if value is not None:
-                family.add_metric((self._model_name, str(worker["rank"])), float(value))
+                family.add_metric((self._model_name, str(rank)), float(value))
+        return family
+
+
+class VllmAliases(Collector):
+    """vLLM's names for the router's own metrics."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all aliases, with vLLM's label for an engine."""
+        for metric in self._metrics.registry.collect():
+            for alias in _SAME.get(metric.name.removeprefix("moeyard_"), ()):
+                renamed = Metric(f"vllm:{alias}", metric.documentation, metric.type)
+                for sample in metric.samples:
+                    suffix = sample.name.removeprefix(metric.name)
+                    if suffix != "_created":
+                        labels = {**sample.labels, "engine": _ENGINE}
+                        renamed.samples.append(Sample(renamed.name + suffix, labels, sample.value))
+                yield renamed
+
+
+class VllmFleetAliases(Collector):
+    """vLLM's names for sums over the ranks."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._model_name = fleet.config.model_name
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all aliases."""
+        workers = self._fleet.describe()["workers"]
+        for kind, name, field, text in _FLEET:
+            value = total(workers, field)
+            if value is not None:
+                yield self._one(kind, name, text, value + (self._fleet.num_queued if field == "num_waiting" else 0))
+        usage = kv_usage(workers)
+        if usage is not None:
+            text = "Share of all KV pages that live sequences hold, 0 to 1."
+            yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", text, usage)
+        snapshots = [worker["snapshot"] for worker in workers if "snapshot" in worker]
+        if snapshots:  # the inference gateway learns from these labels how large the KV cache is
+            family = GaugeMetricFamily(
+                "vllm:cache_config_info",
+                "The KV cache of the fleet: tokens of a page and pages.",
+                labels=("block_size", "num_gpu_blocks", "engine"),
+            )
+            pages = sum(snapshot["kv_pages_total"] for snapshot in snapshots)
+            family.add_metric((str(snapshots[0]["page_size"]), str(pages), _ENGINE), 1.0)
+            yield family
+
+    def _one(self, kind: Family, name: str, text: str, value: float) -> Metric:
+        family = kind(f"vllm:{name}", text, labels=("model_name", "engine"))
+        family.add_metric((self._model_name, _ENGINE), float(value))
         return family
 
 
 def kv_usage(workers: Iterable[Mapping[str, Any]]) -> float | None:
-    """Share of these ranks' KV pages that live sequences hold, of `Fleet.describe`; None before any has told."""
+    """Return the share of the KV pages of `workers` (of `Fleet.describe`) that live sequences hold, if known."""
     snapshots = [worker["snapshot"] for worker in workers if "snapshot" in worker]
-    total = sum(snapshot["kv_pages_total"] for snapshot in snapshots)
-    return 1 - sum(snapshot["kv_pages_free"] for snapshot in snapshots) / total if total else None
+    pages = sum(snapshot["kv_pages_total"] for snapshot in snapshots)
+    return 1 - sum(snapshot["kv_pages_free"] for snapshot in snapshots) / pages if pages else None
 
 
 def total(workers: Iterable[Mapping[str, Any]], field: str) -> int | None:
-    """The sum of a snapshot's field over the ranks that have told it; None if none has."""
-    values = [worker.get("snapshot", {}).get(field) for worker in workers]
-    known = [value for value in values if value is not None]
+    """Return the sum of a snapshot's field over the ranks that have sent it; None if none has."""
+    known = [value for w in workers if (value := w.get("snapshot", {}).get(field)) is not None]
     return sum(known) if known else None

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp
 from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.aliases import VllmAliases, VllmFleetAliases
-from moeyard_router.fleet.collector import FleetCollector
+from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.orders import Drain
