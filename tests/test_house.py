@@ -48,7 +48,7 @@ ENGINE_ROOMS = {
 }
 # Tools that read what a fleet recorded. Nothing that serves may import them, only these commands.
 OFFLINE = "moeyard_worker.experts.offline"
-OFFLINE_COMMANDS = ("moeyard.cli.commands", "moeyard.clients.expert_plan")
+OFFLINE_COMMANDS = ("moeyard.clients.offline",)
 # The rooms of the router; every room may also import the files beside the rooms.
 ROUTER_ROOMS = {
     "text": (),

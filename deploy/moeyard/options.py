@@ -131,18 +131,14 @@ def flag_of(field: Field[Any], option: Option) -> str:
 
 
 def _add(place: Arguments, field: Field[Any], option: Option, choices: tuple[str, ...], *, unset: bool) -> None:
+    """Add one flag. The text of its default is that of the word for it, if there is one."""
     flag, words = flag_of(field, option), option.words or {}
     names = tuple(dict.fromkeys((*words, *choices))) if choices else ()
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
     shown = next((text for text, value in words.items() if value == field.default), option.text or field.default)
     default = None if unset or option.unset or option.on_gpu is not None else shown
-    text = option.help.replace("{choices}", ", ".join(names)).replace("{on_gpu}", str(option.on_gpu))
-    if "(default" not in text and shown not in (None, False, "", ()) and not flag.startswith("--no-"):
-        gpu = "" if option.on_gpu is None else f"; on a GPU {option.on_gpu}"
-        text += f" (default {_worded(shown, option.kind)}{gpu})"
-    if unset:
-        text = text.partition(" (default")[0]
-    more: dict[str, Any] = {"help": text, "dest": _dest(flag)}
+    text = _help(option, "" if flag.startswith("--no-") else shown, names)
+    more: dict[str, Any] = {"help": text.partition(" (default")[0] if unset else text, "dest": _dest(flag)}
     if bool in kinds and not words:
         if option.both:
             more |= {"action": argparse.BooleanOptionalAction, "default": default == "yes" if option.text else default}
@@ -150,23 +146,27 @@ def _add(place: Arguments, field: Field[Any], option: Option, choices: tuple[str
             more["action"] = "store_true"
         place.add_argument(flag, **more)
         return
+    metavar = None
     if option.kind:
         parse, metavar = KINDS[option.kind] if isinstance(option.kind, str) else (option.kind, None)
         more["type"] = read_with(parse, words)
     elif kinds[0] in (int, float, Path):
         more["type"], metavar = kinds[0], {int: "N", float: "S", Path: "FILE"}[kinds[0]]
-    else:
-        metavar = None
-    more["metavar"] = option.metavar or metavar
     more |= {name: value for name in ("nargs", "const", "action") if (value := getattr(option, name))}
-    more["choices"] = names or None
+    more |= {"metavar": option.metavar or metavar, "choices": names or None}
     place.add_argument(flag, default=list(default) if isinstance(default, tuple) else default, **more)
 
 
-def _worded(default: Any, kind: object) -> str:
-    if kind == "size":
-        return f"{default // 1024} KiB"
-    return f"{default:g}" if isinstance(default, float) and kind else str(default)
+def _help(option: Option, default: Any, names: Sequence[str]) -> str:
+    """The help text with its default, where it does not speak of that itself."""
+    text = option.help.replace("{choices}", ", ".join(names)).replace("{on_gpu}", str(option.on_gpu))
+    if "(default" in text or default in (None, False, "", ()):
+        return text
+    if option.kind == "size":
+        default = f"{default // 1024} KiB"
+    elif isinstance(default, float) and option.kind:
+        default = f"{default:g}"
+    return f"{text} (default {default}" + ("" if option.on_gpu is None else f"; on a GPU {option.on_gpu}") + ")"
 
 
 def _dest(flag: str) -> str:

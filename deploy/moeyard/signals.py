@@ -128,36 +128,28 @@ def noted() -> Iterator[Interrupts]:
             signal.signal(number, signal.SIG_IGN)
 
 
-class _Apart:
-    """A call in a thread of its own, and how it went."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-        try:
-            self._call()
-        except BaseException as error:  # boundary: raised again by the thread that waits
-            self.error = error
-        self.done.set()
-        threading.Event().wait()
-
-
 def run_apart(call: Callable[[], object]) -> None:
     """Run `call`, which starts Ray, in a thread of its own, so that the main thread stays free for signals.
 
     In a thread Ray leaves the handler of SIGTERM alone, and no handler's exception can unwind its code. The thread then
     stays until the process ends: Ray has the kernel kill its daemons when the thread that started them is gone
-    (PR_SET_PDEATHSIG). What it starts inherits that SIGHUP is blocked: a terminal that closes ends this process, which
+    (PR_SET_PDEATHSIG). Its children inherit that SIGHUP is blocked: a terminal that closes ends this process, which
     ends them in order, as Ctrl-C does (Ray itself blocks SIGINT there). Raises what `call` raises.
     """
-    apart = _Apart(call)
-    threading.Thread(target=apart.run, name="ray-init", daemon=True).start()
+    done, errors = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            call()
+        except BaseException as error:  # boundary: raised again by the thread that waits
+            errors.append(error)
+        done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-init", daemon=True).start()
     # In slices: a signal that another thread was given does not wake this one.
-    while not apart.done.wait(_SLICE_SECONDS):
+    while not done.wait(_SLICE_SECONDS):
         pass
-    if apart.error is not None:
-        raise apart.error
+    if errors:
+        raise errors[0]

@@ -10,6 +10,7 @@ from moeyard_worker.protocol import KvCompression
 
 METRIC_ALIASES = ("vllm",)
 UNKNOWN_FIELDS = ("reject", "ignore")
+# A name of our own: a key meant for api.openai.com reaches no other server.
 KEY_VARIABLE = "MOEYARD_API_KEY"
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from moeyard import __version__
@@ -23,7 +22,6 @@ from moeyard_router.text.reasoning import REASONING_FORMATS
 from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES, EngineConfig
-from moeyard_worker.experts.offline.sim import belady, format_table, simulate
 from moeyard_worker.models.shapes import SHAPES
 
 BENCH_SUBJECTS = ("server", "engine")
@@ -201,7 +199,7 @@ def add_expert_commands(commands: "Commands[Parser]") -> None:
     sim.add_argument(
         "--slots", type=int, nargs="+", metavar="N", help="slots per rank; several compare (default: as recorded)"
     )
-    sim.set_defaults(run=run_cache_sim)
+    sim.set_defaults(run=Late("moeyard.clients.offline", "cache_sim"))
     experts = commands.add_parser("experts", help="which rank ought to compute which expert")
     subjects = experts.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     plan = subjects.add_parser("plan", help="compare placements of experts over ranks by recorded routing")
@@ -212,7 +210,7 @@ def add_expert_commands(commands: "Commands[Parser]") -> None:
     plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
     text = "write the best placement, with copies where one R is given, for `serve --expert-placement FILE`"
     plan.add_argument("--write", metavar="FILE", help=text)
-    plan.set_defaults(run=Late("moeyard.clients.expert_plan", "plan"))
+    plan.set_defaults(run=Late("moeyard.clients.offline", "experts_plan"))
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -224,15 +222,6 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_completion(args: argparse.Namespace) -> int:
     print(load("shtab").complete(build_parser(), shell=args.shell))
-    return 0
-
-
-def run_cache_sim(args: argparse.Namespace) -> int:
-    path = Path(args.file)
-    for slots in args.slots or [None]:
-        result = simulate(path, args.policy, slots)
-        optima = belady(path, slots)
-        print(format_table(result, optima))
     return 0
 
 

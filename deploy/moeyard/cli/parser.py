@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from moeyard.cli.other_servers import INSTEAD
 
-# A parser, or a group of flags in its help.
-Arguments = argparse._ActionsContainer
 HELP_WIDTH = 110
 _NAME_WIDTH = 24
 
@@ -62,14 +60,9 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {' or '.join(dict.fromkeys(near[-3:]))}?" if near else ""
 
     def format_help(self) -> str:
-        """The help text: of everyday flags, where there are such."""
-        return self._brief_help() if self.everyday else super().format_help()
-
-    def format_full_help(self) -> str:
-        """The help text of all flags, group by group."""
-        return super().format_help()
-
-    def _brief_help(self) -> str:
+        """The help text: of everyday flags, if there are any, with the names of the others."""
+        if not self.everyday:
+            return super().format_help()
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -112,7 +105,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
         assert isinstance(parser, Parser), "only this parser adds the flag"
-        parser._print_message(parser.format_full_help(), sys.stdout)
+        parser._print_message(argparse.ArgumentParser.format_help(parser), sys.stdout)
         parser.exit()
 
 

@@ -5,9 +5,9 @@ import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from moeyard_router.config import KEY_VARIABLE
+
 DEFAULT_URL = "http://127.0.0.1:8000"
-# A name of our own: a key meant for api.openai.com is not sent to any host that is measured.
-API_KEY_VARIABLE = "MOEYARD_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def parse_target(url: str, key: str | None = None) -> Target:
         host=parts.hostname,
         port=port or (443 if parts.scheme == "https" else 80),
         prefix=parts.path.rstrip("/").removesuffix("/v1"),
-        api_key=key or os.environ.get(API_KEY_VARIABLE) or None,
+        api_key=key or os.environ.get(KEY_VARIABLE) or None,
     )
 
 
@@ -72,4 +72,4 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server (default %(default)s)"
     )
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first of /v1/models)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"sent as a bearer token (default: ${API_KEY_VARIABLE})")
+    parser.add_argument("--api-key", metavar="KEY", help=f"sent as a bearer token (default: ${KEY_VARIABLE})")

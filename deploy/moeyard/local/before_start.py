@@ -55,7 +55,9 @@ def check_before_start(
     `hub_model`: the id that `config.model_path` came from; of weights that are not downloaded the names are checked.
     """
     check_compression(api, config, model)
-    download = missing_weights(config, hub_model)
+    download: Download | None = None
+    if hub_model is not None and config.model_path is not None:
+        download = load("moeyard.local.hub").missing_weights(hub_model, Path(config.model_path))
     checkpoint: CheckedCheckpoint | DummyCheckpoint | ModelSpec
     checkpoint = check_weights(config, model) if download is None else check_names(download, model)
     codec = open_codec(None if config.model_path is None else Path(config.model_path), api.chat_template)
@@ -83,14 +85,6 @@ def check_before_start(
     if download is not None:
         download.check_room()
     return Checked(formats=formats, plan=plan, download=download)
-
-
-def missing_weights(config: EngineConfig, hub_model: str | None) -> "Download | None":
-    """Return the weights that the hub's cache lacks; None for a directory, or where it lacks none."""
-    if hub_model is None or config.model_path is None:
-        return None
-    found: Download | None = load("moeyard.local.hub").missing_weights(hub_model, Path(config.model_path))
-    return found
 
 
 def check_names(download: "Download", model: ModelConfig) -> ModelSpec:

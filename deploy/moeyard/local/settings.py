@@ -211,25 +211,18 @@ def sampling_defaults(file: Path) -> SamplingDefaults:
     The keys that vLLM takes. Its `max_new_tokens` also bounds what requests ask for; here it is a default like the
     others. `do_sample` is not looked at, as there.
     """
-    values = Fields(str(file), read_json(file))
-    numbers = {key: _number(values, key) for key in _NUMBERS}
+    fields = Fields(str(file), read_json(file))
+    numbers = {key: _checked(fields, key, float, "a number") for key in _NUMBERS}
+    top_k, most = (_checked(fields, key, int, "an integer") for key in ("top_k", "max_new_tokens"))
     try:
-        return SamplingDefaults(**numbers, top_k=_count(values, "top_k"), max_tokens=_count(values, "max_new_tokens"))
+        return SamplingDefaults(**numbers, top_k=top_k, max_tokens=most)
     except ValueError as error:
         raise ValueError(f"{file}: {str(error).replace('max_tokens', 'max_new_tokens')}") from error
 
 
-def _number(fields: Fields, key: str) -> float | None:
+def _checked(fields: Fields, key: str, kind: type, expected: str) -> Any:
+    """The value of a key, or None; raises `ValueError` unless it is an `int` or of `kind`."""
     value = fields.values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise fields.error(key, f"is {value!r}, expected a number")
-    return float(value)
-
-
-def _count(fields: Fields, key: str) -> int | None:
-    value = fields.values.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise fields.error(key, f"is {value!r}, expected an integer")
-    return value
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | kind)):
+        raise fields.error(key, f"is {value!r}, expected {expected}")
+    return value if value is None else kind(value)

@@ -1,27 +1,37 @@
-"""`moeyard experts plan`: which rank ought to compute which expert, by a recorded trace or a fleet's counts."""
+"""`moeyard cache-sim` and `moeyard experts plan`: caches and placements of experts by recorded routing."""
 
 import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from moeyard.entry import load
 from moeyard.local.model_source import checkpoint
 from moeyard_worker.config.placement import Placement
+from moeyard_worker.experts.offline import loads, planning
+from moeyard_worker.experts.offline.sim import belady, format_table, simulate
+from moeyard_worker.models.families import load_model_config
 
 
-def plan(args: argparse.Namespace) -> int:
-    """`moeyard experts plan`. Raises ValueError and OSError for what cannot be read, placed or written."""
-    planning = load("moeyard_worker.experts.offline.planning")
+def cache_sim(args: argparse.Namespace) -> int:
+    """Print hits of a policy, and the best possible ones, for each number of slots."""
+    path = Path(args.file)
+    for slots in args.slots or [None]:
+        result = simulate(path, args.policy, slots)
+        print(format_table(result, belady(path, slots)))
+    return 0
+
+
+def experts_plan(args: argparse.Namespace) -> int:
+    """Compare placements, and write the best. Raises ValueError and OSError for files that cannot be used."""
     if args.write is not None and len(args.copies) > 1:
         raise ValueError(f"--write writes one placement: give one of --copies {' '.join(map(str, args.copies))}")
-    loads = load("moeyard_worker.experts.offline.loads")
     path = Path(args.file)
     counted = loads.is_loads(path)
-    needs = loads.read_loads(path) if counted else planning.read_needs(path)
+    needs: Any = loads.read_loads(path) if counted else planning.read_needs(path)
     expert_bytes = None
     if args.model is not None:
-        model = load("moeyard_worker.models.families").load_model_config(checkpoint(args))
+        model = load_model_config(checkpoint(args))
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
             raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
         expert_bytes = model.expert_form(model.dtype).blob_bytes
