@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from moeyard.clients.api_client import Answer, EventStream
+from moeyard.clients.api_client import EventStream, StreamedAnswer
 from moeyard.clients.bench.figures import (
     LoadRun,
     errors,
@@ -23,9 +23,9 @@ from moeyard.clients.bench.workload import Lengths, Workload, Yardstick, arrival
 from moeyard.clients.target_config import parse_target
 
 
-def answer(*, sent: float = 0.0, times: tuple[float, ...] = (), ended: float = 0.0, tokens: int = 0) -> Answer:
+def answer(*, sent: float = 0.0, times: tuple[float, ...] = (), ended: float = 0.0, tokens: int = 0) -> StreamedAnswer:
     usage = {"prompt_tokens": 7, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 3}}
-    return Answer(sent, sent=sent, ended=ended, status=200, times=list(times), usage=usage, done=True)
+    return StreamedAnswer(sent, sent=sent, ended=ended, status=200, times=list(times), usage=usage, done=True)
 
 
 def test_percentiles_interpolate_between_ranks() -> None:
@@ -47,7 +47,7 @@ def test_latencies_of_an_answer() -> None:
 
 def test_figures_of_a_run() -> None:
     whole = [answer(sent=i, times=(i + 0.1, i + 0.3), ended=i + 0.5, tokens=2) for i in range(4)]
-    late = Answer(0.0, sent=0.25, ended=1.0, status=429, error="the queue of cmpl-123abc is full")
+    late = StreamedAnswer(0.0, sent=0.25, ended=1.0, status=429, error="the queue of cmpl-123abc is full")
     found = figures(LoadRun(begun=0, ended=4.0, cpu_seconds=0.04, answers=[*whole, late]), {"ttft": 0.2, "tpot": 0.1})
     assert (found["completed"], found["failed"]) == (4, 1)
     assert found["output_tokens_per_s"] == pytest.approx(2)
@@ -74,8 +74,8 @@ def test_goodput_wants_every_objective() -> None:
 
 
 def test_errors_are_counted_by_status_and_message() -> None:
-    failed = [Answer(0, status=429, error=f"request chatcmpl-{i}f waits\nno more") for i in range(3)]
-    failed.append(Answer(0, error="Connection refused"))
+    failed = [StreamedAnswer(0, status=429, error=f"request chatcmpl-{i}f waits\nno more") for i in range(3)]
+    failed.append(StreamedAnswer(0, error="Connection refused"))
     assert errors([*failed, answer()]) == [
         {"status": 429, "message": "request <id> waits no more", "count": 3},
         {"status": 0, "message": "Connection refused", "count": 1},
@@ -98,12 +98,12 @@ def test_events_out_of_bytes_of_any_cut() -> None:
         'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":3}}\n\ndata: [DONE]\n\n'
     ).encode()
     for size in (1, 2, 7, 64, len(stream)):
-        found = Answer(0.0)
+        found = StreamedAnswer(0.0)
         events = EventStream(found)
         for i in range(0, len(stream), size):
             events.feed(stream[i : i + size], i)
         assert (found.text, found.output_tokens, found.done, len(found.times)) == ("Grüße 🙂", 3, True, 3)
-    broken = Answer(0.0)
+    broken = StreamedAnswer(0.0)
     EventStream(broken).feed(b'data: {"error": {"message": "rank 1 lost", "code": 503}}\n\n', 0.0)
     assert broken.error == "rank 1 lost"
 

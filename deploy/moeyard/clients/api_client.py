@@ -63,7 +63,7 @@ def first_model(target: Target) -> str:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """A streamed answer as its client sees it; times are `time.perf_counter` seconds.
 
     `times` has one entry per event with output in it, which may be several tokens; tokens are counted by the server's
@@ -129,7 +129,7 @@ class EventStream:
 
     __slots__ = ("_answer", "_rest")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamedAnswer) -> None:
         self._answer = answer
         self._rest = b""
 
@@ -166,12 +166,12 @@ def refusal(body: bytes) -> str:
         return body[:MAX_ERROR_TEXT].decode(errors="replace").strip() or "no reason given"
 
 
-def stream_chat(target: Target, body: dict[str, Any], show: Show) -> Answer:
+def stream_chat(target: Target, body: dict[str, Any], show: Show) -> StreamedAnswer:
     """POST a chat to be streamed; `show(text, thought)` gets the pieces as they come.
 
     Ctrl-C ends the answer and not the program. Errors of the server and of the way to it are in `error`, for a reader.
     """
-    answer = Answer(sent=time.perf_counter(), show=show)
+    answer = StreamedAnswer(sent=time.perf_counter(), show=show)
     connection = connect(target, timeout=SILENCE_SECONDS)
     try:
         connection.request(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeyard.clients.api_client import Answer, first_model, stream_chat
+from moeyard.clients.api_client import StreamedAnswer, first_model, stream_chat
 from moeyard.clients.target_config import Target, parse_target
 
 HELP = """\
@@ -100,7 +100,7 @@ def say(target: Target, talk: Talk, message: str) -> None:
     talk.messages.append({"role": "assistant", "content": reply.text})
 
 
-def figures(reply: Answer) -> str:
+def figures(reply: StreamedAnswer) -> str:
     """How fast an answer came, in one line."""
     parts = ["stopped"] if reply.interrupted else []
     if reply.usage is not None:

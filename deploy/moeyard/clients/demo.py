@@ -10,7 +10,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeyard.clients.api_client import Answer, stream_chat
+from moeyard.clients.api_client import StreamedAnswer, stream_chat
 from moeyard.clients.bench.figures import latencies
 from moeyard.clients.target_config import parse_target
 from moeyard.local.serve import Running, serve
@@ -68,7 +68,7 @@ def demonstrate(running: Running) -> None:
     )
 
 
-def ask(running: Running) -> Answer:
+def ask(running: Running) -> StreamedAnswer:
     """Print a streamed answer as it arrives; raises ValueError when there is none."""
     body = {
         "model": running.model_name,
@@ -95,7 +95,7 @@ def read_metrics(urls: tuple[str, ...]) -> dict[str, float]:
     return totals
 
 
-def table(reply: Answer, samples: dict[str, float]) -> str:
+def table(reply: StreamedAnswer, samples: dict[str, float]) -> str:
     """The demo's figures: latency as the client saw it, cache and exchange as the workers counted them since start."""
     hits, misses = samples["moeyard_expert_cache_hits_total"], samples["moeyard_expert_cache_misses_total"]
     exchanges = samples["moeyard_exchange_seconds_count"]

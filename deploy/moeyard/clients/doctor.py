@@ -45,7 +45,7 @@ SLOW_CLOCKS = frozenset(("hpet", "acpi_pm", "jiffies", "pit"))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Verdict:
     """`level`: a problem keeps the server from starting or serving, a warning makes it slow or will bite later.
 
     `advice` is what to do about it, "" where nothing is.
@@ -60,20 +60,20 @@ class Finding:
         return f"{self.level:<8}{self.subject:<12}{self.text}" + (f"; {self.advice}" if self.advice else "")
 
 
-def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str = WARNING) -> Finding:
+def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str = WARNING) -> Verdict:
     """A finding that is ok if `sound`, and otherwise has another level and an advice."""
-    return Finding(OK, subject, text) if sound else Finding(otherwise, subject, text, advice)
+    return Verdict(OK, subject, text) if sound else Verdict(otherwise, subject, text, advice)
 
 
-def refused(subject: str, error: ValueError, advice: str = "") -> Finding:
+def refused(subject: str, error: ValueError, advice: str = "") -> Verdict:
     """The problem that an error of one line tells, which ends with its advice as a rule."""
     text, _, last = str(error).rpartition("; ")
-    return Finding(PROBLEM, subject, text or last, last if text else advice)
+    return Verdict(PROBLEM, subject, text or last, last if text else advice)
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Print a line per finding, or one JSON object; 1 if there is a problem."""
-    findings: list[Finding] = []
+    findings: list[Verdict] = []
     for finding in examine(args):
         findings.append(finding)
         if not args.json:
@@ -86,7 +86,7 @@ def doctor(args: argparse.Namespace) -> int:
     return 1 if counts[PROBLEM] else 0
 
 
-def examine(args: argparse.Namespace) -> Iterator[Finding]:
+def examine(args: argparse.Namespace) -> Iterator[Verdict]:
     """All findings, the quick ones first."""
     choose_device(args)
     yield from check_software()
@@ -97,32 +97,32 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield check_clock()
     yield check_leftovers()
     if (why := device_reason(args)) is not None:
-        yield Finding(OK, "device", f"{args.device} ({why})")
+        yield Verdict(OK, "device", f"{args.device} ({why})")
     # Each machine of a Ray cluster has its own GPUs.
     yield from check_torch(args.device, args.workers if args.ray_address is None else 1)
     if args.model is not None or args.load_format == "dummy":
         yield from check_model(args)
 
 
-def check_software() -> Iterator[Finding]:
+def check_software() -> Iterator[Verdict]:
     """The interpreter and every requirement of the installed package."""
     try:
         package = metadata.metadata("moeyard")
         requires = metadata.requires("moeyard") or []
     except metadata.PackageNotFoundError:
         text = f"{__version__}, not installed"
-        yield Finding(WARNING, "moeyard", text, "pip install it, so that its packages are checked")
+        yield Verdict(WARNING, "moeyard", text, "pip install it, so that its packages are checked")
         return
-    yield Finding(OK, "moeyard", __version__)
+    yield Verdict(OK, "moeyard", __version__)
     yield check_python(platform.python_version(), package["Requires-Python"] or "")
     yield from check_packages(requires, installed)
 
 
-def check_python(version: str, wanted: str) -> Finding:
+def check_python(version: str, wanted: str) -> Verdict:
     if SpecifierSet(wanted).contains(version, prereleases=True):
-        return Finding(OK, "python", version)
+        return Verdict(OK, "python", version)
     advice = "make the virtual environment with another one"
-    return Finding(PROBLEM, "python", f"{version}, moeyard wants {wanted}", advice)
+    return Verdict(PROBLEM, "python", f"{version}, moeyard wants {wanted}", advice)
 
 
 def installed(name: str) -> str | None:
@@ -133,7 +133,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_packages(requires: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+def check_packages(requires: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Verdict]:
     """Requirements that apply here, extras not among them; those that are met and not in SHOWN share a line."""
     sound = 0
     for requirement in map(Requirement, requires):
@@ -142,15 +142,15 @@ def check_packages(requires: Iterable[str], version_of: Callable[[str], str | No
         name, wanted, version = requirement.name, requirement.specifier, version_of(requirement.name)
         if version is None or not wanted.contains(version, prereleases=True):
             text = f"{version or 'missing'}, moeyard wants {wanted or 'any'}"
-            yield Finding(PROBLEM, name, text, f"pip install '{name}{wanted}'")
+            yield Verdict(PROBLEM, name, text, f"pip install '{name}{wanted}'")
         elif name in SHOWN:
-            yield Finding(OK, name, version)
+            yield Verdict(OK, name, version)
         else:
             sound += 1
-    yield Finding(OK, "packages", f"{sound} others as required")
+    yield Verdict(OK, "packages", f"{sound} others as required")
 
 
-def check_processor(workers: int, *, on_cpu: bool) -> Iterator[Finding]:
+def check_processor(workers: int, *, on_cpu: bool) -> Iterator[Verdict]:
     """Cores for the workers, and the instructions that the kernels of a CPU like."""
     cores = usable_cores(len(psutil.Process().cpu_affinity() or (0,)), read(CPU_QUOTA))
     # The router has one to itself while answers stream.
@@ -166,21 +166,21 @@ def usable_cores(affinity: int, quota: str) -> float:
     return min(affinity, int(allowed) / int(period)) if allowed.isdigit() and period.strip().isdigit() else affinity
 
 
-def check_instructions(machine: str, cpuinfo: str, *, on_cpu: bool) -> Finding:
+def check_instructions(machine: str, cpuinfo: str, *, on_cpu: bool) -> Verdict:
     """AVX-512 is what one answer was measured on (kernels/moeyard_kernels/cpu/linear.py); AMX is kept out of it."""
     lines = (line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("flags"))
     flags = set(next(lines, ()))
     if not on_cpu:
-        return Finding(OK, "cpu", machine)
+        return Verdict(OK, "cpu", machine)
     if "avx512f" not in flags:
         advice = "slow, and its sums were not measured: check with `moeyard verify` that one answer holds"
-        return Finding(WARNING, "cpu", f"{machine} without AVX-512", advice)
+        return Verdict(WARNING, "cpu", f"{machine} without AVX-512", advice)
     bf16 = "bfloat16 in hardware" if "avx512_bf16" in flags else "bfloat16 by conversion: --dtype float32 is faster"
     amx = "; AMX is there and left alone, because its sums depend on the number of rows" if "amx_bf16" in flags else ""
-    return Finding(OK, "cpu", f"{machine} with AVX-512, {bf16}{amx}")
+    return Verdict(OK, "cpu", f"{machine} with AVX-512, {bf16}{amx}")
 
 
-def check_memory() -> Iterator[Finding]:
+def check_memory() -> Iterator[Verdict]:
     """Memory that is free to us, shared memory and the disk of temporary files."""
     total, free = psutil.virtual_memory().total, available_memory()
     text = f"{format_size(free)} of {format_size(total)} free to us"
@@ -189,46 +189,46 @@ def check_memory() -> Iterator[Finding]:
     if SHARED_MEMORY.is_dir():
         yield check_shared(psutil.disk_usage(str(SHARED_MEMORY)).free)
     else:
-        yield Finding(PROBLEM, "shm", f"no {SHARED_MEMORY}", "ranks exchange tokens there; mount a tmpfs")
+        yield Verdict(PROBLEM, "shm", f"no {SHARED_MEMORY}", "ranks exchange tokens there; mount a tmpfs")
     disk = psutil.disk_usage(str(TEMPORARY))
     room = disk.free >= (1 - FULL_DISK) * disk.total
     text = f"{TEMPORARY} has {format_size(disk.free)} free" + ("" if room else ", less than 5 %")
     yield judged(room, "disk", text, "Ray logs there and complains; make room")
 
 
-def check_shared(free: int) -> Finding:
+def check_shared(free: int) -> Verdict:
     """Bytes left in shared memory."""
     text = f"{SHARED_MEMORY} has {format_size(free)} free"
     advice = f"Ray and the exchange want {format_size(LEAST_SHARED)}; of a container raise --shm-size"
     return judged(free >= LEAST_SHARED, "shm", text, advice, otherwise=PROBLEM)
 
 
-def check_limits(workers: int) -> Iterator[Finding]:
+def check_limits(workers: int) -> Iterator[Verdict]:
     """Open files and processes."""
     yield check_files(file_limits()[1], workers)
     threads = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if threads != resource.RLIM_INFINITY and threads < 4096:
         advice = "Ray has hundreds of threads; ulimit -u 4096 or more"
-        yield Finding(WARNING, "processes", f"at most {threads}", advice)
+        yield Verdict(WARNING, "processes", f"at most {threads}", advice)
 
 
-def check_files(files: int, workers: int) -> Finding:
+def check_files(files: int, workers: int) -> Verdict:
     """The hard limit of open files, to which `moeyard serve` raises its own."""
     text = f"at most {files} open: each router serves {most_connections(files, workers)} connections at once"
     advice = "`ulimit -n 65536` before serving, or LimitNOFILE= of a service, gives more"
     return judged(files >= GOOD_FILES, "files", text, advice, otherwise=PROBLEM if files < LEAST_FILES else WARNING)
 
 
-def check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> Verdict:
     """Whether the API could listen."""
     try:
         bind(host, port).close()
     except ValueError as error:
         return refused("port", error)
-    return Finding(OK, "port", f"{base_url(host, port)} is free")
+    return Verdict(OK, "port", f"{base_url(host, port)} is free")
 
 
-def check_clock() -> Finding:
+def check_clock() -> Verdict:
     """How fine and how dear the clock is that steps are timed with."""
     source, resolution = read(CLOCK_SOURCE).strip(), time.get_clock_info("monotonic").resolution
     text = f"{source or platform.system()}, {resolution * 1e9:.0f} ns"
@@ -236,7 +236,7 @@ def check_clock() -> Finding:
     return judged(source not in SLOW_CLOCKS and resolution <= 1e-4, "clock", text, advice)
 
 
-def check_leftovers() -> Finding:
+def check_leftovers() -> Verdict:
     """Ray's daemons and our shared memory from runs that ended badly; a running server's are named too."""
     names: Mapping[str, list[int]] = {"raylet": [], "gcs_server": []}
     for process in psutil.process_iter(["name", "ppid"]):
@@ -258,18 +258,18 @@ def read(path: Path) -> str:
         return ""
 
 
-def check_torch(device: str, num_workers: int) -> Iterator[Finding]:
+def check_torch(device: str, num_workers: int) -> Iterator[Verdict]:
     """torch, if it can be loaded at all, and the GPUs that it sees."""
     try:
         load("moeyard_worker.engine.assembly.device")
     except (ImportError, OSError) as error:
         advice = "install it again, for this Python and this machine"
-        yield Finding(PROBLEM, "torch", f"cannot be loaded: {str(error).splitlines()[0]}", advice)
+        yield Verdict(PROBLEM, "torch", f"cannot be loaded: {str(error).splitlines()[0]}", advice)
         return
     yield from check_gpus(device, num_workers)
 
 
-def check_gpus(device: str, num_workers: int = 1) -> Iterator[Finding]:
+def check_gpus(device: str, num_workers: int = 1) -> Iterator[Verdict]:
     """The GPUs, of which none need be there to serve from the CPU, and then whether workers have theirs.
 
     `device`: what --device says; `num_workers` of this machine take a GPU each.
@@ -281,16 +281,16 @@ def check_gpus(device: str, num_workers: int = 1) -> Iterator[Finding]:
             text = f"a driver is there, torch {torch.__version__} sees no GPU"
             known = f"torch is built for CUDA {built}: does the driver know it?"
             advice = known if built else "install torch with CUDA"
-            yield Finding(PROBLEM if wants else WARNING, "gpus", text, advice)
+            yield Verdict(PROBLEM if wants else WARNING, "gpus", text, advice)
         elif wants:
             text = f"--device {device}: torch {torch.__version__} sees no GPU"
-            yield Finding(PROBLEM, "gpus", text, "serve with --device cpu")
+            yield Verdict(PROBLEM, "gpus", text, "serve with --device cpu")
         else:
-            yield Finding(OK, "gpus", "none: serves from the CPU")
+            yield Verdict(OK, "gpus", "none: serves from the CPU")
         return
     if DRIVER.exists():
         version = DRIVER.read_text().splitlines()[0].strip()
-        yield Finding(OK, "driver", f"{version}; torch is built for CUDA {built}")
+        yield Verdict(OK, "driver", f"{version}; torch is built for CUDA {built}")
     for index in range(torch.cuda.device_count()):
         yield _gpu(index, torch.cuda, devices)
     try:
@@ -300,36 +300,36 @@ def check_gpus(device: str, num_workers: int = 1) -> Iterator[Finding]:
         yield refused("gpus", error)
 
 
-def _gpu(index: int, cuda: Any, devices: Any) -> Finding:
+def _gpu(index: int, cuda: Any, devices: Any) -> Verdict:
     """One of them, whether or not a worker takes it."""
     subject, why = f"cuda:{index}", devices.unfit(index)
     if why is not None:
-        return Finding(WARNING, subject, why, "serves nothing here")
+        return Verdict(WARNING, subject, why, "serves nothing here")
     name = cuda.get_device_name(index)
     try:
         free, total = cuda.mem_get_info(index)
     except RuntimeError as error:
         if not load("moeyard_worker.engine.loop.faults").out_of_memory(error):
             raise
-        return Finding(WARNING, subject, f"{name}, so full that nothing can be asked of it", "end what runs there")
-    return Finding(OK, subject, f"{name}, {format_size(free)} of {format_size(total)} free")
+        return Verdict(WARNING, subject, f"{name}, so full that nothing can be asked of it", "end what runs there")
+    return Verdict(OK, subject, f"{name}, {format_size(free)} of {format_size(total)} free")
 
 
-def check_model(args: argparse.Namespace) -> Iterator[Finding]:
+def check_model(args: argparse.Namespace) -> Iterator[Verdict]:
     """Check what `serve` checks before it starts: the family, the files, the tokenizer, and whether it fits."""
     try:
         config = engine_config(args)
         model, api = served_model(config), api_settings(args, config)
         shape = f"{model.num_layers} layers, {model.num_experts} experts (top {model.top_k})"
-        yield Finding(OK, "model", f"{api.names[0]}: {shape}, up to {model.max_position} tokens")
+        yield Verdict(OK, "model", f"{api.names[0]}: {shape}, up to {model.max_position} tokens")
         local, hub_model = args.ray_address is None, hub_id(args.model)
         checked = check_before_start(config, model, api=api, local=local, hub_model=hub_model)
     except ValueError as error:
         yield refused("model", error, "see README.md for the families")
         return
     if checked.download is not None:
-        yield Finding(OK, "download", f"{checked.download}; {needs(checked, config, model)}")
+        yield Verdict(OK, "download", f"{checked.download}; {needs(checked, config, model)}")
     elif checked.plan is None:
-        yield Finding(OK, "fit", "the files are whole; whether they fit is known where the workers run")
+        yield Verdict(OK, "fit", "the files are whole; whether they fit is known where the workers run")
     else:
-        yield Finding(OK, "fit", f"{config.num_workers} workers, each: {checked.plan}")
+        yield Verdict(OK, "fit", f"{config.num_workers} workers, each: {checked.plan}")

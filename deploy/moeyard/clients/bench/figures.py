@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moeyard.clients.api_client import Answer
+from moeyard.clients.api_client import StreamedAnswer
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.models.spec import ModelSpec
 
@@ -42,7 +42,7 @@ class LoadRun:
     ended: float = 0.0
     cpu_seconds: float = 0.0
     interrupted: bool = False
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ def of_bound(row: Mapping[str, Any], resident: Mapping[str, Any]) -> float | Non
     return float(max(least, row["link_ms"]) / taken)
 
 
-def latencies(answer: Answer) -> dict[str, float | None]:
+def latencies(answer: StreamedAnswer) -> dict[str, float | None]:
     """Seconds of one answer, from sending its request: to the first output (ttft), to the end of the stream (e2e), and
     from the first to the last output for each of the server's tokens but the first (tpot; None for less than two).
     """
@@ -166,13 +166,13 @@ def parse_slo(text: str) -> dict[str, float]:
     return found
 
 
-def is_good(answer: Answer, slo: Mapping[str, float]) -> bool:
+def is_good(answer: StreamedAnswer, slo: Mapping[str, float]) -> bool:
     """Whether an answer came whole and met every objective; one token has no tpot to miss."""
     found = latencies(answer)
     return answer.error is None and all((found[name] or 0.0) <= limit for name, limit in slo.items())
 
 
-def errors(answers: Iterable[Answer]) -> list[dict[str, Any]]:
+def errors(answers: Iterable[StreamedAnswer]) -> list[dict[str, Any]]:
     """Failed requests by status (0: no answer) and message, most frequent first; ids of requests are no difference."""
     found = Counter(
         (answer.status, _IDS.sub("<id>", " ".join(answer.error.split()))[:MAX_MESSAGE])

@@ -12,7 +12,7 @@ from typing import Any, cast
 import httptools
 import orjson
 
-from moeyard.clients.api_client import Answer, EventStream, refusal
+from moeyard.clients.api_client import EventStream, StreamedAnswer, refusal
 from moeyard.clients.target_config import Target
 
 
@@ -22,7 +22,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._answer: Answer | None = None
+        self._answer: StreamedAnswer | None = None
         self._events: EventStream | None = None
         self._body: list[bytes] = []
         self._at = 0.0
@@ -51,7 +51,7 @@ class _Connection(asyncio.Protocol):
             self._fail(f"not understood: {type(cause).__name__}: {cause}")
             self.close()
 
-    async def exchange(self, request: bytes, answer: Answer) -> None:
+    async def exchange(self, request: bytes, answer: StreamedAnswer) -> None:
         """Send a request and fill in its answer, to the end of its body or the connection's."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
@@ -117,7 +117,7 @@ class Client:
         lines += [f"{name}: {value}" for name, value in target.headers().items()]
         self._head = "\r\n".join(lines)
 
-    async def stream(self, endpoint: str, body: dict[str, Any], *, due: float) -> Answer:
+    async def stream(self, endpoint: str, body: dict[str, Any], *, due: float) -> StreamedAnswer:
         """POST a body that asks for a stream. What fails is in the answer's `error`; nothing is raised.
 
         `due`: when the request was to be sent, which the answer keeps. A new connection is part of what is timed, as
@@ -125,7 +125,7 @@ class Client:
         """
         data = orjson.dumps(body)
         head = f"POST {self._target.path(endpoint)} HTTP/1.1\r\n{self._head}\r\nContent-Length: {len(data)}\r\n\r\n"
-        answer = Answer(due, sent=time.perf_counter())
+        answer = StreamedAnswer(due, sent=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout):
                 await self._send(head.encode() + data, answer)
@@ -135,7 +135,7 @@ class Client:
             answer.error, answer.ended = f"{error.strerror or error}", time.perf_counter()
         return answer
 
-    async def _send(self, request: bytes, answer: Answer) -> None:
+    async def _send(self, request: bytes, answer: StreamedAnswer) -> None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.reusable:

@@ -80,7 +80,7 @@ class Decode:
         courses = [
             subject.submit(run, prompt=self.prompt, output=asked, budget=self.budget) for _ in range(self.streams)
         ]
-        routing = Routing(subject, rows=self.streams)
+        routing = RoutingWatch(subject, rows=self.streams)
         ends, pool, held = list[float](), run.scheduler.pool, 0
         before, counted = subject.counts(), dict[str, int]()
         graphs: tuple[torch.cuda.CUDAGraph, ...] = ()
@@ -128,7 +128,7 @@ class Decode:
         }
 
 
-class Routing:
+class RoutingWatch:
     """Watches which experts a step asks for."""
 
     def __init__(self, subject: Subject, *, rows: int) -> None:

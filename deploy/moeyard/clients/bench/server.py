@@ -22,12 +22,12 @@ import uvloop
 from tqdm import tqdm
 
 from moeyard import __version__
-from moeyard.clients.api_client import Answer, first_model, streamed
+from moeyard.clients.api_client import StreamedAnswer, first_model, streamed
 from moeyard.clients.bench.bench_config import ServerBenchConfig
 from moeyard.clients.bench.figures import LoadRun, errors, figures, parse_slo, request_rows
 from moeyard.clients.bench.http_client import Client
 from moeyard.clients.bench.report import compare, describe, draw
-from moeyard.clients.bench.workload import WORDS, Turn, Workload, Yardstick, arrivals
+from moeyard.clients.bench.workload import WORDS, PromptTurn, Workload, Yardstick, arrivals
 from moeyard.clients.target_config import Target, parse_target
 from moeyard.options import values
 
@@ -150,7 +150,7 @@ class Load:
     """
 
     def __init__(
-        self, client: Client, config: ServerBenchConfig, workload: Workload, on_answer: Callable[[Answer], None]
+        self, client: Client, config: ServerBenchConfig, workload: Workload, on_answer: Callable[[StreamedAnswer], None]
     ) -> None:
         self._client = client
         self._config = config
@@ -220,7 +220,7 @@ class Load:
         task.add_done_callback(self._running.discard)
 
     async def _converse(self, due: float) -> None:
-        """Turn after turn; each resends what was said, and the first that fails ends it."""
+        """PromptTurn after turn; each resends what was said, and the first that fails ends it."""
         config = self._config
         said: Any = [] if config.is_chat else None
         for turn in self._workload.conversation(next(self._conversations)):
@@ -237,7 +237,7 @@ class Load:
             due = time.perf_counter()
 
 
-def add(said: Any, turn: Turn) -> Any:
+def add(said: Any, turn: PromptTurn) -> Any:
     """A conversation with the user's next words: messages, text or ids, None for one that begins as text or ids."""
     if isinstance(said, list):
         return [*said, {"role": "user", "content": turn.prompt}]
@@ -251,7 +251,7 @@ def answered(said: Any, text: str) -> Any:
     return [*said, {"role": "assistant", "content": text}] if isinstance(said[0], dict) else said
 
 
-async def ask(client: Client, config: ServerBenchConfig, prompt: Any, *, max_tokens: int, due: float) -> Answer:
+async def ask(client: Client, config: ServerBenchConfig, prompt: Any, *, max_tokens: int, due: float) -> StreamedAnswer:
     """One streaming request; `prompt`: messages of a chat, or a completion's text or ids."""
     body = {
         "model": config.model,
@@ -297,11 +297,11 @@ async def _run(target: Target, config: ServerBenchConfig) -> LoadRun:
         client.close()
 
 
-def _progress(bar: Any) -> Callable[[Answer], None]:
+def _progress(bar: Any) -> Callable[[StreamedAnswer], None]:
     """Counts answers on the bar, with output tokens per second so far."""
     begun, tokens, failed = time.perf_counter(), 0, 0
 
-    def on_answer(answer: Answer) -> None:
+    def on_answer(answer: StreamedAnswer) -> None:
         nonlocal tokens, failed
         tokens += answer.output_tokens
         failed += answer.error is not None
@@ -349,6 +349,6 @@ def fit(points: list[tuple[int, int]]) -> Yardstick:
     return Yardstick(base=max(0.0, intercept), per_word=slope)
 
 
-def _refused(answer: Answer) -> ValueError:
+def _refused(answer: StreamedAnswer) -> ValueError:
     status = f"HTTP {answer.status}: " if answer.status not in (0, 200) else ""
     return ValueError(f"the server does not answer such requests: {status}{answer.error}")

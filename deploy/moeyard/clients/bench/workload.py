@@ -88,7 +88,7 @@ class Yardstick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class PromptTurn:
     """A request of a conversation: what the user adds to it, and how many tokens are wanted back."""
 
     prompt: str | list[int]
@@ -108,11 +108,11 @@ class Workload:
     vocab_size: int
     yardstick: Yardstick
 
-    def conversation(self, index: int) -> list[Turn]:
+    def conversation(self, index: int) -> list[PromptTurn]:
         """Its turns. Each begins with other words than those of any other conversation, but for the shared prefix."""
         rng = random.Random(f"{self.seed}/{index}")
         return [
-            Turn(prompt=self._prompt(rng, first=number == 0), max_tokens=self.output.draw(rng))
+            PromptTurn(prompt=self._prompt(rng, first=number == 0), max_tokens=self.output.draw(rng))
             for number in range(self.turns)
         ]
 
