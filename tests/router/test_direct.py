@@ -17,7 +17,7 @@ from moeyard_router.api.surfaces import SURFACES
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
-from moeyard_router.http.pieces import Outbox, Pieces
+from moeyard_router.http.connection import Outbox, Pieces
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 

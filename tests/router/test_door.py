@@ -15,9 +15,8 @@ import trustme
 from tests.limits import HANG_SECONDS
 
 from moeyard_router.config import DoorConfig
-from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import Origins, is_loopback, parse_origins
-from moeyard_router.http.tls import open_certificate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello world"}]

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from moeyard_router.api.anthropic import MessagesRequest
+from moeyard_router.api.anthropic import MessagesRequest, _input
 from moeyard_router.api.anthropic import translated as of_messages
-from moeyard_router.api.anthropic_events import _input
 from moeyard_router.api.responses import ResponsesRequest
 from moeyard_router.api.responses import translated as of_responses
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -14,7 +13,7 @@ from moeyard_router.api.structured import grammar_of
 from moeyard_router.api.validation import parse
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
-from moeyard_router.text.lark import lost_integer
+from moeyard_router.text.answer_grammar import lost_integer
 
 LARGE = [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 123456789012345678901, 10**300, -(10**300)]
 

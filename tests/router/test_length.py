@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeyard_router.errors import ApiError
-from moeyard_router.text.length import LengthCheck, most_characters
+from moeyard_router.text.detokenizer import LengthCheck, most_characters
 
 PLAIN = {"added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "ByteLevel"}, "model": {"type": "BPE"}}
 SPLIT = {"type": "Split", "behavior": "Isolated"}

@@ -14,7 +14,7 @@ import uvloop
 from tests.limits import HANG_SECONDS
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.http.accepting import LISTENERS, listeners
+from moeyard_router.http.server import LISTENERS, listeners
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -3,7 +3,7 @@
 import pytest
 from tests.router.conftest import Service
 
-from moeyard_router.api.sizes import MAX_BIASES, MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS
+from moeyard_router.api.validation import MAX_BIASES, MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -14,7 +14,7 @@ import pytest
 from tests.limits import HANG_SECONDS
 
 from moeyard_router.config import DoorConfig
-from moeyard_router.http.slow_readers import SlowReader
+from moeyard_router.http.connection import SlowReader
 
 TIMEOUT = 0.4
 # For a reader that must not be cut. Router, worker and reader share one interpreter.

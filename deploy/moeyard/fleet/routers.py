@@ -22,9 +22,9 @@ from moeyard.fleet.messages import Rank
 from moeyard.last_resort import ENDING
 from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
+from moeyard_router.api.request_scope import log_context
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain
-from moeyard_router.http.context import log_context
 from moeyard_router.http.process import (
     Drained,
     GiveUp,

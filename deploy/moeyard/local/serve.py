@@ -38,11 +38,10 @@ from moeyard.local.startup import startup
 from moeyard.logs import LogConfig
 from moeyard.options import values
 from moeyard.signals import noted
+from moeyard_router.api.request_scope import log_context
 from moeyard_router.config import DoorConfig, RouterConfig
-from moeyard_router.http.context import log_context
-from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import is_loopback
-from moeyard_router.http.tls import open_certificate
 from moeyard_worker.config.engine_config import EngineConfig, loading_rates
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model

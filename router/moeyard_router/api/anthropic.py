@@ -1,28 +1,145 @@
-"""The request bodies of /v1/messages, Anthropic's Messages API, and of its count_tokens, and what they are as chats."""
+"""Anthropic's Messages API: bodies of /v1/messages and count_tokens, their translation to chats, and the answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from moeyard_router.api.anthropic_blocks import (
-    TextBlock,
-    Texts,
-    ThinkingBlock,
-    ToolReferenceBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    Turn,
-)
-from moeyard_router.api.compression import KvCompressionField
+from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
+from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, Strict, refuse
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.messages import INVALID_JSON
-from moeyard_router.api.schema import Count
+from moeyard_router.api.schema import Count, KvCompressionField
 from moeyard_router.api.thinking import Thinking, ThinkingFields
 from moeyard_router.api.tools import check_tools
-from moeyard_router.api.translation import Translation, below, given, one_of, text_parts
+from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
+from moeyard_router.errors import ApiError
+from moeyard_router.text import exact_json
+
+
+class TextBlock(Strict):
+    """Text."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "citations"))
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Strict):
+    """What the assistant thought. Nobody checks the signature, which answers of this server leave empty."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("signature",))
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Strict):
+    """Another server's thoughts as ciphertext; they are left out."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("data",))
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Strict):
+    """A call of a tool by the assistant."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "caller"))
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"toolset_name": ()})
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+_TEXTS = TypeAdapter(list[Annotated[TextBlock, one_of(MappingProxyType({"text": TextBlock}))]])
+Texts = Annotated[str | list[TextBlock], text_or(_TEXTS)]
+
+
+class ToolReferenceBlock(Strict):
+    """The name of a deferred tool that a search of the client's has found: the model is shown the tool from then on."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control",))
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """The words for a template."""
+        return f"Found the tool {self.tool_name}."
+
+
+_RESULTS = TypeAdapter(
+    list[
+        Annotated[
+            TextBlock | ToolReferenceBlock,
+            one_of(MappingProxyType({"text": TextBlock, "tool_reference": ToolReferenceBlock})),
+        ]
+    ]
+)
+
+
+class ToolResultBlock(Strict):
+    """What the tool returned. Templates have no word for `is_error`: the content says what went wrong."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "is_error"))
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"toolset_name": ()})
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[str | list[TextBlock | ToolReferenceBlock] | None, text_or(_RESULTS)] = None
+
+
+ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+_BLOCKS: Mapping[str, type[Strict]] = MappingProxyType(
+    {
+        "text": TextBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+        "tool_use": ToolUseBlock,
+        "tool_result": ToolResultBlock,
+    }
+)
+_CONTENT = TypeAdapter(list[Annotated[ContentBlock, one_of(_BLOCKS)]])
+_ASSISTANTS = (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
+
+
+class AnthropicMessage(Strict):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[str | list[ContentBlock], text_or(_CONTENT)]
+
+    @model_validator(mode="after")
+    def _by_role(self) -> "AnthropicMessage":
+        for block in self.blocks:
+            wrong = self.role != "user" if isinstance(block, ToolResultBlock) else self.role != "assistant"
+            if wrong and isinstance(block, (ToolResultBlock, *_ASSISTANTS)):
+                refuse("content", None, f"of the role '{self.role}' has a block of type {block.type}")
+        return self
+
+    @property
+    def blocks(self) -> list[ContentBlock]:
+        """The content as blocks."""
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """As of any object, with the names below it."""
+        names = below("content", self.content)
+        for block in self.blocks:
+            if isinstance(block, ToolResultBlock):
+                names += below("content.content", block.content)
+            elif isinstance(block, RedactedThinkingBlock):
+                names.append("content.redacted_thinking")
+        return (*self.dropped, *names)
+
 
 _PASSED = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "kv_compression", "stream"),
@@ -112,7 +229,7 @@ class CountTokensRequest(ThinkingFields, Strict):
     )
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: Texts | None = None
     tools: _Tools | None = None
     tool_choice: ToolUseChoice | None = None
@@ -210,7 +327,7 @@ def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:
     return shown or tools
 
 
-def _assistant(message: Turn) -> list[dict[str, Any]]:
+def _assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
     """What the assistant thought, said and called, as one message."""
     texts = [b for b in message.blocks if isinstance(b, TextBlock)]
     thoughts = [b.thinking for b in message.blocks if isinstance(b, ThinkingBlock)]
@@ -235,7 +352,7 @@ def _arguments(block: ToolUseBlock) -> str | dict[str, Any]:
     return text if isinstance(text, str) and len(block.input) == 1 else block.input
 
 
-def _others(message: Turn) -> list[dict[str, Any]]:
+def _others(message: AnthropicMessage) -> list[dict[str, Any]]:
     """A turn of the user or the system; every result of a tool is a message of its own."""
     made: list[dict[str, Any]] = []
     texts: list[TextBlock] = []
@@ -258,3 +375,98 @@ def _others(message: Turn) -> list[dict[str, Any]]:
 
 def _text(block: TextBlock | ToolReferenceBlock) -> str:
     return block.text
+
+
+class MessageWriter(BlockWriter):
+    """Writes what the model thinks, says and calls as blocks of type thinking, text and tool_use."""
+
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        """The message without content, and a ping, as Anthropic has it."""
+        message = self._message(choices, ended=False)
+        return sse("message_start", {"type": "message_start", "message": message}) + sse("ping", {"type": "ping"})
+
+    def opened(self, block: AnswerBlock) -> bytes:
+        """An empty block."""
+        kind = "content_block_start"
+        return sse(kind, {"type": kind, "index": block.index, "content_block": _block(block, empty=True)})
+
+    def added(self, block: AnswerBlock, text: str) -> bytes:
+        """A piece of it."""
+        if block.kind == "content":
+            delta = {"type": "text_delta", "text": text}
+        elif block.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": text}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return sse("content_block_delta", {"type": "content_block_delta", "index": block.index, "delta": delta})
+
+    def closed(self, block: AnswerBlock) -> bytes:
+        """Its end."""
+        return sse("content_block_stop", {"type": "content_block_stop", "index": block.index})
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """Why it ended, and all counts, which go before those of the beginning."""
+        delta = {"stop_reason": self._reason, "stop_sequence": self.stop_string}
+        last = {"type": "message_delta", "delta": delta, "usage": self._usage(choices)}
+        return sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
+
+    def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
+        """An error in the stream."""
+        return sse("error", error.anthropic_body())
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The message."""
+        return self._message(choices, ended=True)
+
+    @property
+    def _reason(self) -> str:
+        if self.stop_string is not None:
+            return "stop_sequence"
+        if self.cut:
+            return "max_tokens"
+        return "tool_use" if any(block.kind == "call" for block in self.blocks) else "end_turn"
+
+    def _message(self, choices: Sequence[Choice], *, ended: bool) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [_block(block) for block in self.blocks],
+            "stop_reason": self._reason if ended else None,
+            "stop_sequence": self.stop_string,
+            "usage": self._usage(choices),
+        }
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Token counts; those read from the cache are apart, once the worker has told them."""
+        (choice,) = choices
+        prompt, cached = len(self.job.prompts[0].token_ids), choice.cached_tokens or 0
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": choice.num_tokens,
+            **self.job.kept,
+        }
+
+
+def _block(block: AnswerBlock, *, empty: bool = False) -> dict[str, Any]:
+    text = "" if empty else block.text
+    if block.kind == "content":
+        return {"type": "text", "text": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": {} if empty else _input(text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object. What the model wrote may be none, or cut off: then its text, as Anthropic
+
+    advises for such input, under the name INVALID_JSON.
+    """
+    try:
+        values = exact_json.loads(arguments)
+    except ValueError:
+        values = None
+    return values if isinstance(values, dict) else {INVALID_JSON: arguments}

@@ -16,7 +16,7 @@ BlockKind = Literal["reasoning", "content", "call"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Block:
+class AnswerBlock:
     """One block, number `index` of an answer. `id` and `name` are a call's, `pieces` its arguments or the text.
 
     `cut`: the limit of tokens ended it.
@@ -51,11 +51,11 @@ class BlockWriter(ABC):
         self.reply_id = reply_id
         self.model = model
         self.created = created
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         # Of the end, once it is known: whether the limit of tokens cut it off, and the stop string.
         self.cut = False
         self.stop_string: str | None = None
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._begun = False
 
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
@@ -110,7 +110,7 @@ class BlockWriter(ABC):
 
     def _begin_block(self, kind: BlockKind, out: list[bytes], *, id: str = "", name: str = "") -> None:
         self._close(out)
-        self._open = Block(kind=kind, index=len(self.blocks), id=id, name=name)
+        self._open = AnswerBlock(kind=kind, index=len(self.blocks), id=id, name=name)
         self.blocks.append(self._open)
         out.append(self.opened(self._open))
 
@@ -129,7 +129,7 @@ class BlockWriter(ABC):
         return True
 
     @property
-    def open_block(self) -> Block | None:
+    def open_block(self) -> AnswerBlock | None:
         """The block that is being written."""
         return self._open
 
@@ -138,15 +138,15 @@ class BlockWriter(ABC):
         """The events before the first block."""
 
     @abstractmethod
-    def opened(self, block: Block) -> bytes:
+    def opened(self, block: AnswerBlock) -> bytes:
         """The events with which a block begins."""
 
     @abstractmethod
-    def added(self, block: Block, text: str) -> bytes:
+    def added(self, block: AnswerBlock, text: str) -> bytes:
         """The event of a block's next piece."""
 
     @abstractmethod
-    def closed(self, block: Block) -> bytes:
+    def closed(self, block: AnswerBlock) -> bytes:
         """The events with which a block ends."""
 
     @abstractmethod

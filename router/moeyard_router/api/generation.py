@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
-from moeyard_router.api.record import RequestRecord
+from moeyard_router.api.request_scope import RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.instructions import Event, Lost

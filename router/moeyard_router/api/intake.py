@@ -20,8 +20,9 @@ from moeyard_router.api.validation import RequestT, parse
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import bad_request, unknown_model
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
-from moeyard_router.text.chat import ChatTemplate, Codec
+from moeyard_router.text.chat import Codec
 from moeyard_router.text.extraction import Extraction
+from moeyard_router.text.template import ChatTemplate
 from moeyard_worker.protocol import SamplingParams, TokenIds
 
 THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what waking a thread takes

@@ -1,14 +1,16 @@
-"""Large request bodies, made into jobs by processes of their own.
+"""Large request bodies, made into jobs by processes of their own (`main`).
 
-Reading a body holds the interpreter lock in one piece, wherever it is done: 16 MB of JSON take 50 to 450 ms to load (of
-dense objects 1.3 s), a chat template's Jinja joins strings in one piece, the ids of a tokenized text become a list in
-one piece (5 ms for 131,072). A thread does not help the event loop then, a process does; and what a long text leaves
-behind in memory ends with it. Measured on 2026-11-22 with orjson 3.13 and tokenizers 0.23, on two cores.
+A thread would not help the event loop, because each step holds the interpreter lock: loading 16 MB of JSON takes 50 to
+450 ms (dense objects 1.3 s), a template joins strings in one call, and 131,072 ids become a list in 5 ms. The memory of
+a long text is freed with its process. Measured on 2026-11-22 with orjson 3.13 and tokenizers 0.23, on two cores.
 """
 
 import asyncio
 import contextlib
+import gc
 import json
+import logging
+import os
 import signal
 import struct
 import subprocess
@@ -19,22 +21,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, BinaryIO
 
+import psutil
 from pydantic import TypeAdapter
 
-from moeyard_router.api.intake import Job, Prompt
+from moeyard_router.api.intake import Intake, Job, Prompt
+from moeyard_router.api.surfaces import COUNTED, SURFACES
 from moeyard_router.config import DoorConfig, RouterConfig
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
+from moeyard_router.text.chat import open_codec
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.tool_formats import JSON_CALLS
 from moeyard_worker.protocol import TokenIds
 
 LARGE_BODY = 64 * 1024  # bytes; what is smaller is read here, in a thread if it takes more than a millisecond or two
 _SECONDS = 120.0  # then the process is killed
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.api.large_process import main; main()"
-)
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.api.large import main; main()"
 _REQUEST = struct.Struct("<16pQ")  # the API's name in `SURFACES`, bytes of the body that follows
 _ANSWER = struct.Struct("<Q")  # bytes of the JSON object that follows, which says what follows it
 JOBS: TypeAdapter[Job] = TypeAdapter(Job)
@@ -271,3 +274,50 @@ class Bodies:
                     self._idle.append(process)
             if not keep:
                 process.close()
+
+
+_NICENESS = 5  # streams go first where cores are few
+_MOST_MEMORY = 512 * 1024 * 1024  # bytes: a process that has kept more gives them back by ending
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    if (config := read_config(sys.stdin.buffer)) is None:
+        return
+    # Whatever prints writes to standard error, so that nothing stands between answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.nice(_NICENESS)
+    intake = Intake(config, open_codec(config.model_path, config.chat_template, killable=True))
+    gc.disable()  # a body is one tree of JSON without cycles; nothing to find, and much to look through
+    with asyncio.Runner() as runner:
+        while (request := read_request(sys.stdin.buffer)) is not None:
+            answer, last = runner.run(_answer(intake, *request))
+            try:
+                answers.write(answer)
+                answers.flush()
+            except BrokenPipeError:
+                return
+            if last:
+                return
+            del request, answer
+            gc.collect()
+
+
+async def _answer(intake: Intake, api: str, body: bytes) -> tuple[bytes, bool]:
+    """The answer, and whether it is the last of this process."""
+    try:
+        read = COUNTED.get(api) or SURFACES[api].read
+        job = await read(intake, body)
+        last = _has_grown()
+        return pack_job(job, last=last), last
+    except ApiError as error:
+        last = _has_grown()
+        return pack_error(error, last=last), last
+    except Exception as error:  # boundary: a bug is the router's to answer for
+        logging.getLogger(__name__).exception("a large request could not be read")
+        return pack_crash(error), True
+
+
+def _has_grown() -> bool:
+    return psutil.Process().memory_info().rss > _MOST_MEMORY

@@ -2,8 +2,7 @@
 
 import secrets
 
-from moeyard_router.api.compression import compression_of
-from moeyard_router.api.schema import ChatRequest, CompletionRequest
+from moeyard_router.api.schema import ChatRequest, CompletionRequest, compression_of
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import SamplingParams

@@ -13,7 +13,7 @@ from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.tools import check_depth
 from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
-from moeyard_router.text.template_traits import TemplateTraits
+from moeyard_router.text.template import TemplateTraits
 
 INVALID_JSON = "INVALID_JSON"  # the key of arguments that are no object, where an API or a template needs one
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also one that was cut off

@@ -1,23 +1,62 @@
-"""The request bodies of /v1/completions and /v1/chat/completions: strict types, explicit ranges, nothing passed over.
+"""The request bodies of completions, chat completions and /tokenize: strict types and explicit ranges.
 
-Names, defaults and ranges are OpenAI's and, for the extensions, vLLM's. A field that is absent or null takes its
-default. A field that is unknown, or known elsewhere but not served here, is an error that names it, unless it cannot
-change the answer (fields.py).
+Names, defaults and ranges are OpenAI's, those of extensions vLLM's. A null field takes its default. A field that is
+unknown, or not served here, is an error that names it, unless it cannot change the answer (fields.py).
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from moeyard_router.api.compression import KvCompressionField
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.messages import ChatMessage
 from moeyard_router.api.structured import StructuredFields
 from moeyard_router.api.thinking import THINKING_FIELDS, ThinkingFields
 from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.api.validation import validate
-from moeyard_worker.protocol import MAX_LOGPROBS
+from moeyard_worker.protocol import MAX_LOGPROBS, KvCompression
+
+# Beyond all prompts, and within what goes over the wire.
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class KvCompressionField(Strict):
+    """`method` "none" keeps all where the server's default does not; "snapkv" keeps `budget` tokens of the prompt."""
+
+    method: Literal["snapkv", "none"]
+    budget: _Count | None = None
+    window: _Count | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "KvCompressionField":
+        if self.method == "none":
+            return self
+        if self.budget is None:
+            raise PydanticCustomError("budget", "method snapkv needs a budget, in tokens of the prompt")
+        window = self.asked().window
+        if window > self.budget:
+            raise PydanticCustomError(
+                "window",
+                "the window of {window} tokens is always kept, and the budget is {budget}",
+                {"window": window, "budget": self.budget},
+            )
+        return self
+
+    def asked(self) -> KvCompression:
+        """What the worker is told, of a method other than "none"."""
+        assert self.budget is not None, "checked above"
+        if self.window is None:
+            return KvCompression(method=self.method, budget=self.budget)
+        return KvCompression(method=self.method, budget=self.budget, window=self.window)
+
+
+def compression_of(field: KvCompressionField | None, usual: KvCompression | None) -> KvCompression | None:
+    """What a request asks for, or else the server's default."""
+    if field is None:
+        return usual
+    return None if field.method == "none" else field.asked()
+
 
 MAX_STOP_STRINGS = 16
 _UINT63 = 2**63 - 1

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
-from moeyard_router.text.lark import lost_integer
+from moeyard_router.text.answer_grammar import lost_integer
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 # No blanks between the parts of a JSON text, in llguidance's own words.

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from moeyard_router.api.anthropic import counting_job, message_job
-from moeyard_router.api.anthropic_events import MessageWriter
+from moeyard_router.api.anthropic import MessageWriter, counting_job, message_job
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.replies import ReplyWriter
-from moeyard_router.api.responses import response_job
-from moeyard_router.api.responses_events import ResponseWriter
+from moeyard_router.api.responses import ResponseWriter, response_job
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes

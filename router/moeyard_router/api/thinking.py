@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.fields import Strict
-from moeyard_router.text.template_traits import TemplateTraits
+from moeyard_router.text.template import TemplateTraits
 
 # Names of a template's switch: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
 _TEMPLATE_SWITCHES = ("enable_thinking", "thinking")

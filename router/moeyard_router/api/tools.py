@@ -21,11 +21,10 @@ from moeyard_router.api.structured import check_constants
 from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
-from moeyard_router.text.answer_grammar import Calls, Thinking, answer_grammar, can_be_part
+from moeyard_router.text.answer_grammar import BLANKS_OF_ARGUMENTS, Calls, Thinking, answer_grammar, can_be_part
 from moeyard_router.text.extraction import Extraction
-from moeyard_router.text.lark import BLANKS_OF_ARGUMENTS
 from moeyard_router.text.reasoning import closes_block
-from moeyard_router.text.template_traits import TemplateTraits
+from moeyard_router.text.template import TemplateTraits
 from moeyard_router.text.tool_formats import JSON_CALLS, TOOL_FORMATS
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 

@@ -13,21 +13,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeyard_router.api.endpoints import GenerateEndpoint
+from moeyard_router.api.endpoints import BodyEndpoint, GenerateEndpoint, Tokens
 from moeyard_router.api.large import Bodies
-from moeyard_router.api.tokenize import BodyEndpoint, Tokens
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, no_route, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
+from moeyard_router.http.credentials import KeyRing
 from moeyard_router.http.gate import Gate
-from moeyard_router.http.keys import KeyRing
-from moeyard_router.http.live import LiveView
+from moeyard_router.http.live import STATIC, LiveView, page_routes
 from moeyard_router.http.openapi import Documents
 from moeyard_router.http.origins import Origins
-from moeyard_router.http.page import STATIC, page_routes
-from moeyard_router.http.siblings import Siblings
-from moeyard_router.http.summing import summed
+from moeyard_router.http.siblings import Siblings, summed
 from moeyard_router.metrics import METRICS_CONTENT_TYPE, RouterMetrics
 from moeyard_router.text.chat import Codec
 

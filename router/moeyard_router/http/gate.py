@@ -12,11 +12,10 @@ from collections.abc import Awaitable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeyard_router.api.endpoints import send_error
-from moeyard_router.api.record import SCOPE_KEY, RequestRecord
+from moeyard_router.api.request_scope import SCOPE_KEY, RequestRecord, current_request
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
-from moeyard_router.http.context import current_request
-from moeyard_router.http.keys import KeyRing
+from moeyard_router.http.credentials import KeyRing
 from moeyard_router.http.origins import Headers, Origins, preflight_headers
 from moeyard_router.metrics import RouterMetrics
 

@@ -1,12 +1,22 @@
-"""What the page at / shows, as JSON: the fleet now, running totals, the latest requests. Made when it is asked for.
+"""The dashboard at / and its data: the fleet now, running totals, the latest requests. Made when asked for.
 
-Every number is one of /metrics; the page makes rates and quantiles of two answers, as Prometheus does of two scrapes.
+The files hold no secret and are free to all; their data under /v1 asks for a key like any route. Every number is one of
+/metrics: the page makes rates and quantiles from two answers, as Prometheus does from two scrapes.
 """
 
+import gzip
+import hashlib
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from moeyard_router.config import RouterConfig
 from moeyard_router.fleet.collector import kv_usage, total
@@ -14,10 +24,73 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_router.fleet.records import RECENT
-from moeyard_router.http.merging import merged
-from moeyard_router.http.siblings import Siblings
+from moeyard_router.http.siblings import Siblings, merged
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import Codec
+
+STATIC = "/static/{name}"
+_FOLDER = Path(__file__).with_name("static")
+_INDEX = "index.html"
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        ".html": "text/html; charset=utf-8",
+        ".css": "text/css; charset=utf-8",
+        ".js": "text/javascript; charset=utf-8",
+        ".svg": "image/svg+xml",
+        ".txt": "text/plain; charset=utf-8",
+    }
+)
+# No script, style or connection but from here, no frame around it, no form that leaves it.
+_HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "content-security-policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",  # kept, but asked for again: a new version of the server has new files
+        "vary": "accept-encoding",
+    }
+)
+
+
+class _File:
+    """One file, read and packed once."""
+
+    def __init__(self, path: Path) -> None:
+        self.body = path.read_bytes()
+        self.packed = gzip.compress(self.body, mtime=0)
+        self.headers = {
+            **_HEADERS,
+            "content-type": _KINDS[path.suffix],
+            "etag": f'"{hashlib.sha256(self.body).hexdigest()[:16]}"',
+        }
+
+    def answer(self, request: Request) -> Response:
+        """200, or 304 to whoever has it already."""
+        if request.headers.get("if-none-match") == self.headers["etag"]:
+            return Response(status_code=304, headers=self.headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(self.packed, headers={**self.headers, "content-encoding": "gzip"})
+        return Response(self.body, headers=self.headers)
+
+
+def page_routes() -> list[Route]:
+    """The page and its files, which are read now."""
+    files = {path.name: _File(path) for path in _FOLDER.iterdir() if path.suffix in _KINDS}
+
+    async def index(request: Request) -> Response:
+        return files[_INDEX].answer(request)
+
+    async def static(request: Request) -> Response:
+        file = files.get(request.path_params["name"])
+        if file is None:
+            raise HTTPException(404, "no such file")
+        return file.answer(request)
+
+    return [Route("/", index), Route("/dashboard", index), Route(STATIC, static)]
+
 
 _HISTOGRAMS = (
     "time_to_first_token_seconds",

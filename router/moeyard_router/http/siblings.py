@@ -1,14 +1,22 @@
-"""Router processes that share a port: each answers the others' questions over a Unix socket in a directory of theirs.
+"""Router processes that share a port: each answers the others over a Unix socket, and sums what all of them count.
 
-A question is a line with the name of a page; the answer is the number of the page's bytes, and these. A process that is
-not there, ends before its answer does, or does not answer within a second, is left out.
+A question is a line with the name of a page; the answer is the page's size in bytes, then the page. A process that is
+gone, or does not answer within a second, is left out.
 """
 
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 _ANSWER_SECONDS = 1.0
 _MAX_NAME = 64  # bytes of a question
@@ -71,3 +79,86 @@ class Siblings:
 
     def _path(self, index: int) -> Path:
         return self._directory / f"router-{index}.sock"
+
+
+Figures = Mapping[str, Any]
+
+
+def merged(own: Figures, others: Iterable[Figures], *, num_requests: int) -> dict[str, Any]:
+    """One router's figures for all; of requests the last `num_requests` to end, latest first."""
+    every = (own, *others)
+    return {
+        "inflight": sum(each["inflight"] for each in every),
+        "router_inflight": [sum(counts) for counts in zip(*(each["router_inflight"] for each in every), strict=False)],
+        "counters": _counters(each["counters"] for each in every),
+        "histograms": _histograms(each["histograms"] for each in every),
+        "requests": sorted(
+            (request for each in every for request in each["requests"]), key=lambda r: r["ended"], reverse=True
+        )[:num_requests],
+    }
+
+
+def _counters(every: Iterable[Figures]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for counters in every:
+        for name, value in counters.items():
+            if not isinstance(value, Mapping):
+                found[name] = found.get(name, 0.0) + value
+                continue
+            labels = found.setdefault(name, {})
+            for label, count in value.items():
+                labels[label] = labels.get(label, 0.0) + count
+    return found
+
+
+def _histograms(every: Iterable[Figures]) -> dict[str, Any]:
+    """All routers run one program, so their bounds are the same."""
+    found: dict[str, Any] = {}
+    for histograms in every:
+        for name, histogram in histograms.items():
+            known = found.setdefault(name, {"buckets": [[bound, 0.0] for bound, _ in histogram["buckets"]]})
+            for bucket, (_, count) in zip(known["buckets"], histogram["buckets"], strict=True):
+                bucket[1] += count
+            for part in ("sum", "count"):
+                known[part] = known.get(part, 0.0) + histogram[part]
+    return found
+
+
+_TIMES = ("_created", "_start_time_seconds")  # Unix times at which a series, or a process, began
+
+
+def summed(pages: Iterable[bytes]) -> bytes:
+    """One page in the text format with the sum of every sample over the pages; of times of creation the earliest.
+
+    For counters, histograms and gauges of which each process has a part. Raises `ValueError` for what is no such page.
+    """
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page.decode()):
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            samples = values.setdefault(known.name, {})
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                if sample.name.endswith(_TIMES):
+                    samples[key] = min(samples.get(key, sample.value), sample.value)
+                else:
+                    samples[key] = samples.get(key, 0.0) + sample.value
+    for name, family in families.items():
+        family.samples = [Sample(*key_of(key), value) for key, value in values[name].items()]
+    registry = CollectorRegistry()
+    registry.register(_Found(families.values()))
+    return generate_latest(registry)
+
+
+def key_of(key: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, dict[str, str]]:
+    """Name and labels of a sample."""
+    return key[0], dict(key[1])
+
+
+class _Found(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

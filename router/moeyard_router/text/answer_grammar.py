@@ -1,9 +1,12 @@
 """The grammar of an answer that must have a form, in the words of the model's own family.
 
-Calls of tools are what the family's templates write and its parser reads; what a request says of the form of its answer
-(JSON, a choice, ...) holds behind the block of reasoning, or in the place of calls. Lark in llguidance's dialect (its
-docs/syntax.md). A marker that the tokenizer has as a token of its own is named by its id, since llguidance lets no
-special token through where plain text is allowed; any other marker is text.
+Calls of tools are as the family's templates write them. A requested form (JSON, a choice, ...) holds behind the block
+of reasoning, or in place of calls. Lark in llguidance's dialect (its docs/syntax.md). A marker that is a token is
+named by its id, because llguidance admits no special token in plain text; any other marker is text.
+
+Arguments that are written one by one (text/parameters.py) follow the schema of their function. Values other than text
+are JSON by their own schemas. Text stands there bare, so only constants and `minLength` of its schema hold. (A count of
+characters makes an automaton with a state for each: a mask of 12 ms in place of 5 us, vocabulary 151,936, 2026-11-22.)
 """
 
 import json
@@ -12,11 +15,164 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeyard_router.text.lark import ANY_TEXT, BLANKS_OF_ARGUMENTS, json_text, literal, slashed
-from moeyard_router.text.parameter_grammar import parameter_rules
+from moeyard_router.text.parameters import ParameterMarkup, json_types
 from moeyard_router.text.reasoning import END_THINK, THINK
 from moeyard_router.text.tool_formats import ToolFormat
 from moeyard_worker.protocol import Grammar
+
+# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
+# that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
+BLANKS, BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
+# Keys of a schema whose values are maps of schemas, and those that say nothing about valid values.
+_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+_NOTES = frozenset(("default", "description", "examples", "title"))
+ANY_TEXT = "(?s:.*)"
+
+
+def json_text(schema: Mapping[str, Any], blanks: str = BLANKS) -> str:
+    """A JSON text that `schema` validates."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
+
+
+def lost_integer(schema: Any) -> int | None:
+    """Find an integer among the constants of a schema that llguidance would change: it reads numbers as doubles."""
+    waiting: list[tuple[Any, bool]] = [(schema, False)]  # a part of the schema, and whether it is a constant
+    while waiting:
+        part, constant = waiting.pop()
+        if constant and isinstance(part, int) and not _is_kept(part):
+            return part
+        if isinstance(part, list):
+            waiting += ((each, constant) for each in part)
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                if not constant and key in _MAPS and isinstance(value, dict):
+                    waiting += ((each, False) for each in value.values())
+                elif constant or key not in _NOTES:
+                    waiting.append((value, constant or key in ("const", "enum")))
+    return None
+
+
+def _is_kept(number: int) -> bool:
+    largest = 2**63 - 1
+    return number == largest or (abs(number) < largest and int(float(number)) == number)
+
+
+def literal(text: str, token_ids: Mapping[str, int]) -> str:
+    """A text as a sequence of literals and tokens; {index} is any number."""
+    known = [re.escape(m) for m in sorted(token_ids, key=len, reverse=True)]
+    out = []
+    for part in re.split(f"({'|'.join([*known, re.escape('{index}')])})", text):
+        if part == "{index}":
+            out.append("/[0-9]{1,4}/")
+        elif part in token_ids:
+            out.append(f"<[{token_ids[part]}]>")
+        elif part:
+            out.append(json.dumps(part, ensure_ascii=False))
+    return " ".join(out)
+
+
+def text_until(rule: str, marker: str, token_ids: Mapping[str, int], *, text: str = ANY_TEXT) -> list[str]:
+    """`rule`: what the regular expression `text` matches, up to the first `marker`, and the marker."""
+    tokens = [(marker.index(token), token) for token in token_ids if token in marker]
+    if not tokens:
+        return [f"{rule}[suffix={json.dumps(marker, ensure_ascii=False)}]: /{text}/"]
+    # A token ends the text in front of it, and the part of the marker that comes before the token is still of that.
+    place, token = min(tokens)
+    terminal, before = rule.upper(), slashed(re.escape(marker[:place]))
+    without = f"~/{ANY_TEXT}{slashed(re.escape(token))}{ANY_TEXT}/"  # one that is not special is text too
+    return [
+        f"{rule}: {terminal} {literal(marker[place:], token_ids)}",
+        f"{terminal}: /{text}{before}/ & {without}",
+    ]
+
+
+def slashed(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
+
+
+MAX_LEAST = 100  # characters of a `minLength` that is held to
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def parameter_rules(
+    number: int, schema: Mapping[str, Any], markup: ParameterMarkup, token_ids: Mapping[str, int]
+) -> list[str]:
+    """Rules of `arguments_{number}`: declared parameters in their order, then others if the schema lets any in."""
+    others = schema.get("additionalProperties", True)
+    given = schema.get("properties")
+    declared = dict(given) if isinstance(given, Mapping) else {}
+    needed = schema.get("required")
+    needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+    declared |= {name: others for name in needed if name not in declared}
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    maker = _Values(markup, token_ids, definitions)
+    parts = []
+    for i, (name, own) in enumerate(declared.items()):
+        if own is False:
+            continue
+        rule = f"p_{number}_{i}"
+        maker.parameter(rule, json.dumps(name, ensure_ascii=False), own)
+        parts.append(rule if name in needed else f"{rule}?")
+    if others is not False:
+        maker.parameter(f"other_{number}", f"OTHER_{number}", others)
+        names = "|".join(_escaped(name) for name in declared)
+        without = f" & ~/{names}/" if declared else ""
+        maker.rules.append(f'OTHER_{number}: /[^<>"\\n]{{1,64}}/{without}')
+        parts.append(f"other_{number}*")
+    return [f"arguments_{number}: {' '.join(parts) or json.dumps('')}", *maker.rules]
+
+
+class _Values:
+    """Makes rules of single parameters."""
+
+    def __init__(self, markup: ParameterMarkup, token_ids: Mapping[str, int], definitions: Mapping[str, Any]) -> None:
+        self.rules: list[str] = []
+        self._markup = markup
+        self._token_ids = token_ids
+        self._definitions = definitions
+
+    def parameter(self, rule: str, name: str, schema: Any) -> None:
+        """`rule`: a parameter of this name (a literal or a terminal), whose value is as `schema` says."""
+        markup, ids = self._markup, self._token_ids
+        own = dict(schema) if isinstance(schema, Mapping) else {}
+        types = json_types(own, {**self._definitions, **own})
+        as_text, as_json = markup.written
+        texts = f"{literal(as_text, ids)} {self._text(rule, own, types)}"
+        value = json_text({**self._definitions, **own}, BLANKS_OF_ARGUMENTS)
+        jsons = f"{literal(as_json, ids)} {rule}_json {literal(markup.pad + markup.end + markup.behind, ids)}"
+        allowed = []
+        if not types or "string" in types:
+            allowed.append(texts)
+        # Where the markup does not tell one from the other, whatever is not certainly JSON is read as what it may be.
+        if (as_text != as_json and types != {"string"}) or (types and "string" not in types):
+            allowed.append(jsons)
+            self.rules.append(f"{rule}_json: {value}")
+        self.rules.append(f"{rule}: {literal(markup.begin, ids)} {name} ({' | '.join(allowed)})")
+
+    def _text(self, rule: str, schema: Mapping[str, Any], types: frozenset[str]) -> str:
+        """What stands for a value that is a text, its end included."""
+        markup, ids = self._markup, self._token_ids
+        if types and "string" not in types:
+            return ""
+        constants = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(constants, list):
+            texts = [c if isinstance(c, str) else json.dumps(c, ensure_ascii=False) for c in constants]
+            either = " | ".join(literal(text, {}) for text in texts if text)
+            return f"({either}) {literal(markup.pad + markup.end + markup.behind, ids)}"
+        least = schema.get("minLength")
+        text = ANY_TEXT
+        if isinstance(least, int) and 0 < least <= MAX_LEAST and types == {"string"}:
+            text = f"(?s:.{{{least},}})"
+        # A text may quote the end marker, though not with what the family's templates write around it.
+        self.rules += text_until(f"{rule}_text", markup.pad + markup.end + markup.behind, ids, text=text)
+        return f"{rule}_text"
+
+
+def _escaped(name: str) -> str:
+    """A name as a regular expression."""
+    return slashed("".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in name))
+
 
 # What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.
 Thinking = Literal["inside", "possible", "none"]

@@ -1,9 +1,9 @@
-"""Chat templates rendered where streams are written: everything that a template does is counted, or done elsewhere.
+"""Chat templates rendered in the router's own process: each operation is counted, or the rendering is left to another.
 
-A template comes with a checkpoint, from anybody, and jinja's sandbox bounds neither time nor memory: nested loops,
-`'x' * 10**10`, lists that hold a list twice, forty deep. Python cannot stop what runs in C, so nothing is begun here
-whose size is not known. What does only what is listed below is rendered here, and every loop, call and text takes units
-of a budget; anything else, and whatever needs more, is for a process that can be killed (`api/large.py`).
+Checkpoints and their templates come from anybody. Jinja's sandbox bounds neither time nor memory: nested loops,
+`'x' * 10**10`, a list that holds a list twice, forty deep. Python cannot stop a call in C, so nothing starts here whose
+size is unknown. A template that does only what is listed below takes units of a budget for every loop, call and text.
+Any other template, or a larger one, is for a process that can be killed (`api/large.py`).
 """
 
 import itertools
@@ -12,12 +12,63 @@ from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from moeyard_router.text.unfolded import UnfoldedEnvironment, is_constant, tree_units
+
+class UnfoldedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates are not run while they are compiled: jinja computes constant expressions then."""
+
+    def undeclared(self, tree: nodes.Template) -> frozenset[str]:
+        """The variables that a template takes from outside. Changes nothing of the tree."""
+        generator = _Tracking(self)
+        generator.visit(tree)
+        return frozenset(generator.undeclared_identifiers)
+
+
+class _Unfolded(CodeGenerator):
+    """Computes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.optimizer = None
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Tracking(_Unfolded, TrackingCodeGenerator):
+    """Notes which variables are undeclared, and computes nothing."""
+
+
+UnfoldedEnvironment.code_generator_class = _Unfolded
+
+
+def tree_units(within: Iterable[nodes.Node]) -> int:
+    """Nodes, and constant text, of these parts of a tree."""
+    units, waiting = 0, list(within)
+    while waiting:
+        node = waiting.pop()
+        units += 1
+        if isinstance(node, nodes.TemplateData):
+            units += len(node.data) >> 6
+        waiting += node.iter_child_nodes()
+    return units
+
+
+def is_constant(node: nodes.Node) -> bool:
+    """Written out in the template: as small as that."""
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return all(map(is_constant, node.items))
+    return isinstance(node, nodes.Const)
+
 
 # About nodes of a template's tree evaluated, at 50 to 150 ns each, or 64 bytes of text made: 5 to 10 ms.
 UNITS = 40_000

@@ -8,8 +8,7 @@ from typing import Any
 from tokenizers import Encoding
 
 from moeyard_router.errors import bad_request
-from moeyard_router.text.detokenizer import TokenBytes
-from moeyard_router.text.length import LengthCheck, most_characters
+from moeyard_router.text.detokenizer import LengthCheck, TokenBytes, most_characters
 from moeyard_router.text.template import ChatTemplate
 from moeyard_worker.tokenizer import is_there, read_object, read_text, read_tokenizer
 

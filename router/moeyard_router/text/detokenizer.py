@@ -1,19 +1,26 @@
-"""Token ids to text while they arrive, and the search for stop strings in that text.
+"""Tokens and text: incremental decoding, stop strings, offsets of tokens, and the least tokens that a text can have.
 
 Every tokenizer that the served families use maps a token to a fixed run of bytes (byte-level BPE, or sentencepiece BPE
-with byte fallback), so text is those bytes through an incremental UTF-8 decoder: constant time per token, and a
-character split over tokens is held back until it is whole.
+with byte fallback). So text is those bytes through an incremental UTF-8 decoder: constant time per token, and a
+character that is split over tokens is held back until it is whole.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from moeyard_router.errors import ApiError
+
+# Canonical composition makes one character of at most four (U+1FA2 is a letter and three marks).
+_COMPOSED = 4
+_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD"))
+_KEEPING = frozenset(("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"))  # pre-tokenizers that drop nothing
+_PIECE = 2_000_000  # characters tokenized at once to see whether a text is too long: 0.3 GB while it lasts
 _MAX_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have up to 262,144 (2026-11)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -232,3 +239,117 @@ def _borders(pattern: str) -> list[int]:
         state += pattern[state] == char
         borders.append(state)
     return borders
+
+
+class TextOffsets:
+    """Offsets of tokens in a text that is made of them, beginning at `start` (characters).
+
+    A token that completes no character begins where the character does; one that is not shown takes no place.
+    """
+
+    def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._detokenizer = Detokenizer(tokens, skip_special_tokens=skip_special_tokens)
+        self._end = start
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._end)
+            self._end += len(self._detokenizer.push((token_id,)))
+        return offsets
+
+
+def prompt_offsets(tokens: TokenBytes, token_ids: Sequence[int], text: str) -> list[int]:
+    """Offsets of a prompt's tokens in `text`, of which the tokenizer made them.
+
+    Tokens that a tokenizer adds (a first one, say) take no place, nor does the space that some put before a text. Where
+    it changed characters, tokens count for as many as their own text has.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    offsets, end = [], 0
+    for token_id in token_ids:
+        offsets.append(end)
+        piece = decode(tokens.of(token_id))
+        if text.startswith(piece, end):
+            end += len(piece)
+        elif piece.startswith(" ") and text.startswith(piece[1:], end):
+            end += len(piece) - 1
+        elif not tokens.is_special(token_id):
+            end = min(end + len(piece), len(text))
+    return offsets
+
+
+def most_characters(spec: Mapping[str, Any], longest: int) -> int | None:
+    """The most characters of text that one token can stand for; None where a part of the tokenizer may drop text.
+
+    `spec` is a tokenizer.json, `longest` the bytes of its longest token. A character has at least one byte, so a token
+    covers at most `longest` characters of what the model sees; a normalizer can make fewer characters of a text.
+    """
+    if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"]):
+        return None  # such a token takes any amount of blanks beside it
+    model = spec["model"]
+    if model.get("fuse_unk") and not model.get("byte_fallback"):
+        return None
+    factor = 1
+    for part in _parts(spec["normalizer"], "normalizers"):
+        if part["type"] in _NORMALIZERS:
+            factor = _COMPOSED
+        elif part["type"] == "Replace":
+            pattern = part["pattern"].get("String")
+            if pattern is None or len(part["content"]) < len(pattern):
+                return None
+        elif part["type"] != "Prepend":
+            return None
+    for part in _parts(spec["pre_tokenizer"], "pretokenizers"):
+        if part["type"] not in _KEEPING or part.get("behavior") == "Removed":
+            return None
+    return factor * longest
+
+
+def _parts(entry: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    if entry is None:
+        return []
+    if entry["type"] != "Sequence":
+        return [entry]
+    return [part for each in entry[inner] for part in _parts(each, inner)]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCheck:
+    """Refuses texts that cannot have `limit` tokens or fewer. `per_token` is `most_characters`; None: nothing is known.
+
+    `count` tokenizes a piece of text and says how many tokens it has.
+    """
+
+    per_token: int | None
+    count: Callable[[str], int]
+
+    def __call__(self, text: str, limit: int, param: str) -> None:
+        """Raise `ApiError` 400 with the numbers; never for a text that fits.
+
+        A text of more than 8 characters for each token allowed (English has 4 to 5) is also read piece by piece until
+        there are twice as many as allowed. A cut makes at most one token more of each character that a token covers.
+        """
+        per_token, size = self.per_token, len(text)
+        if per_token is None:
+            return
+        fewest = -(-size // per_token)
+        if fewest > limit:
+            raise _too_long(f"the prompt has {size} characters, which are at least {fewest} tokens", limit, param)
+        piece = min(8 * limit, _PIECE)
+        if size <= 8 * limit:
+            return
+        found = 0
+        for cuts, start in enumerate(range(0, size, piece), 1):
+            found += self.count(text[start : start + piece])
+            surely = found - cuts * per_token
+            if surely > 2 * limit:
+                read = min(start + piece, size)
+                message = f"the first {read} of the prompt's {size} characters are at least {surely} tokens"
+                raise _too_long(message, limit, param)
+
+
+def _too_long(what: str, limit: int, param: str) -> ApiError:
+    message = f"{what}; the model's limit is {limit} tokens"
+    return ApiError(400, message, param=param, reason="prompt_too_long")

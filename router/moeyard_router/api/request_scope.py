@@ -1,0 +1,71 @@
+"""What the scope of one request carries between `http/` and `api/`: its record, and a direct way for its answer."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.types import Scope
+
+SCOPE_KEY = "moeyard.record"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request, from the door on.
+
+    `request_id` is the client's X-Request-Id or one made here; `key_name` the name of the API key that opened the door,
+    None where none is asked for. `began` is monotonic seconds. The rest is None until known: `reply_id` (the answer's
+    `id`, under which the workers know it), prompt and output tokens over all choices, `first_token` in monotonic
+    seconds, and `failure`, the status of an error that came after the answer had begun, and `cut`, why its connection
+    was ended here.
+    """
+
+    request_id: str
+    key_name: str | None
+    began: float
+    reply_id: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    first_token: float | None = None
+    failure: int | None = None
+    client_left: bool = False
+    cut: str | None = None
+
+
+def record_of(scope: Any) -> RequestRecord:
+    """The record that the gate put into an ASGI scope."""
+    record = scope[SCOPE_KEY]
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+EXTENSION = "moeyard.direct"
+
+
+class Direct(Protocol):
+    """The body of one answer, between its first piece and its last, which go by `send`."""
+
+    def ready(self) -> bool:
+        """Whether a piece may be written now: the client is there and has read enough. If not, `send` it, and wait."""
+
+    def write(self, data: bytes) -> None:
+        """Take a piece, not empty, after `ready`; it leaves soon, together with those of other answers."""
+
+    def flush(self) -> None:
+        """Let all pieces leave now, before what `send` is given next."""
+
+
+def direct_of(scope: Scope) -> Direct | None:
+    """What the server offers for the answer to this request."""
+    offered: Direct | None = scope.get("extensions", {}).get(EXTENSION)
+    return offered
+
+
+# Set by the gate, read by whoever formats log lines: everything logged within a request names it.
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
+
+
+def log_context() -> dict[str, str | int]:
+    """What a log line says of the request that it belongs to."""
+    request_id = current_request.get()
+    return {} if request_id is None else {"request_id": request_id}
