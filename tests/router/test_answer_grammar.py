@@ -6,7 +6,7 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeyard_router.text.answer_grammar import Calls, answer_grammar
+from moeyard_router.text.answer_grammar import AllowedCalls, answer_grammar
 from moeyard_router.text.events import CallArguments, CallBegin, Content, Reasoning, joined
 from moeyard_router.text.extraction import Extraction, Extractor
 from moeyard_router.text.reasoning import REASONING_FORMATS
@@ -58,7 +58,9 @@ class Checker:
         vocabulary = self.tokenizer.get_vocab()
         grammar = answer_grammar(
             thinking=thinking,
-            calls=Calls(form=form, functions=functions, one_call=one_call, among_text=among_text) if calls else None,
+            calls=AllowedCalls(form=form, functions=functions, one_call=one_call, among_text=among_text)
+            if calls
+            else None,
             body=body,
             token_ids={m: vocabulary[m] for m in markers if m in vocabulary},
         )

@@ -17,7 +17,7 @@ from moeyard_router.api.surfaces import SURFACES
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
-from moeyard_router.http.connection import Outbox, Pieces
+from moeyard_router.http.connection import ChunkOutbox, Pieces
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 
@@ -385,7 +385,7 @@ def test_pieces_leave_in_order_and_together():
             written.append((self.name, data))
 
     async def main():
-        outbox, a, b = Outbox(), Transport("a"), Transport("b")
+        outbox, a, b = ChunkOutbox(), Transport("a"), Transport("b")
         outbox.add(a, b"1")
         outbox.add(Transport("closed"), b"0")
         outbox.add(b, b"2")

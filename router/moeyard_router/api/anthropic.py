@@ -1,10 +1,10 @@
 """Anthropic's Messages API: bodies of /v1/messages and count_tokens, their translation to chats, and the answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
 from moeyard_router.api.choice import Choice
@@ -14,7 +14,7 @@ from moeyard_router.api.messages import INVALID_JSON
 from moeyard_router.api.schema import Count, KvCompressionField
 from moeyard_router.api.thinking import Thinking, ThinkingFields
 from moeyard_router.api.tools import check_tools
-from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
+from moeyard_router.api.translation import Translation, given, one_of, text_or, text_parts
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
 
@@ -22,7 +22,7 @@ from moeyard_router.text import exact_json
 class TextBlock(Strict):
     """Text."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "citations"))
+    harmless = frozenset(("cache_control", "citations"))
 
     type: Literal["text"]
     text: str
@@ -31,7 +31,7 @@ class TextBlock(Strict):
 class ThinkingBlock(Strict):
     """What the assistant thought. Nobody checks the signature, which answers of this server leave empty."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("signature",))
+    harmless = frozenset(("signature",))
 
     type: Literal["thinking"]
     thinking: str
@@ -40,16 +40,20 @@ class ThinkingBlock(Strict):
 class RedactedThinkingBlock(Strict):
     """Another server's thoughts as ciphertext; they are left out."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("data",))
+    harmless = frozenset(("data",))
 
     type: Literal["redacted_thinking"]
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return (*self.dropped, self.type)
 
 
 class ToolUseBlock(Strict):
     """A call of a tool by the assistant."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "caller"))
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"toolset_name": ()})
+    harmless = frozenset(("cache_control", "caller"))
+    unserved = MappingProxyType({"toolset_name": ()})
 
     type: Literal["tool_use"]
     id: str
@@ -57,14 +61,10 @@ class ToolUseBlock(Strict):
     input: dict[str, Any]
 
 
-_TEXTS = TypeAdapter(list[Annotated[TextBlock, one_of(MappingProxyType({"text": TextBlock}))]])
-Texts = Annotated[str | list[TextBlock], text_or(_TEXTS)]
-
-
 class ToolReferenceBlock(Strict):
     """The name of a deferred tool that a search of the client's has found: the model is shown the tool from then on."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control",))
+    harmless = frozenset(("cache_control",))
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -75,46 +75,32 @@ class ToolReferenceBlock(Strict):
         return f"Found the tool {self.tool_name}."
 
 
-_RESULTS = TypeAdapter(
-    list[
-        Annotated[
-            TextBlock | ToolReferenceBlock,
-            one_of(MappingProxyType({"text": TextBlock, "tool_reference": ToolReferenceBlock})),
-        ]
-    ]
-)
+_RESULT = text_or(one_of(TextBlock, ToolReferenceBlock))
 
 
 class ToolResultBlock(Strict):
     """What the tool returned. Templates have no word for `is_error`: the content says what went wrong."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "is_error"))
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"toolset_name": ()})
+    inner = ("content",)
+    harmless = frozenset(("cache_control", "is_error"))
+    unserved = MappingProxyType({"toolset_name": ()})
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str | list[TextBlock | ToolReferenceBlock] | None, text_or(_RESULTS)] = None
+    content: Annotated[str | list[TextBlock | ToolReferenceBlock] | None, _RESULT] = None
 
 
 ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-_BLOCKS: Mapping[str, type[Strict]] = MappingProxyType(
-    {
-        "text": TextBlock,
-        "thinking": ThinkingBlock,
-        "redacted_thinking": RedactedThinkingBlock,
-        "tool_use": ToolUseBlock,
-        "tool_result": ToolResultBlock,
-    }
-)
-_CONTENT = TypeAdapter(list[Annotated[ContentBlock, one_of(_BLOCKS)]])
 _ASSISTANTS = (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
 
 
 class AnthropicMessage(Strict):
     """One turn."""
 
+    inner = ("content",)
+
     role: Literal["user", "assistant", "system"]
-    content: Annotated[str | list[ContentBlock], text_or(_CONTENT)]
+    content: Annotated[str | list[ContentBlock], text_or(one_of(*get_args(ContentBlock)))]
 
     @model_validator(mode="after")
     def _by_role(self) -> "AnthropicMessage":
@@ -128,17 +114,6 @@ class AnthropicMessage(Strict):
     def blocks(self) -> list[ContentBlock]:
         """The content as blocks."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it."""
-        names = below("content", self.content)
-        for block in self.blocks:
-            if isinstance(block, ToolResultBlock):
-                names += below("content.content", block.content)
-            elif isinstance(block, RedactedThinkingBlock):
-                names.append("content.redacted_thinking")
-        return (*self.dropped, *names)
 
 
 _PASSED = (
@@ -161,10 +136,8 @@ _NAMES = MappingProxyType(
 class ClientTool(Strict):
     """A tool of the client's. A deferred one is shown to the model once a tool's result has referred to it."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("cache_control", "eager_input_streaming"))
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {"allowed_callers": (["direct"],), "input_examples": ([],)}
-    )
+    harmless = frozenset(("cache_control", "eager_input_streaming"))
+    unserved = MappingProxyType({"allowed_callers": (["direct"],), "input_examples": ([],)})
 
     type: Literal["custom"] = "custom"
     name: str
@@ -175,7 +148,7 @@ class ClientTool(Strict):
 
 
 _Tools = Annotated[
-    list[Annotated[ClientTool, one_of(MappingProxyType({"custom": ClientTool}), "custom")]],
+    list[Annotated[ClientTool, one_of(ClientTool, usual="custom")]],
     BeforeValidator(check_tools),
 ]
 
@@ -204,7 +177,7 @@ class JsonFormat(Strict):
 class OutputConfig(Strict):
     """How much the model thinks, and the form of the answer. Task budgets are not enforced."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("task_budget",))
+    harmless = frozenset(("task_budget",))
 
     effort: str | None = None
     format: JsonFormat | None = None
@@ -213,10 +186,11 @@ class OutputConfig(Strict):
 class CountTokensRequest(ThinkingFields, Strict):
     """Body of POST /v1/messages/count_tokens."""
 
-    harmless: ClassVar[frozenset[str]] = IGNORED | {
+    inner = ("system", "messages", "tools", "output_config")
+    harmless = IGNORED | {
         *("diagnostics", "inference_geo", "speed", "usage", "user_profile_id", "workspace_id"),
     }
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    unserved = MappingProxyType(
         {
             "container": (),
             "context_management": (
@@ -230,18 +204,10 @@ class CountTokensRequest(ThinkingFields, Strict):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Texts | None = None
+    system: Annotated[str | list[TextBlock], text_or(one_of(TextBlock))] | None = None
     tools: _Tools | None = None
     tool_choice: ToolUseChoice | None = None
     output_config: OutputConfig | None = None
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it."""
-        names = [*below("system", self.system), *below("messages", self.messages), *below("tools", self.tools)]
-        if self.output_config is not None:
-            names += [f"output_config.{name}" for name in self.output_config.ignored]
-        return tuple(dict.fromkeys((*self.dropped, *names)))
 
 
 class MessagesRequest(CountTokensRequest):
@@ -310,7 +276,7 @@ def translated(request: CountTokensRequest) -> Translation:
         user = (request.metadata or {}).get("user_id")
         chat |= given(stop=request.stop_sequences or None, user=user if isinstance(user, str) else None)
     places = tuple(f"tools.{index}" for index in shown)
-    return Translation(chat=chat, origins=tuple(origins), tool_origins=places, names=_NAMES, ignored=request.ignored)
+    return Translation(chat=chat, origins=origins, tool_origins=places, names=_NAMES, ignored=request.ignored)
 
 
 def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:
@@ -381,17 +347,14 @@ class MessageWriter(BlockWriter):
     """Writes what the model thinks, says and calls as blocks of type thinking, text and tool_use."""
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        """The message without content, and a ping, as Anthropic has it."""
         message = self._message(choices, ended=False)
         return sse("message_start", {"type": "message_start", "message": message}) + sse("ping", {"type": "ping"})
 
     def opened(self, block: AnswerBlock) -> bytes:
-        """An empty block."""
         kind = "content_block_start"
         return sse(kind, {"type": kind, "index": block.index, "content_block": _block(block, empty=True)})
 
     def added(self, block: AnswerBlock, text: str) -> bytes:
-        """A piece of it."""
         if block.kind == "content":
             delta = {"type": "text_delta", "text": text}
         elif block.kind == "reasoning":
@@ -401,21 +364,17 @@ class MessageWriter(BlockWriter):
         return sse("content_block_delta", {"type": "content_block_delta", "index": block.index, "delta": delta})
 
     def closed(self, block: AnswerBlock) -> bytes:
-        """Its end."""
         return sse("content_block_stop", {"type": "content_block_stop", "index": block.index})
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """Why it ended, and all counts, which go before those of the beginning."""
         delta = {"stop_reason": self._reason, "stop_sequence": self.stop_string}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(choices)}
         return sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        """An error in the stream."""
         return sse("error", error.anthropic_body())
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The message."""
         return self._message(choices, ended=True)
 
     @property

@@ -55,7 +55,7 @@ class BlockWriter(ABC):
         # Of the end, once it is known: whether the limit of tokens cut it off, and the stop string.
         self.cut = False
         self.stop_string: str | None = None
-        self._open: AnswerBlock | None = None
+        self.open_block: AnswerBlock | None = None
         self._begun = False
 
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
@@ -102,20 +102,20 @@ class BlockWriter(ABC):
             kind: BlockKind = (
                 "content" if isinstance(event, Content) else "reasoning" if isinstance(event, Reasoning) else "call"
             )
-            if self._open is None or self._open.kind != kind:
+            if self.open_block is None or self.open_block.kind != kind:
                 self._begin_block(kind, out)
-            assert self._open is not None
-            self._open.pieces.append(event.text)
-            out.append(self.added(self._open, event.text))
+            assert self.open_block is not None
+            self.open_block.pieces.append(event.text)
+            out.append(self.added(self.open_block, event.text))
 
     def _begin_block(self, kind: BlockKind, out: list[bytes], *, id: str = "", name: str = "") -> None:
         self._close(out)
-        self._open = AnswerBlock(kind=kind, index=len(self.blocks), id=id, name=name)
-        self.blocks.append(self._open)
-        out.append(self.opened(self._open))
+        self.open_block = AnswerBlock(kind=kind, index=len(self.blocks), id=id, name=name)
+        self.blocks.append(self.open_block)
+        out.append(self.opened(self.open_block))
 
     def _close(self, out: list[bytes], *, cut: bool = False) -> None:
-        block, self._open = self._open, None
+        block, self.open_block = self.open_block, None
         if block is not None:
             block.cut = cut
             out.append(self.closed(block))
@@ -123,15 +123,10 @@ class BlockWriter(ABC):
     def _is_whole(self) -> bool:
         """Whether the open call's arguments are JSON."""
         try:
-            exact_json.loads("" if self._open is None else self._open.text)
+            exact_json.loads("" if self.open_block is None else self.open_block.text)
         except ValueError:
             return False
         return True
-
-    @property
-    def open_block(self) -> AnswerBlock | None:
-        """The block that is being written."""
-        return self._open
 
     @abstractmethod
     def begin(self, choices: Sequence[Choice]) -> bytes:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,39 +33,37 @@ _MAX_ROUTES = 16  # of an answer's choices: proxies take heads of some KiB
 _PIECE = 64 * 1024  # bytes that are sent at once
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _IGNORED = b"x-moeyard-ignored"
+_BYTES_PER_TOKEN = 32  # of a body whose prompt is only counted
+_BYTES_AROUND = 64 * 1024  # of JSON around that prompt
+_MANY = 4096  # tokens above which an answer is written apart from the event loop
+
+ReadJob = Callable[[Intake, bytes], Awaitable[Job]]
 
 
-class GenerateEndpoint:
-    """ASGI app of a POST that generates. `api` is its name in `SURFACES`."""
+class _Endpoint(ABC):
+    """ASGI app of a POST whose body becomes a job by `read`, and the job an answer."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        api: str,
-        fleet: Fleet,
-        codec: Codec,
-        metrics: RouterMetrics,
-        bodies: Bodies,
+        self, config: RouterConfig, *, api: str, read: ReadJob, codec: Codec, metrics: RouterMetrics, bodies: Bodies
     ) -> None:
         self._config = config
-        self._bodies = bodies
         self._api = api
-        self._surface = SURFACES[api]
-        self._fleet = fleet
+        self._read = read
         self._codec = codec
         self._metrics = metrics
+        self._bodies = bodies
         self._intake = Intake(config, codec)
+        self._limit = config.max_body_bytes
+        self._check: Callable[[str | None], None] = lambda key_name: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; every way out sends exactly one reply, or none to a client that has left."""
-        arrived = time.monotonic()
-        record = record_of(scope)
+        arrived, record = time.monotonic(), record_of(scope)
         try:
-            self._fleet.check(record.key_name)  # before the body is read: refusals must be cheap
+            self._check(record.key_name)  # before the body is read: refusals must be cheap
             with self._bodies.room() as take:
-                job = await self._job(await read_parts(scope, receive, self._config.max_body_bytes, take))
-            await self._run(job, arrived, scope, receive, send)
+                job = await self._job(await read_parts(scope, receive, self._limit, take))
+            await self._answer(job, arrived, scope, receive, send)
         except ClientGone:
             record.client_left = True
         except ApiError as error:
@@ -73,23 +72,43 @@ class GenerateEndpoint:
             await send_error(send, error, scope["path"])
 
     async def _job(self, parts: list[bytes]) -> Job:
-        size = sum(map(len, parts))
-        if size <= LARGE_BODY:
+        if sum(map(len, parts)) <= LARGE_BODY:
             # A chat template that does too much is rendered in a process, which can be ended whatever it is in.
             with contextlib.suppress(Elsewhere):  # boundary: it is done again there
-                return await self._surface.read(self._intake, b"".join(parts))
+                return await self._read(self._intake, b"".join(parts))
         return await self._bodies.job(parts, api=self._api)
 
-    async def _run(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+    @abstractmethod
+    async def _answer(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+
+
+class GenerateEndpoint(_Endpoint):
+    """An endpoint that generates. `api` is its name in `SURFACES`."""
+
+    def __init__(
+        self, config: RouterConfig, *, api: str, fleet: Fleet, codec: Codec, metrics: RouterMetrics, bodies: Bodies
+    ) -> None:
+        self._surface = SURFACES[api]
+        super().__init__(config, api=api, read=self._surface.read, codec=codec, metrics=metrics, bodies=bodies)
+        self._fleet = fleet
+        self._check = fleet.check
+
+    async def _answer(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
         record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")
         reply_id = self._surface.prefix + uuid.uuid4().hex
         tokens = self._codec.token_bytes
         await self._fleet.read(prompt.token_ids for prompt in job.prompts[1:])
         generation = Generation(
-            job, reply_id=reply_id, fleet=self._fleet, tokens=tokens, metrics=self._metrics, arrived=arrived,
-            client=_told_apart(job.client if session is None else session.decode("latin-1")),
+            job,
+            reply_id=reply_id,
+            fleet=self._fleet,
+            tokens=tokens,
+            metrics=self._metrics,
+            arrived=arrived,
+            client=_client_name(job.client if session is None else session.decode("latin-1")),
             key=record.key_name,
-        )  # fmt: skip
+        )
         writer = self._surface.writer(
             job, reply_id=reply_id, model=self._config.model_name, created=int(time.time()), tokens=tokens
         )
@@ -103,6 +122,32 @@ class GenerateEndpoint:
             generation.close()
             record.reply_id = reply_id
             generation.note(record)
+
+
+class CountEndpoint(_Endpoint):
+    """An endpoint that counts or spells the tokens of one prompt, as vLLM's and Anthropic's do. `api` is in `COUNTED`.
+
+    A body may be as large as a prompt that can be run is in practice: so many bytes per token of the model's length.
+    """
+
+    def __init__(self, config: RouterConfig, *, api: str, codec: Codec, metrics: RouterMetrics, bodies: Bodies) -> None:
+        super().__init__(config, api=api, read=COUNTED[api], codec=codec, metrics=metrics, bodies=bodies)
+        self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
+
+    async def _answer(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._counted(job)
+        many = any(_is_list(value) and len(value) > _MANY for value in answer.values())
+        pieces = await self._bodies.write(_long, answer) if many else [orjson.dumps(answer, default=list)]
+        await send_whole(send, 200, pieces, headers=[_JSON, *reply_headers(job)])
+
+    async def _counted(self, job: Job) -> dict[str, Any]:
+        ids = job.prompts[0].token_ids
+        if self._api == "count_tokens":
+            return {"input_tokens": len(ids)}
+        if self._api == "detokenize":
+            return {"prompt": job.prompts[0].text}
+        spelled = await self._intake.work(len(ids), self._codec.spell, ids) if job.echo else None
+        return {"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids, "token_strs": spelled}
 
 
 async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
@@ -201,7 +246,7 @@ def _many_scores(job: Job, num_scores: int, deltas: Iterable[Delta]) -> bool:
     return num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas)) >= MANY_SCORES
 
 
-def _told_apart(client: str | None) -> str | None:
+def _client_name(client: str | None) -> str | None:
     """A name as long as may be kept of each client."""
     if client is None or len(client) <= _MAX_CLIENT:
         return client
@@ -285,52 +330,6 @@ async def send_whole(send: Send, status: int, pieces: list[bytes], *, headers: l
     await _send_pieces(send, pieces, more=False)
 
 
-# A body may be as large as a prompt that can be run is in practice, and no larger: so much text per token of the
-# model's length, and the JSON around it.
-_BYTES_PER_TOKEN = 32
-_BYTES_AROUND = 64 * 1024
-# Tokens above which an answer is written apart from the event loop.
-_MANY = 4096
-
-
-class BodyEndpoint:
-    """ASGI app of a POST that is answered with one JSON object.
-
-    `answer` makes it, and the job of which it tells, from the body's pieces, or raises `ApiError`.
-
-    A body above 64 KiB and 32 bytes for each token of the model's length is a 413; while bodies hold more than
-    `max_buffered_bytes` it is a 503.
-    """
-
-    def __init__(
-        self,
-        config: RouterConfig,
-        metrics: RouterMetrics,
-        bodies: Bodies,
-        answer: Callable[[list[bytes]], Awaitable[tuple[dict[str, Any], Job]]],
-    ) -> None:
-        self._limit = min(config.max_body_bytes, _BYTES_AROUND + _BYTES_PER_TOKEN * config.max_model_len)
-        self._metrics = metrics
-        self._bodies = bodies
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; nothing to a client that has left."""
-        try:
-            with self._bodies.room() as take:
-                answer, job = await self._answer(await read_parts(scope, receive, self._limit, take))
-        except ClientGone:
-            record_of(scope).client_left = True
-        except ApiError as error:
-            self._metrics.rejected(error.reason)
-            await send_error(send, error, scope["path"])
-        else:
-            many = any(_is_list(value) and len(value) > _MANY for value in answer.values())
-            pieces = await self._bodies.write(_long, answer) if many else [orjson.dumps(answer, default=list)]
-            headers = [(b"content-type", b"application/json"), *reply_headers(job)]
-            await send_whole(send, 200, pieces, headers=headers)
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
@@ -340,42 +339,3 @@ def _long(answer: Mapping[str, Any]) -> list[bytes]:
     lists = LongLists()
     placed = {name: lists.add(map(orjson.dumps, value)) if _is_list(value) else value for name, value in answer.items()}
     return lists.pieces(orjson.dumps(placed))
-
-
-class Tokens:
-    """What these endpoints answer."""
-
-    def __init__(self, config: RouterConfig, codec: Codec, bodies: Bodies) -> None:
-        self._config = config
-        self._bodies = bodies
-        self._codec = codec
-        self._intake = Intake(config, codec)
-
-    async def tokenize(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
-        """The ids of a prompt or chat, their number, and (`return_token_strs`) their spelling."""
-        job = await self._job(parts, "tokenize")
-        ids = job.prompts[0].token_ids
-        answer = {
-            "count": len(ids),
-            "max_model_len": self._config.max_model_len,
-            "tokens": ids,
-            "token_strs": await self._intake.work(len(ids), self._codec.spell, ids) if job.echo else None,
-        }
-        return answer, job
-
-    async def count(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
-        """The size of the prompt that a request of Anthropic's API makes."""
-        job = await self._job(parts, "count_tokens")
-        return {"input_tokens": len(job.prompts[0].token_ids)}, job
-
-    async def detokenize(self, parts: list[bytes]) -> tuple[dict[str, Any], Job]:
-        """The text of token ids."""
-        job = await self._job(parts, "detokenize")
-        return {"prompt": job.prompts[0].text}, job
-
-    async def _job(self, parts: list[bytes], api: str) -> Job:
-        """Of a large body, or where a chat template does too much, by a process."""
-        if sum(map(len, parts)) <= LARGE_BODY:
-            with contextlib.suppress(Elsewhere):  # boundary: it is done again there
-                return await COUNTED[api](self._intake, b"".join(parts))
-        return await self._bodies.job(parts, api=api)

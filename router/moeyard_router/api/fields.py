@@ -108,6 +108,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
+    inner: ClassVar[tuple[str, ...]] = ()  # fields whose objects tell what they ignore
     # Names about which there is nothing to decide; most objects have no other.
     plain: ClassVar[frozenset[str]] = frozenset()
 
@@ -115,7 +116,6 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Once per class."""
         names = (field.alias or name for name, field in cls.model_fields.items())
         cls.plain = frozenset(names) - cls.harmless - {"dropped"}
 
@@ -135,8 +135,13 @@ class Strict(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the fields that were given and have no effect."""
-        return self.dropped
+        """Names of the fields that were given and have no effect, those of inner objects as paths."""
+        names = list(self.dropped)
+        for field in self.inner:
+            name, value = type(self).model_fields[field].alias or field, getattr(self, field)
+            objects = value if isinstance(value, list) else [value]
+            names += [f"{name}.{each}" for item in objects if isinstance(item, Strict) for each in item.ignored]
+        return tuple(dict.fromkeys(names))
 
 
 def sift(

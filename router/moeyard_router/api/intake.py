@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import InstanceOf
 
-from moeyard_router.api.limits import SEEDS, Limits
+from moeyard_router.api.limits import SEEDS, RequestLimits
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.api.structured import grammar_of
@@ -62,17 +62,17 @@ class Job:
 
     chat: bool
     prompts: tuple[Prompt, ...]
-    continuations: tuple[Continuation, ...]
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    stop_ids: frozenset[int]
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    echo: bool
-    logprobs: int | None
+    continuations: tuple[Continuation, ...] = ()
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_ids: frozenset[int] = frozenset()
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    logprobs: int | None = None
     client: str | None = None
     ignored: tuple[str, ...] = ()
     extraction: InstanceOf[Extraction] | None = None  # of the router's own process: see large.py
@@ -105,7 +105,7 @@ class Intake:
         self._config = config
         self._codec = codec
         self._formats = formats_of(config, codec)
-        self._limits = Limits(config)
+        self._limits = RequestLimits(config)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
 
     async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

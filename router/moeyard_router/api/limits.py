@@ -11,7 +11,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for 
 SEEDS = 2**63
 
 
-class Limits:
+class RequestLimits:
     """The limits of one router. Raises `ApiError` for everything that they rule out."""
 
     def __init__(self, config: RouterConfig) -> None:

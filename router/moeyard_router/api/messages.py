@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -26,7 +26,7 @@ class TextPart(Strict):
     `input_text` and `output_text` are what the Responses API calls the same; a refusal is text of the assistant too.
     """
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("annotations", "cache_control", "id", "provider_specific_fields"))
+    harmless = frozenset(("annotations", "cache_control", "id", "provider_specific_fields"))
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
@@ -47,7 +47,7 @@ class TextPart(Strict):
 class FunctionCall(Strict):
     """Which function, and its arguments: JSON as text, as OpenAI has it, or the object itself."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("parsed_arguments",))  # what OpenAI's `parse` adds, and echoes
+    harmless = frozenset(("parsed_arguments",))  # what OpenAI's `parse` adds, and echoes
 
     name: str
     arguments: Annotated[str | dict[str, Any] | None, BeforeValidator(check_depth)] = None
@@ -56,18 +56,12 @@ class FunctionCall(Strict):
 class ToolCall(Strict):
     """One call of a tool by the assistant, as it was answered and is now echoed."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(
-        ("cache_control", "extra_content", "index", "provider_specific_fields")
-    )
+    inner = ("function",)
+    harmless = frozenset(("cache_control", "extra_content", "index", "provider_specific_fields"))
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it."""
-        return (*self.dropped, *(f"function.{name}" for name in self.function.ignored))
 
 
 class ChatMessage(Strict):
@@ -75,13 +69,14 @@ class ChatMessage(Strict):
     `reasoning_content` is DeepSeek's name of `reasoning`, and vLLM's older one.
     """
 
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    inner = ("parts", "tool_calls")
+    harmless = frozenset(
         (
             *("annotations", "cache_control", "created_at", "id", "metadata", "model", "parsed"),
             *("provider_specific_fields", "reasoning_details", "thinking_blocks", "timestamp", "usage", "weight"),
         )
     )
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    unserved = MappingProxyType(
         {
             "audio": (),
             "function_call": (),
@@ -137,16 +132,6 @@ class ChatMessage(Strict):
         """About how much text a template makes of it, in characters."""
         calls = sum(len(c.function.name) + len(str(c.function.arguments)) for c in self.tool_calls or ())
         return len(self.content or "") + len(self.reasoning or self.reasoning_content or "") + calls
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it: `content.cache_control`."""
-        parts = () if self.parts is None or isinstance(self.parts, str) else self.parts
-        return (
-            *self.dropped,
-            *(f"content.{name}" for part in parts for name in part.ignored),
-            *(f"tool_calls.{name}" for call in self.tool_calls or () for name in call.ignored),
-        )
 
 
 _PARTS = TypeAdapter(list[TextPart])

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
 from moeyard_router.api.fields import Strict
-from moeyard_router.api.translation import below, chosen, given, one_of
+from moeyard_router.api.translation import chosen, given, one_of
 from moeyard_router.text import exact_json
 
 _HOSTED = re.compile(r"web_search(_\w+)?|image_generation|tool_search")
@@ -27,7 +27,7 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 class FunctionTool(Strict):
     """A function that the model may call. All tools are shown at once, deferred ones too."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("defer_loading", "output_schema"))
+    harmless = frozenset(("defer_loading", "output_schema"))
     unserved = _UNSERVED
 
     type: Literal["function"]
@@ -40,7 +40,7 @@ class FunctionTool(Strict):
 class CustomTool(Strict):
     """A tool whose input is text. The model reads what its format says; nothing holds it to that."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("defer_loading",))
+    harmless = frozenset(("defer_loading",))
     unserved = _UNSERVED
 
     type: Literal["custom"]
@@ -62,24 +62,20 @@ class HostedTool(Strict):
         return (self.type,)
 
 
-_MEMBERS: Mapping[str, type[Strict]] = MappingProxyType({"function": FunctionTool, "custom": CustomTool})
-
-
 class NamespaceTool(Strict):
     """A group of tools."""
+
+    inner = ("tools",)
 
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: list[Annotated[FunctionTool | CustomTool, one_of(_MEMBERS)]]
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it."""
-        return (*self.dropped, *below("tools", self.tools))
+    tools: list[Annotated[FunctionTool | CustomTool, one_of(FunctionTool, CustomTool)]]
 
 
-_KINDS: Mapping[str, type[Strict]] = MappingProxyType({**_MEMBERS, "namespace": NamespaceTool})
+_KINDS: Mapping[str, type[Strict]] = MappingProxyType(
+    {"function": FunctionTool, "custom": CustomTool, "namespace": NamespaceTool}
+)
 
 
 def _by_type(value: Any) -> Any:
@@ -105,10 +101,14 @@ class Offer:
 
     name: str
     namespace: str | None
-    custom: bool
     index: tuple[int, ...]
     tool: Mapping[str, Any]
     preface: str = ""
+
+    @property
+    def custom(self) -> bool:
+        """Whether the input is free text."""
+        return bool(self.tool["type"] == "custom")
 
     @property
     def address(self) -> tuple[str | None, str]:
@@ -164,14 +164,17 @@ def _each(tools: Sequence[Mapping[str, Any]]) -> Iterator[Offer]:
     for index, tool in enumerate(tools):
         name = tool["name"]
         if tool["type"] != "namespace":
-            yield Offer(name=name, namespace=None, custom=tool["type"] == "custom", index=(index,), tool=tool)
+            yield Offer(name=name, namespace=None, index=(index,), tool=tool)
             continue
         about = f"Tools of {name}: {tool['description']}\n\n" if tool.get("description") else ""
         for number, member in enumerate(tool["tools"]):
             yield Offer(
-                name=member["name"], namespace=name, custom=member["type"] == "custom",
-                index=(index, number), tool=member, preface="" if number else about,
-            )  # fmt: skip
+                name=member["name"],
+                namespace=name,
+                index=(index, number),
+                tool=member,
+                preface="" if number else about,
+            )
 
 
 def flat_name(namespace: str, name: str) -> str:

@@ -6,10 +6,10 @@ items by reference) is refused by name.
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import orjson
-from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
@@ -28,10 +28,10 @@ from moeyard_router.api.response_tools import (
     offers_of,
     plain_tools,
 )
-from moeyard_router.api.schema import Count, KvCompressionField, Penalty, Seed
+from moeyard_router.api.schema import Count, SamplingFields
 from moeyard_router.api.thinking import ThinkingFields
 from moeyard_router.api.tools import check_depth, check_tools
-from moeyard_router.api.translation import Translation, below, given, one_of, text_or, text_parts
+from moeyard_router.api.translation import Translation, given, one_of, text_or, text_parts
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 
@@ -41,17 +41,17 @@ _ECHOED = frozenset(("id", "status"))  # of items that come back as they were an
 class ResponsePart(TextPart):
     """Text of an item, also as it was answered."""
 
-    harmless: ClassVar[frozenset[str]] = TextPart.harmless | {"logprobs", "parsed", "prompt_cache_breakpoint"}
+    harmless = TextPart.harmless | {"logprobs", "parsed", "prompt_cache_breakpoint"}
 
 
-_PARTS = TypeAdapter(list[ResponsePart])
-Parts = Annotated[str | list[ResponsePart], text_or(_PARTS)]
+Parts = Annotated[str | list[ResponsePart], text_or(ResponsePart)]
 
 
 class MessageItem(Strict):
     """A turn."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"phase"}
+    inner = ("content",)
+    harmless = _ECHOED | {"phase"}
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -61,8 +61,8 @@ class MessageItem(Strict):
 class CallItem(Strict):
     """A call of a function by the assistant; `arguments` is JSON as text."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller", "parsed_arguments"}
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"async": (False,)})
+    harmless = _ECHOED | {"caller", "parsed_arguments"}
+    unserved = MappingProxyType({"async": (False,)})
 
     type: Literal["function_call"]
     call_id: str
@@ -74,8 +74,8 @@ class CallItem(Strict):
 class CustomCallItem(Strict):
     """A call of a custom tool by the assistant; `input` is text."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller"}
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"async": (False,)})
+    harmless = _ECHOED | {"caller"}
+    unserved = MappingProxyType({"async": (False,)})
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -87,7 +87,8 @@ class CustomCallItem(Strict):
 class CallOutputItem(Strict):
     """What a function or a custom tool returned."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"caller", "name", "namespace"}
+    inner = ("output",)
+    harmless = _ECHOED | {"caller", "name", "namespace"}
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -110,7 +111,7 @@ class ReasoningText(Strict):
 class ReasoningItem(Strict):
     """What the assistant thought before what follows: its content, else its summary. Ciphertext is another server's."""
 
-    harmless: ClassVar[frozenset[str]] = _ECHOED | {"encrypted_content"}
+    harmless = _ECHOED | {"encrypted_content"}
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -122,26 +123,10 @@ class ReasoningItem(Strict):
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
-_ITEMS: Mapping[str, type[Strict]] = MappingProxyType(
-    {
-        "message": MessageItem,
-        "function_call": CallItem,
-        "function_call_output": CallOutputItem,
-        "custom_tool_call": CustomCallItem,
-        "custom_tool_call_output": CallOutputItem,
-        "reasoning": ReasoningItem,
-        **dict.fromkeys(get_args(HostedItem.model_fields["type"].annotation), HostedItem),
-    }
-)
 Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
-INPUT = TypeAdapter(list[Annotated[Item, one_of(_ITEMS, "message")]])
 
 
-_PASSED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("kv_compression", "parallel_tool_calls", "stream", "user", "model"),
-    *ThinkingFields.model_fields,
-)
+_PASSED = (*SamplingFields.model_fields, *ThinkingFields.model_fields, "parallel_tool_calls")
 _NAMES = MappingProxyType(
     {
         r"max_tokens": "max_output_tokens",
@@ -170,7 +155,7 @@ class TextFormat(Strict):
 class TextConfig(Strict):
     """`text` of a request."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"verbosity": ("medium",)})
+    unserved = MappingProxyType({"verbosity": ("medium",)})
 
     format: TextFormat | None = None
 
@@ -178,16 +163,17 @@ class TextConfig(Strict):
 class ResponseStreamOptions(Strict):
     """OpenAI pads its events, so that their lengths tell a listener less. The last event has token counts anyway."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation", "include_usage"))
+    harmless = frozenset(("include_obfuscation", "include_usage"))
 
 
-class ResponsesRequest(ThinkingFields, Strict):
+class ResponsesRequest(ThinkingFields, SamplingFields, Strict):
     """Body of POST /v1/responses."""
 
-    harmless: ClassVar[frozenset[str]] = IGNORED | {
+    inner = ("stream_options", "text", "input", "tools")
+    harmless = IGNORED | {
         *("include", "max_tool_calls", "prompt_cache_options", "truncation", "usage"),
     }
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    unserved = MappingProxyType(
         {
             **NOT_SERVED,
             "background": (False,),
@@ -200,29 +186,17 @@ class ResponsesRequest(ThinkingFields, Strict):
         }
     )
 
-    model: str | None = None
-    input: Annotated[str | list[Item], text_or(INPUT)]
+    input: Annotated[str | list[Item], text_or(one_of(*get_args(Item), usual="message"))]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
-    kv_compression: KvCompressionField | None = None
     tools: Annotated[list[ResponseTool], BeforeValidator(check_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
 
     @field_validator("input", mode="after")
     @classmethod
@@ -249,18 +223,6 @@ class ResponsesRequest(ThinkingFields, Strict):
         if value and "message.output_text.logprobs" in value:
             raise PydanticCustomError("include", "log-probabilities are given by chat completions only")
         return value
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As of any object, with the names below it."""
-        nested = {"stream_options": self.stream_options, "text": self.text}
-        names = [f"{name}.{each}" for name, part in nested.items() if part is not None for each in part.ignored]
-        items = [] if isinstance(self.input, str) else self.input
-        for item in items:
-            parts = item.content if isinstance(item, MessageItem) else getattr(item, "output", None)
-            names += below("input.content" if isinstance(item, MessageItem) else "input.output", parts)
-        names += [*below("input", items), *below("tools", self.tools)]
-        return tuple(dict.fromkeys((*self.dropped, *names)))
 
 
 async def response_job(intake: Intake, body: bytes) -> Job:
@@ -293,10 +255,10 @@ def translated(request: ResponsesRequest) -> Translation:
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif choice is not None:
         chat["tool_choice"] = choice
+    places, asked = _places(request, offers), _asked(request, tools)
     return Translation(
-        chat=chat, origins=tuple(origins), tool_origins=_places(request, offers), names=_NAMES,
-        ignored=request.ignored, asked=_asked(request, tools),
-    )  # fmt: skip
+        chat=chat, origins=origins, tool_origins=places, names=_NAMES, ignored=request.ignored, asked=asked
+    )
 
 
 def _places(request: ResponsesRequest, offers: Mapping[str, Offer]) -> tuple[str, ...]:
@@ -405,12 +367,10 @@ class ResponseWriter(BlockWriter):
         self._offers = offers_of((job.asked or {}).get("tools", ()))
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        """The response as it begins, twice, as OpenAI has it."""
         response = self._response("in_progress", choices)
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def opened(self, block: AnswerBlock) -> bytes:
-        """A new item, and its only part if it has parts."""
         item = self._item(block, "in_progress")
         added = self._event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
@@ -433,7 +393,6 @@ class ResponseWriter(BlockWriter):
         return b"%b%d%b%b%b" % (self._head, number, self._middle, orjson.dumps(text), self._tail)
 
     def closed(self, block: AnswerBlock) -> bytes:
-        """All of it once more: the text, its part, its item."""
         place, item = self._place(block), self._item(block, _status(block))
         done, name = self._event, f"{_PIECES[block.kind]}.done"
         if self._is_custom(block):
@@ -449,17 +408,14 @@ class ResponseWriter(BlockWriter):
         return out + done("output_item.done", output_index=block.index, item=item)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """The whole response."""
         missing = self._some()
         status = "incomplete" if self.cut else "completed"
         return missing + self._event(status, response=self._response(status, choices))
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        """The response as far as it came, with its error."""
         return self._event("failed", response=self._response("failed", choices, error=error))
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The response."""
         self._some()
         return self._response("incomplete" if self.cut else "completed", choices)
 

@@ -6,13 +6,13 @@ unknown, or not served here, is an error that names it, unless it cannot change 
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.messages import ChatMessage
 from moeyard_router.api.structured import StructuredFields
-from moeyard_router.api.thinking import THINKING_FIELDS, ThinkingFields
+from moeyard_router.api.thinking import THINKING_FIELDS, THINKING_OBJECTS, ThinkingFields
 from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_tools, tool_use
 from moeyard_router.api.validation import validate
 from moeyard_worker.protocol import MAX_LOGPROBS, KvCompression
@@ -71,7 +71,7 @@ class StreamOptions(Strict):
     """`include_usage`: a last chunk with the token counts; `continuous_usage_stats`: counts in every chunk (vLLM)."""
 
     # OpenAI pads its events, so that their lengths tell a listener less.
-    harmless: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
+    harmless = frozenset(("include_obfuscation",))
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -83,38 +83,44 @@ class UsageOptions(Strict):
     include: bool | None = None
 
 
-class _Generation(StructuredFields, Strict):
-    """What both endpoints share."""
-
-    harmless = IGNORED
-    unserved = NOT_SERVED
+class SamplingFields(BaseModel):
+    """What every API that generates takes alike."""
 
     model: str | None = None
-    n: Count | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    kv_compression: KvCompressionField | None = None
+    stream: bool | None = None
+    user: str | None = None
+
+
+class _Generation(StructuredFields, SamplingFields, Strict):
+    """What completions and chats share."""
+
+    harmless = IGNORED
+    unserved = NOT_SERVED
+    inner: ClassVar[tuple[str, ...]] = ("stream_options",)
+
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: Any = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Bias] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    kv_compression: KvCompressionField | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -143,9 +149,8 @@ class _Generation(StructuredFields, Strict):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields that were given and have no effect, as paths: `stream_options.include_obfuscation`."""
-        options = () if self.stream_options is None else self.stream_options.ignored
         usage = ("usage",) if self.usage is not None and not self.stream else ()
-        return (*self.dropped, *usage, *(f"stream_options.{name}" for name in options))
+        return (*super().ignored, *usage)
 
     @property
     def include_usage(self) -> bool:
@@ -201,6 +206,8 @@ def _all(value: Any, kind: type) -> bool:
 class ChatRequest(ThinkingFields, _Generation):
     """Body of POST /v1/chat/completions. `max_completion_tokens` is OpenAI's newer name of `max_tokens`."""
 
+    inner = ("stream_options", *THINKING_OBJECTS)
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -215,7 +222,7 @@ class ChatRequest(ThinkingFields, _Generation):
     def ignored(self) -> tuple[str, ...]:
         """Names of the fields without effect. Without tools there are no calls that could be parallel."""
         idle = ("parallel_tool_calls",) if self.parallel_tool_calls is not None and not self.tools else ()
-        return (*super().ignored, *self.ignored_in_thinking, *idle)
+        return (*super().ignored, *idle)
 
     @property
     def tool_use(self) -> ToolUse:
@@ -245,6 +252,7 @@ class TokenizeRequest(ThinkingFields, Strict):
     """
 
     harmless = IGNORED
+    inner = THINKING_OBJECTS
 
     model: str | None = None
     prompt: str | None = None
@@ -260,11 +268,6 @@ class TokenizeRequest(ThinkingFields, Strict):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("prompt", "give either prompt or messages")
         return self
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names of the fields without effect."""
-        return (*self.dropped, *self.ignored_in_thinking)
 
     def as_chat(self) -> ChatRequest:
         """The chat whose prompt is asked for; raises `ApiError` 400 if it could not be sent."""

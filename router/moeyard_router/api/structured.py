@@ -4,6 +4,7 @@ A request has one of them at most. What can be said against it without a compile
 worker compiles it, and what it says then comes back as a 400 too.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -95,13 +96,8 @@ def _format(given: ResponseFormat | None) -> list[_Named]:
 def _outputs(given: StructuredOutputs | None) -> list[_Named]:
     if given is None:
         return []
-    blanks = _blanks("structured_outputs.whitespace_pattern", given.whitespace_pattern, given.json_)
-    if given.disable_any_whitespace:
-        blanks = dict(_COMPACT)
-    found = _each(
-        "structured_outputs.", json=given.json_, regex=given.regex, choice=given.choice, grammar=given.grammar,
-        json_object=given.json_object, blanks=blanks,
-    )  # fmt: skip
+    fields = {name.removesuffix("_"): value for name, value in given}
+    found = _each("structured_outputs.", fields, compact=bool(given.disable_any_whitespace))
     if not found:
         raise bad_request(
             "'structured_outputs': expected one of json, regex, choice, grammar, json_object", "structured_outputs"
@@ -110,47 +106,34 @@ def _outputs(given: StructuredOutputs | None) -> list[_Named]:
 
 
 def _guided(request: StructuredFields) -> list[_Named]:
-    blanks = _blanks("guided_whitespace_pattern", request.guided_whitespace_pattern, request.guided_json)
-    return _each(
-        "guided_", json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice,
-        grammar=request.guided_grammar, json_object=request.guided_json_object, blanks=blanks,
-    )  # fmt: skip
+    prefix = "guided_"
+    names = (name for name in StructuredFields.model_fields if name.startswith(prefix))
+    return _each(prefix, {name.removeprefix(prefix): getattr(request, name) for name in names}, compact=False)
 
 
-def _blanks(name: str, pattern: str | None, schema: Any) -> dict[str, Any]:
-    """How to write blanks, in llguidance's own words; an empty pattern is none at all."""
-    if pattern is None:
-        return {}
-    if schema is None:
-        raise bad_request(f"'{name}' is allowed only with a JSON schema", name)
-    return {"whitespace_pattern": pattern} if pattern else dict(_COMPACT)
-
-
-def _each(
-    prefix: str,
-    *,
-    json: Any,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    json_object: bool | None,
-    blanks: dict[str, Any],
-) -> list[_Named]:
-    """Those that are given, with the names of their fields."""
+def _each(prefix: str, fields: Mapping[str, Any], *, compact: bool) -> list[_Named]:
+    """Return the constraints that are given, with the names of their fields; an empty pattern means `compact`."""
     found: list[_Named] = []
-    if json is not None:
-        found.append(_schema(f"{prefix}json", json, blanks))
-    for name, kind, text in ((f"{prefix}regex", "regex", regex), (f"{prefix}grammar", "lark", grammar)):
+    pattern, schema, choice = (fields[name] for name in ("whitespace_pattern", "json", "choice"))
+    if pattern is not None and schema is None:
+        name = f"{prefix}whitespace_pattern"
+        raise bad_request(f"'{name}' is allowed only with a JSON schema", name)
+    if schema is not None:
+        compact = compact or pattern == ""
+        blanks = dict(_COMPACT) if compact else {} if pattern is None else {"whitespace_pattern": pattern}
+        found.append(_schema(f"{prefix}json", schema, blanks))
+    for name, kind in (("regex", "regex"), ("grammar", "lark")):
+        text = fields[name]
         if text is not None:
             if not text.strip():
-                raise bad_request(f"'{name}' must not be empty", name)
-            found.append((name, Grammar(kind=kind, text=text)))
+                raise bad_request(f"'{prefix}{name}' must not be empty", prefix + name)
+            found.append((prefix + name, Grammar(kind=kind, text=text)))
     if choice is not None:
         name = f"{prefix}choice"
         if not choice or "" in choice:
             raise bad_request(f"'{name}': expected a list of strings, none of them empty", name)
         found.append((name, Grammar(kind="choice", text=exact_json.dumps(list(dict.fromkeys(choice))).decode())))
-    if json_object:
+    if fields["json_object"]:
         found.append((f"{prefix}json_object", Grammar(kind="json_object")))
     return found
 

@@ -5,9 +5,8 @@ DeepSeek, GLM and Kimi have it too. `reasoning` is OpenRouter's and OpenAI's. `c
 `chat_template_kwargs`.
 """
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,13 +16,14 @@ from moeyard_router.text.template import TemplateTraits
 
 # Names of a template's switch: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
 _TEMPLATE_SWITCHES = ("enable_thinking", "thinking")
+THINKING_OBJECTS = ("thinking", "reasoning")
 THINKING_FIELDS = frozenset(("reasoning_effort", "enable_thinking", "thinking", "think", "reasoning"))
 
 
 class Thinking(Strict):
     """Whether the model thinks first. Thinking budgets are not enforced."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("budget_tokens", "keep"))
+    harmless = frozenset(("budget_tokens", "keep"))
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     display: Literal["summarized", "omitted"] | None = None
@@ -33,8 +33,8 @@ class Thinking(Strict):
 class ReasoningConfig(Strict):
     """`reasoning` of a request. There are no summaries: thoughts are shown as the model wrote them."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(("generate_summary", "summary", "max_tokens"))
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"context": ("auto",), "mode": ("standard",)})
+    harmless = frozenset(("generate_summary", "summary", "max_tokens"))
+    unserved = MappingProxyType({"context": ("auto",), "mode": ("standard",)})
 
     effort: str | None = None
     enabled: bool | None = None
@@ -110,14 +110,6 @@ class ThinkingFields(BaseModel):
         """Whether the answer contains the model's thoughts."""
         excluded = self.reasoning is not None and self.reasoning.exclude is True
         return self.include_reasoning is not False and not excluded
-
-    @property
-    def ignored_in_thinking(self) -> tuple[str, ...]:
-        """Names of subfields without effect, as paths: `thinking.budget_tokens`."""
-        parts = {"thinking": self.thinking, "reasoning": self.reasoning}
-        return tuple(
-            f"{name}.{each}" for name, part in parts.items() if isinstance(part, Strict) for each in part.ignored
-        )
 
 
 def template_variables(request: ThinkingFields, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:

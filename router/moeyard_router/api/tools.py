@@ -21,7 +21,7 @@ from moeyard_router.api.structured import check_constants
 from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
-from moeyard_router.text.answer_grammar import BLANKS_OF_ARGUMENTS, Calls, Thinking, answer_grammar, can_be_part
+from moeyard_router.text.answer_grammar import BLANKS_OF_ARGUMENTS, AllowedCalls, Thinking, answer_grammar, can_be_part
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.reasoning import closes_block
 from moeyard_router.text.template import TemplateTraits
@@ -269,7 +269,7 @@ def answering(
     if tools is not None and forced:
         functions = use.callable_functions(only_strict=not must)
         check_constants([schema for _, schema in functions], "tools")
-        calls = Calls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
+        calls = AllowedCalls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
     grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
     size = 0 if grammar is None else len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:

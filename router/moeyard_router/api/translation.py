@@ -1,9 +1,9 @@
 """A request of another API said in the words of chat completions, run as one, and its errors said back."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
@@ -28,9 +28,9 @@ class Translation:
     """
 
     chat: dict[str, Any]
-    origins: tuple[str, ...]
+    origins: Sequence[str]
     names: Mapping[str, str]
-    tool_origins: tuple[str, ...] = ()
+    tool_origins: Sequence[str] = ()
     ignored: tuple[str, ...] = ()
     asked: dict[str, Any] = field(default_factory=dict)
 
@@ -76,13 +76,16 @@ def chosen(value: Any, kinds: Mapping[str, type[Strict]], usual: str | None = No
     return kinds[kind].model_validate(value)
 
 
-def one_of(kinds: Mapping[str, type[Strict]], usual: str | None = None) -> BeforeValidator:
-    """Return a validator that chooses among `kinds`, as `chosen` does."""
+def one_of(*classes: type[Strict], usual: str | None = None) -> BeforeValidator:
+    """Return a validator that chooses among `classes` by what their `type` may be, as `chosen` does."""
+    kinds = {name: each for each in classes for name in get_args(each.model_fields["type"].annotation)}
     return BeforeValidator(lambda value: chosen(value, kinds, usual))
 
 
-def text_or(parts: TypeAdapter[Any]) -> BeforeValidator:
-    """Lets text through, and lists as `parts` has them; errors are of the part at fault."""
+def text_or(each: type[Strict] | BeforeValidator) -> BeforeValidator:
+    """Return a validator that takes text, or a list of what `each` takes; errors name the object at fault."""
+    item: Any = Annotated[Any, each] if isinstance(each, BeforeValidator) else each
+    parts: TypeAdapter[Any] = TypeAdapter(list[item])
 
     def check(value: Any) -> Any:
         if isinstance(value, str):
@@ -99,13 +102,6 @@ def text_parts(content: "str | list[Any] | None", text: Callable[[Any], str]) ->
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": text(part)} for part in content or ()] or ""
-
-
-def below(prefix: str, items: "list[Any] | str | None") -> list[str]:
-    """Names of the fields without effect in a list of objects, as paths."""
-    if items is None or isinstance(items, str):
-        return []
-    return [f"{prefix}.{name}" for item in items for name in item.ignored]
 
 
 def given(**fields: Any) -> dict[str, Any]:

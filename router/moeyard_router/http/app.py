@@ -13,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeyard_router.api.endpoints import BodyEndpoint, GenerateEndpoint, Tokens
+from moeyard_router.api.endpoints import CountEndpoint, GenerateEndpoint
 from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, no_route, unknown_model
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.credentials import KeyRing
-from moeyard_router.http.gate import Gate
+from moeyard_router.http.gate import RequestGate
 from moeyard_router.http.live import STATIC, LiveView, page_routes
 from moeyard_router.http.openapi import Documents
 from moeyard_router.http.origins import Origins
@@ -50,7 +50,9 @@ def create_app(
     def generate(api: str) -> GenerateEndpoint:
         return GenerateEndpoint(config, api=api, fleet=fleet, codec=codec, metrics=metrics, bodies=bodies)
 
-    tokens = Tokens(config, codec, bodies)
+    def count(api: str) -> CountEndpoint:
+        return CountEndpoint(config, api=api, codec=codec, metrics=metrics, bodies=bodies)
+
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
 
@@ -71,11 +73,11 @@ def create_app(
         Route("/v1/chat/completions", generate("chat"), methods=["POST"]),
         Route("/v1/responses", generate("response"), methods=["POST"]),
         Route("/v1/messages", generate("message"), methods=["POST"]),
-        Route("/v1/messages/count_tokens", BodyEndpoint(config, metrics, bodies, tokens.count), methods=["POST"]),
+        Route("/v1/messages/count_tokens", count("count_tokens"), methods=["POST"]),
         Route(_MODELS, pages.models),
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
-        Route("/tokenize", BodyEndpoint(config, metrics, bodies, tokens.tokenize), methods=["POST"]),
-        Route("/detokenize", BodyEndpoint(config, metrics, bodies, tokens.detokenize), methods=["POST"]),
+        Route("/tokenize", count("tokenize"), methods=["POST"]),
+        Route("/detokenize", count("detokenize"), methods=["POST"]),
         Route("/v1/fleet", fleet_page),
         Route("/v1/fleet/live", live_page),
         Route("/v1/fleet/experts", experts_page),
@@ -93,7 +95,7 @@ def create_app(
     ]
     handlers: Any = {HTTPException: _http_error, Exception: _crash}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    gate = Gate(app, config=config, keys=keys, origins=origins, metrics=metrics)
+    gate = RequestGate(app, config=config, keys=keys, origins=origins, metrics=metrics)
     return _CountAnswers(gate, metrics, frozenset(r.path for r in routes))
 
 

@@ -36,7 +36,7 @@ _NOT_JSON = "the Content-Type of a POST must be application/json (curl: -H 'Cont
 _CLIENT_LEFT = 499  # nginx's status for a client that did not wait for its answer
 
 
-class Gate:
+class RequestGate:
     """ASGI wrapper around the app.
 
     It refuses with 401 (no valid key), 403 (a page of an origin that is not allowed, or another server's name) and 415

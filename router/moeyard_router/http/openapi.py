@@ -1,7 +1,7 @@
 """/openapi.json and /docs: every route with its requests, answers and statuses.
 
-Requests are described by the models that validate them, and by `_shapes` where these check by code: a wider description
-would lead programs to requests that get a 400. Answers are in documents/replies.json; tests hold them against real ones.
+Requests are described by the models that validate them, and by `narrow` where these check by code. A wider description
+would lead programs to requests that get a 400. Answers are in documents/replies.json, which tests check.
 """
 
 import base64

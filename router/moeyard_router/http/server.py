@@ -24,7 +24,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.app import create_app
-from moeyard_router.http.connection import ConnectionLimits, ConnectionProtocol, Outbox
+from moeyard_router.http.connection import ChunkOutbox, ConnectionLimits, ConnectionProtocol
 from moeyard_router.http.credentials import Certificate, KeyRing, keep_fresh, open_certificate
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics
@@ -84,7 +84,7 @@ class RouterServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
         self._given_up: str | None = None
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._fleet: Fleet | None = None
 
     async def serve(self) -> None:
@@ -112,7 +112,9 @@ class RouterServer:
             siblings=self._siblings,
         )
         grace = self._config.shutdown_grace
-        self._server = _Server(_uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace)
+        self._server = _UvicornServer(
+            _uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace
+        )
         try:
             if self._siblings is not None:
                 await self._siblings.start()
@@ -209,7 +211,7 @@ class RouterServer:
             self._server.request_exit(at_once=self._stop_requests > 1)
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn without its signal handlers, and with an end that streams can follow."""
 
     def __init__(self, config: uvicorn.Config, fleet: Fleet, grace: float) -> None:
@@ -266,7 +268,7 @@ def _uvicorn_config(
         refused=functools.partial(metrics.answered, "other"),
         cut=metrics.cut,
         refusals=Refusals(log),
-        outbox=Outbox(),
+        outbox=ChunkOutbox(),
     )
     config = uvicorn.Config(
         cast(Any, app),  # starlette's and uvicorn's names for the same protocol

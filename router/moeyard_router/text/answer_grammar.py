@@ -180,7 +180,7 @@ _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
+class AllowedCalls:
     """The calls that an answer may hold: of `functions`, pairs of a name and a JSON schema of the arguments.
 
     `among_text`: they stand anywhere in an answer, or nowhere; what is not one is any text in which none begins.
@@ -193,7 +193,7 @@ class Calls:
 
 
 def answer_grammar(
-    *, thinking: Thinking, calls: Calls | None, body: Grammar | None, token_ids: Mapping[str, int]
+    *, thinking: Thinking, calls: AllowedCalls | None, body: Grammar | None, token_ids: Mapping[str, int]
 ) -> Grammar | None:
     """The grammar of an answer: what comes first, then `calls`, at least one, or `body`, or either if both are given.
 
@@ -222,13 +222,13 @@ def can_be_part(body: Grammar) -> bool:
     return body.kind != "lark"
 
 
-def _calls(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
+def _calls(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
     form, begin = calls.form, calls.form.written[0]
     before = literal(form.section_begin + form.opening + begin, token_ids)
     return [f"calls: {before} called{_more(calls, token_ids)}", *_called(calls, token_ids)]
 
 
-def _calls_among_text(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
+def _calls_among_text(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
     """Text, and once the first marker of a call stands there, that call and what belongs to it."""
     form = calls.form
     written = form.section_begin + form.opening + form.written[0]
@@ -243,7 +243,7 @@ def _calls_among_text(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
     return [answer, *until, "text: TEXT", f"TEXT: /{ANY_TEXT}/{none}", *_called(calls, token_ids)]
 
 
-def _more(calls: Calls, token_ids: Mapping[str, int]) -> str:
+def _more(calls: AllowedCalls, token_ids: Mapping[str, int]) -> str:
     """What may follow the first call: more of them, and the section's end; among text only those of one section."""
     form = calls.form
     in_section = bool(form.section_end) and form.section_end not in form.joint
@@ -252,7 +252,7 @@ def _more(calls: Calls, token_ids: Mapping[str, int]) -> str:
     return (f" ({joint} called)*" if several else "") + f" {literal(form.section_end, token_ids)}"
 
 
-def _called(calls: Calls, token_ids: Mapping[str, int]) -> list[str]:
+def _called(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
     """`called`: a call behind its beginning, and the rules below."""
     form = calls.form
     _, middle, end = form.written
