@@ -20,8 +20,6 @@ from moeyard_router.text import exact_json
 
 
 class TextBlock(Strict):
-    """Text."""
-
     harmless = frozenset(("cache_control", "citations"))
 
     type: Literal["text"]
@@ -71,7 +69,6 @@ class ToolReferenceBlock(Strict):
 
     @property
     def text(self) -> str:
-        """The words for a template."""
         return f"Found the tool {self.tool_name}."
 
 
@@ -95,8 +92,6 @@ _ASSISTANTS = (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
 
 
 class AnthropicMessage(Strict):
-    """One turn."""
-
     inner = ("content",)
 
     role: Literal["user", "assistant", "system"]
@@ -112,7 +107,6 @@ class AnthropicMessage(Strict):
 
     @property
     def blocks(self) -> list[ContentBlock]:
-        """The content as blocks."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 

@@ -31,7 +31,6 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
         return "".join(self.pieces)
 
 
@@ -59,7 +58,6 @@ class BlockWriter(ABC):
         self._begun = False
 
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
-        """The events of what was added."""
         out = [] if self._begun else [self.begin(choices)]
         self._begun = True
         self._take(delta, out)
@@ -70,11 +68,9 @@ class BlockWriter(ABC):
         return
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """All of it: these APIs have nothing long."""
         return [data]
 
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
-        """The whole answer as JSON."""
         self._take(deltas[0], [])
         return exact_json.dumps(self.whole(choices))
 
@@ -121,7 +117,6 @@ class BlockWriter(ABC):
             out.append(self.closed(block))
 
     def _is_whole(self) -> bool:
-        """Whether the open call's arguments are JSON."""
         try:
             exact_json.loads("" if self.open_block is None else self.open_block.text)
         except ValueError:

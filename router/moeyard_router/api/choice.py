@@ -27,7 +27,6 @@ class Delta:
     events: list[TextEvent] | None = None
 
     def extend(self, other: "Delta") -> None:
-        """Append what came next."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs

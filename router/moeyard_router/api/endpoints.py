@@ -151,7 +151,6 @@ class CountEndpoint(_Endpoint):
 
 
 async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies) -> None:
-    """Wait for all choices and send them as one JSON object."""
     collected = [Delta() for _ in job.continuations]
     while not generation.finished:
         for index, delta in (await generation.step()).items():
@@ -194,7 +193,6 @@ async def _stream(
     scored, apart = num_scores > 0 or job.logprobs is not None, num_scores >= MANY_SCORES
 
     async def events(deltas: dict[int, Delta]) -> bytes:
-        """What is still to be sent of them."""
         if _many_scores(job, num_scores, deltas.values()):
             await _send_pieces(send, await bodies.write(write_scores, deltas), more=True)
             return b""
@@ -324,7 +322,6 @@ async def send_error(send: Send, error: ApiError, path: str) -> None:
 
 
 async def send_whole(send: Send, status: int, pieces: list[bytes], *, headers: list[tuple[bytes, bytes]]) -> None:
-    """Send a whole response, whose body comes in pieces."""
     length = (b"content-length", str(sum(map(len, pieces))).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await _send_pieces(send, pieces, more=False)
@@ -335,7 +332,6 @@ def _is_list(value: Any) -> bool:
 
 
 def _long(answer: Mapping[str, Any]) -> list[bytes]:
-    """JSON in pieces, lists item by item."""
     lists = LongLists()
     placed = {name: lists.add(map(orjson.dumps, value)) if _is_list(value) else value for name, value in answer.items()}
     return lists.pieces(orjson.dumps(placed))

@@ -67,7 +67,6 @@ class Generation:
 
     @property
     def routes(self) -> list[Route]:
-        """Where each choice runs, and why there."""
         return self._ticket.routes
 
     @property
@@ -137,7 +136,6 @@ class Generation:
         self._unfinished = set()
 
     def note(self, record: RequestRecord) -> None:
-        """Write down what came of it, for the access log."""
         record.prompt_tokens = sum(len(p.token_ids) for p in self._job.prompts)
         record.output_tokens = sum(c.num_tokens for c in self.choices)
         record.first_token = min((t.first for t in self._timings if t.first is not None), default=None)

@@ -79,13 +79,11 @@ def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extract
 
 
 def pack_error(error: ApiError, *, last: bool) -> bytes:
-    """An error as one answer of a process."""
     names = ("status", "message", "param", "reason", "retry_after")
     return _head({"error": {name: getattr(error, name) for name in names}, "last": last})
 
 
 def pack_crash(error: Exception) -> bytes:
-    """A bug, in words; the process ends."""
     return _head({"crash": f"{type(error).__name__}: {error}", "last": True})
 
 
@@ -171,7 +169,6 @@ class _Process:
         return data
 
     def close(self) -> None:
-        """End it now. From any thread."""
         self.usable = False
         self._process.kill()
         with contextlib.suppress(OSError):  # boundary: what was not written yet has no reader any more

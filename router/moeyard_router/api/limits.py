@@ -115,5 +115,4 @@ class RequestLimits:
 
 
 def _first(asked: float | None, usual: float | None, neutral: float) -> float:
-    """The first of these that is said."""
     return asked if asked is not None else usual if usual is not None else neutral

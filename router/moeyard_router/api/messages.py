@@ -40,7 +40,6 @@ class TextPart(Strict):
 
     @property
     def shown(self) -> str | None:
-        """The text, under whichever name the kind has it."""
         return self.refusal if self.type == "refusal" else self.text
 
 

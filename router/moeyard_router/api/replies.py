@@ -29,7 +29,6 @@ class LongLists:
         self._lists: list[list[bytes]] = []
 
     def add(self, items: Iterable[bytes]) -> orjson.Fragment:
-        """Keep a list of values that are JSON already."""
         pieces, waiting, size = [b"["], list[bytes](), 0
         for item in items:
             waiting.append(item)

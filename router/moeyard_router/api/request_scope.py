@@ -56,7 +56,6 @@ class Direct(Protocol):
 
 
 def direct_of(scope: Scope) -> Direct | None:
-    """What the server offers for the answer to this request."""
     offered: Direct | None = scope.get("extensions", {}).get(EXTENSION)
     return offered
 
@@ -66,6 +65,5 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 
 
 def log_context() -> dict[str, str | int]:
-    """What a log line says of the request that it belongs to."""
     request_id = current_request.get()
     return {} if request_id is None else {"request_id": request_id}

@@ -58,13 +58,10 @@ class HostedTool(Strict):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Its kind."""
         return (self.type,)
 
 
 class NamespaceTool(Strict):
-    """A group of tools."""
-
     inner = ("tools",)
 
     type: Literal["namespace"]
@@ -112,7 +109,6 @@ class Offer:
 
     @property
     def address(self) -> tuple[str | None, str]:
-        """What names it in calls."""
         return self.namespace, self.name
 
     def function(self, name: str) -> dict[str, Any]:

@@ -48,8 +48,6 @@ Parts = Annotated[str | list[ResponsePart], text_or(ResponsePart)]
 
 
 class MessageItem(Strict):
-    """A turn."""
-
     inner = ("content",)
     harmless = _ECHOED | {"phase"}
 
@@ -119,7 +117,6 @@ class ReasoningItem(Strict):
 
     @property
     def text(self) -> str:
-        """The thought."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -153,8 +150,6 @@ class TextFormat(Strict):
 
 
 class TextConfig(Strict):
-    """`text` of a request."""
-
     unserved = MappingProxyType({"verbosity": ("medium",)})
 
     format: TextFormat | None = None
@@ -420,7 +415,6 @@ class ResponseWriter(BlockWriter):
         return self._response("incomplete" if self.cut else "completed", choices)
 
     def _some(self) -> bytes:
-        """The events of an empty message, where there is nothing else."""
         if self.blocks:
             return b""
         block = AnswerBlock(kind="content", index=0, cut=self.cut)

@@ -52,7 +52,6 @@ class KvCompressionField(Strict):
 
 
 def compression_of(field: KvCompressionField | None, usual: KvCompression | None) -> KvCompression | None:
-    """What a request asks for, or else the server's default."""
     if field is None:
         return usual
     return None if field.method == "none" else field.asked()
@@ -101,8 +100,6 @@ class SamplingFields(BaseModel):
 
 
 class _Generation(StructuredFields, SamplingFields, Strict):
-    """What completions and chats share."""
-
     harmless = IGNORED
     unserved = NOT_SERVED
     inner: ClassVar[tuple[str, ...]] = ("stream_options",)
@@ -154,7 +151,6 @@ class _Generation(StructuredFields, SamplingFields, Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
         options, usage = self.stream_options, self.usage
         return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
 
@@ -192,7 +188,6 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> "list[str | list[int]]":
-        """The prompts one by one, text or ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)

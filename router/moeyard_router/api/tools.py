@@ -82,8 +82,6 @@ class Tool(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """The function of a `ToolChoice`."""
-
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     name: str
@@ -153,7 +151,6 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The schema of each function's arguments, by its name."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
 
     @property

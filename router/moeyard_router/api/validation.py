@@ -94,7 +94,6 @@ def _without_unknown(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 
 def _removed(data: Any, place: _Place) -> bool:
-    """Remove the field at `place`; False if there is none."""
     *path, last = place
     for step in path:
         if not (step in data if isinstance(data, dict) else isinstance(data, list) and isinstance(step, int)):

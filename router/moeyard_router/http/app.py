@@ -100,8 +100,6 @@ def create_app(
 
 
 class _Pages:
-    """The endpoints that only look."""
-
     def __init__(
         self, config: RouterConfig, fleet: Fleet, *, metrics: RouterMetrics, health: Health, siblings: Siblings | None
     ) -> None:
@@ -119,7 +117,6 @@ class _Pages:
         return _json({"object": "list", "data": [self._card(name) for name in self._config.model_names]})
 
     async def model(self, request: Request) -> Response:
-        """That model by one of its names; 404 for any other."""
         name = request.path_params["id"]
         if not name:  # /v1/models/ with a slash too many
             return await self.models(request)
@@ -153,7 +150,6 @@ class _Pages:
         return _json({"status": "unready", "reason": problem}, status=503)
 
     async def version(self, request: Request) -> Response:
-        """The version of this program."""
         return _json({"version": self._config.version})
 
     async def metrics(self, request: Request) -> Response:
@@ -187,7 +183,6 @@ class _CountAnswers:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything through."""
         begun = time.monotonic()
         path = scope.get("path", "")
         if path.startswith(f"{_MODELS}/"):
@@ -213,12 +208,10 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """No such route, or a method that the route does not have."""
     told = no_route(request.method, request.url.path, error.status_code, error.detail)
     return _json(told.body_at(request.url.path), error.status_code, dict(error.headers or {}))
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    """A bug of this program; the server logs it with its traceback."""
     message = f"internal error: {type(error).__name__}"
     return _json(ApiError(500, message).body_at(request.url.path), 500)

@@ -35,7 +35,6 @@ class ChunkOutbox:
         self._pieces: list[tuple[asyncio.Transport, bytes]] = []
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Write this soon."""
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self.flush)
         self._pieces.append((transport, data))
@@ -70,11 +69,9 @@ class Pieces:
         )
 
     def write(self, data: bytes) -> None:
-        """One chunk of the body."""
         self._outbox.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(data), data))
 
     def flush(self) -> None:
-        """Write all that waits."""
         self._outbox.flush()
 
 
@@ -104,7 +101,6 @@ class SlowReader:
         self._timer = self._loop.call_later(self._seconds, self._late)
 
     def resumed(self) -> None:
-        """It has caught up, or is gone."""
         self._unset()
 
     def answered(self) -> None:
@@ -185,7 +181,6 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first of them is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Headers are awaited from now on."""
         super().connection_made(transport)
         self._reader = SlowReader(self.loop, transport, seconds=self._limits.send_seconds, cut=self._cut_off)
         self._watch()
@@ -213,17 +208,14 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as its answer comes."""
         super().pause_writing()
         self._reader.paused()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
         super().resume_writing()
         self._reader.resumed()
 
     def on_response_complete(self) -> None:
-        """An answer has been written."""
         self._unanswered.popleft()
         super().on_response_complete()
         self._reader.answered()
@@ -289,19 +281,16 @@ class ConnectionProtocol(HttpToolsProtocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
         if not self._in_head:  # behind another one, in the same chunk
             self._begin_head()
         self._exact_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header field."""
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
 
@@ -316,7 +305,6 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
         if self.parser.should_upgrade():
             return
         self._in_body = False

@@ -73,7 +73,6 @@ class KeyRing:
 
     @property
     def asks(self) -> bool:
-        """Whether a key is needed at all."""
         return self._names is not None
 
     def name_of(self, key: bytes) -> str | None:
@@ -205,7 +204,6 @@ class Certificate:
             log.warning("%s: read again", self._files[0])
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called for every handshake, with a name or without one."""
         connection.context = self._newest
 
     def _open(self) -> ssl.SSLContext:
@@ -244,7 +242,6 @@ def open_certificate(door: DoorConfig) -> Certificate | None:
 
 
 def _no_password() -> str:
-    """OpenSSL would ask for one at the terminal."""
     raise ValueError("the TLS key is encrypted; decrypt it first: openssl pkey -in KEY -out PLAIN_KEY")
 
 

@@ -54,7 +54,6 @@ class RequestGate:
         self._log = config.door.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request in, or answer it here."""
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
@@ -161,7 +160,6 @@ class RequestGate:
 
 
 def _is_preflight(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser asks if a page may send a request."""
     return scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
 
 

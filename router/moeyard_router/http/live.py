@@ -56,8 +56,6 @@ _HEADERS: Mapping[str, str] = MappingProxyType(
 
 
 class _File:
-    """One file, read and packed once."""
-
     def __init__(self, path: Path) -> None:
         self.body = path.read_bytes()
         self.packed = gzip.compress(self.body, mtime=0)
@@ -183,7 +181,6 @@ class LiveView:
         return merged(orjson.loads(orjson.dumps(own)), others, num_requests=RECENT)
 
     def _own(self) -> dict[str, Any]:
-        """This router's part of it."""
         described = self._fleet.describe()
         return {
             "inflight": described["inflight"],

@@ -295,9 +295,7 @@ class Documents:
         }
 
     async def openapi(self, request: Request) -> Response:
-        """The description for programs."""
         return Response(self._openapi, media_type=_JSON)
 
     async def page(self, request: Request) -> Response:
-        """The description for people."""
         return Response(self._page, media_type=_HTML, headers=self._headers)

@@ -52,7 +52,6 @@ class Origins:
         return self._any_name or self._is_own_name(authority)
 
     def headers(self, origin: bytes) -> Headers:
-        """What lets the page of a permitted origin read an answer."""
         return [(b"access-control-allow-origin", b"*" if self._any else origin), _EXPOSE, _VARY]
 
     def _is_own_name(self, authority: str) -> bool:

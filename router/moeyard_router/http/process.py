@@ -78,7 +78,6 @@ class SharedAddress:
 
     @classmethod
     def of(cls, sock: socket.socket) -> "SharedAddress":
-        """That of a bound socket."""
         is_ipv6 = sock.family == socket.AF_INET6
         only = is_ipv6 and bool(sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
         return cls(family=sock.family, address=sock.getsockname(), only_ipv6=only)

@@ -146,13 +146,11 @@ class RouterServer:
                 task.result()  # a bug in the watching task must not pass unseen
 
     def _files(self) -> list[Callable[[], None]]:
-        """What is read again when its files change."""
         refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
         return refresh if self._certificate is None else [*refresh, self._certificate.refresh]
 
     @property
     def workers(self) -> tuple[WorkerAddress, ...]:
-        """Those in use, by rank."""
         return self._config.workers if self._fleet is None else self._fleet.addresses
 
     def replace_workers(

@@ -44,7 +44,6 @@ class Siblings:
         self._server = await asyncio.start_unix_server(self._answer, path, limit=_MAX_NAME)
 
     def close(self) -> None:
-        """Answer no more."""
         if self._server is not None:
             self._server.close()
             self._path(self._index).unlink(missing_ok=True)
@@ -112,7 +111,6 @@ def _counters(every: Iterable[Figures]) -> dict[str, Any]:
 
 
 def _histograms(every: Iterable[Figures]) -> dict[str, Any]:
-    """All routers run one program, so their bounds are the same."""
     found: dict[str, Any] = {}
     for histograms in every:
         for name, histogram in histograms.items():
@@ -152,7 +150,6 @@ def summed(pages: Iterable[bytes]) -> bytes:
 
 
 def key_of(key: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, dict[str, str]]:
-    """Name and labels of a sample."""
     return key[0], dict(key[1])
 
 

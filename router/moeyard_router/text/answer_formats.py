@@ -33,7 +33,6 @@ class AnswerFormats:
         return self.shown if tools is not None and tools is self.tools else self.shown_reasoning
 
     def describe(self) -> str:
-        """For whoever starts the server: which parsers."""
         tools = self.tools.name if self.tools else NONE
         return f"tool calls: {tools}, reasoning: {self.reasoning.name if self.reasoning else NONE}"
 

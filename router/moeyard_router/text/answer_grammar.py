@@ -87,7 +87,6 @@ def text_until(rule: str, marker: str, token_ids: Mapping[str, int], *, text: st
 
 
 def slashed(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
 
 
@@ -124,8 +123,6 @@ def parameter_rules(
 
 
 class _Values:
-    """Makes rules of single parameters."""
-
     def __init__(self, markup: ParameterMarkup, token_ids: Mapping[str, int], definitions: Mapping[str, Any]) -> None:
         self.rules: list[str] = []
         self._markup = markup
@@ -170,7 +167,6 @@ class _Values:
 
 
 def _escaped(name: str) -> str:
-    """A name as a regular expression."""
     return slashed("".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in name))
 
 

@@ -32,8 +32,6 @@ class UnfoldedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Unfolded(CodeGenerator):
-    """Computes nothing."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.optimizer = None
@@ -133,7 +131,6 @@ class BoundedEnvironment(UnfoldedEnvironment):
         self.tests = {name: DEFAULT_TESTS[name] for name in _TESTS | _COMPARING_TESTS}
 
     def begin(self) -> None:
-        """Another rendering, with a budget of its own."""
         self.left = UNITS
 
     def admits(self, tree: nodes.Template) -> bool:
@@ -177,7 +174,6 @@ class BoundedEnvironment(UnfoldedEnvironment):
             raise Elsewhere
 
     def _method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A method of a text or a map."""
         owner, name = method.__self__, method.__name__
         kwargs = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
         for each in args:
@@ -208,7 +204,6 @@ class BoundedEnvironment(UnfoldedEnvironment):
             yield value
 
     def _size(self, value: Any) -> Any:
-        """What grew, or was copied."""
         if isinstance(value, str):
             self.left -= len(value) >> _TEXT
         elif isinstance(value, list | tuple | dict):
@@ -218,7 +213,6 @@ class BoundedEnvironment(UnfoldedEnvironment):
         return value
 
     def _shown(self, value: Any) -> Any:
-        """What is printed."""
         if type(value) is str:
             self.left -= 1 + (len(value) >> _TEXT)
             if self.left < 0:

@@ -69,7 +69,6 @@ class TextCodec:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included; ids without a token are empty."""
         return b"".join(self.token_bytes.of(i) for i in token_ids).decode("utf-8", "replace")
 
     def spell(self, token_ids: Sequence[int]) -> list[str]:
@@ -94,11 +93,9 @@ class IdCodec:
         """Nothing is known of a text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Ids without a token have no text."""
         return ""
 
     def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """Ids without a token have no spelling."""
         return [""] * len(token_ids)
 
 

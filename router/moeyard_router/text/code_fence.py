@@ -19,7 +19,6 @@ class CodeFence:
         self._line = ""
 
     def push(self, text: str) -> None:
-        """Take the next piece of text."""
         *lines, rest = (self._line + text).split("\n")
         for line in lines:
             _end_line(self._fences, line)

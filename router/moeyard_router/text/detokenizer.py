@@ -67,12 +67,10 @@ class TokenBytes:
                 self._visible[added["id"]] = b""
 
     def of(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones included."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest token, at least 1."""
         return max(map(len, self._bytes), default=1) or 1
 
     def added(self, texts: Iterable[str]) -> dict[str, int]:
@@ -87,7 +85,6 @@ class TokenBytes:
         return table
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is one that `skip_special_tokens` leaves out."""
         return bool(self.of(token_id)) and not self._visible[token_id]
 
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
@@ -252,7 +249,6 @@ class TextOffsets:
         self._end = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._end)

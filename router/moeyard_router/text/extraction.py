@@ -50,7 +50,6 @@ class _NamedCall:
         self._begun = False
 
     def push(self, text: str) -> list[TextEvent]:
-        """The text as arguments, without blanks in front of them."""
         text = text if self._begun else text.lstrip()
         if not text:
             return []
@@ -59,7 +58,6 @@ class _NamedCall:
         return [*head, CallArguments(0, text)]
 
     def finish(self) -> list[TextEvent]:
-        """The end of a call that was begun."""
         return [CallEnd(0)] if self._begun else []
 
 
@@ -94,12 +92,10 @@ class Extractor:
         return self._reasoning is not None and self._reasoning.in_block
 
     def push(self, text: str) -> list[TextEvent]:
-        """What became certain with the next piece of text."""
         events: list[TextEvent] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return self._shown(self._with_calls(events))
 
     def finish(self) -> list[TextEvent]:
-        """What was held back, once no text follows."""
         events = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
         if self._tools is not None:
             events += self._tools.finish()

@@ -175,7 +175,6 @@ class ParameterReader:
         return None if room and any(marker.startswith(rest) for marker in (begin, *self._stops)) else False
 
     def _take(self, pieces: list[str], text: str) -> None:
-        """More of a value."""
         if self._quoted:
             pieces.append(_escaped(text))
             return
@@ -245,7 +244,6 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _kinds(value: Any) -> frozenset[str]:
-    """The JSON types that a value is of."""
     if isinstance(value, bool):
         return frozenset(("boolean",))
     if isinstance(value, int | float):

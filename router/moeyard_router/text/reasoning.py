@@ -91,7 +91,6 @@ class ReasoningParser:
         return joined(out)
 
     def finish(self) -> list[TextEvent]:
-        """What was held back, once no text follows."""
         rest, self._buffer = self._buffer, ""
         if self._step == self._in_block or (self._inside and self._step == self._at_start):
             return joined([Reasoning(rest.strip("\n"))])
@@ -136,7 +135,6 @@ class ReasoningParser:
         return True
 
     def _think(self, out: list[TextEvent], size: int) -> None:
-        """Pass on text of the block."""
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._fence.push(text)
         out.append(Reasoning(text))

@@ -98,7 +98,6 @@ def _takes_parts(render: Render, role: str) -> bool:
 
 
 def _turns(role: str, content: Any) -> list[dict[str, Any]]:
-    """A conversation with a message of this role."""
     message, user = {"role": role, "content": content}, {"role": "user", "content": "Hello."}
     if role == "tool":
         return [*_call({}), {**message, "tool_call_id": "call00000", "name": "look"}]
@@ -262,7 +261,6 @@ class _GenerationBlocks(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Drop the tags, keep what they enclose."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 

@@ -307,6 +307,5 @@ def _may_be_object(form: ToolFormat, text: str) -> bool:
 
 
 def _has_object(form: ToolFormat, text: str) -> bool:
-    """Whether that text holds an object that has ended."""
     own = form.call_begin if len(form.call_begin) == 1 else ""
     return JsonValue((form.call_end,)).scan(own + text)[1] is not None

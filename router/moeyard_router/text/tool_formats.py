@@ -53,7 +53,6 @@ class ToolFormat:
 
     @property
     def section_ends(self) -> tuple[str, ...]:
-        """The marker behind all calls, in every spelling."""
         return (self.section_end, *(end for _, end in self.section_variants)) if self.section_end else ()
 
     @property
