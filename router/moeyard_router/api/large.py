@@ -44,16 +44,14 @@ JOBS: TypeAdapter[Job] = TypeAdapter(Job)
 CONFIGS: TypeAdapter[RouterConfig] = TypeAdapter(RouterConfig)
 
 
-def pack_job(job: Job, *, last: bool) -> bytes:
-    """A job as one answer of a process; `last`: the process ends with it."""
-    blobs, sizes = [], []
+def _pack(job: Job) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the head of an answer with a job, and the ids and texts that follow it."""
+    blobs: list[bytes] = []
     for prompt in job.prompts:
-        ids, text = TokenIds.of(prompt.token_ids).data, prompt.text.encode()
-        blobs += [ids, text]
-        sizes.append((len(ids), len(text)))
+        blobs += TokenIds.of(prompt.token_ids).data, prompt.text.encode()
+    sizes = list(zip(map(len, blobs[::2]), map(len, blobs[1::2]), strict=True))
     plain = JOBS.dump_python(replace(job, prompts=(), extraction=None), mode="json")
-    head = {"job": plain, "extraction": _plain_extraction(job.extraction), "prompts": sizes, "last": last}
-    return _head(head) + b"".join(blobs)
+    return {"job": plain, "extraction": _plain_extraction(job.extraction), "prompts": sizes}, blobs
 
 
 def _plain_extraction(extraction: Extraction | None) -> dict[str, Any] | None:
@@ -78,28 +76,14 @@ def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extract
     )
 
 
-def pack_error(error: ApiError, *, last: bool) -> bytes:
-    names = ("status", "message", "param", "reason", "retry_after")
-    return _head({"error": {name: getattr(error, name) for name in names}, "last": last})
-
-
-def pack_crash(error: Exception) -> bytes:
-    return _head({"crash": f"{type(error).__name__}: {error}", "last": True})
-
-
-def _head(head: dict[str, Any]) -> bytes:
-    data = exact_json.dumps(head)
-    return _ANSWER.pack(len(data)) + data
-
-
-def read_config(source: BinaryIO) -> RouterConfig | None:
+def _read_config(source: BinaryIO) -> RouterConfig | None:
     """The configuration, which a process is told before anything else; None if its router ended before that."""
     head = source.read(_ANSWER.size)
     data = b"" if len(head) < _ANSWER.size else source.read(_ANSWER.unpack(head)[0])
     return CONFIGS.validate_json(data) if data else None
 
 
-def read_request(source: BinaryIO) -> tuple[str, bytes] | None:
+def _read_request(source: BinaryIO) -> tuple[str, bytes] | None:
     """(the API, the body) of the next request, None at the end."""
     head = source.read(_REQUEST.size)
     if len(head) < _REQUEST.size:
@@ -279,7 +263,7 @@ _MOST_MEMORY = 512 * 1024 * 1024  # bytes: a process that has kept more gives th
 
 def main() -> None:
     """Answer until standard input ends."""
-    if (config := read_config(sys.stdin.buffer)) is None:
+    if (config := _read_config(sys.stdin.buffer)) is None:
         return
     # Whatever prints writes to standard error, so that nothing stands between answers.
     answers = os.fdopen(os.dup(1), "wb")
@@ -288,33 +272,28 @@ def main() -> None:
     intake = Intake(config, open_codec(config.model_path, config.chat_template, killable=True))
     gc.disable()  # a body is one tree of JSON without cycles; nothing to find, and much to look through
     with asyncio.Runner() as runner:
-        while (request := read_request(sys.stdin.buffer)) is not None:
-            answer, last = runner.run(_answer(intake, *request))
+        while (request := _read_request(sys.stdin.buffer)) is not None:
+            head, blobs = runner.run(_answer(intake, *request))
+            last = head["last"] = "crash" in head or psutil.Process().memory_info().rss > _MOST_MEMORY
+            data = exact_json.dumps(head)
             try:
-                answers.write(answer)
+                answers.write(b"".join((_ANSWER.pack(len(data)), data, *blobs)))
                 answers.flush()
             except BrokenPipeError:
                 return
             if last:
                 return
-            del request, answer
+            del request, head, blobs, data
             gc.collect()
 
 
-async def _answer(intake: Intake, api: str, body: bytes) -> tuple[bytes, bool]:
-    """The answer, and whether it is the last of this process."""
+async def _answer(intake: Intake, api: str, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the head of the answer, with a job, an error or the words of a bug, and the blobs behind it."""
     try:
-        read = COUNTED.get(api) or SURFACES[api].read
-        job = await read(intake, body)
-        last = _has_grown()
-        return pack_job(job, last=last), last
+        return _pack(await (COUNTED.get(api) or SURFACES[api].read)(intake, body))
     except ApiError as error:
-        last = _has_grown()
-        return pack_error(error, last=last), last
+        names = ("status", "message", "param", "reason", "retry_after")
+        return {"error": {name: getattr(error, name) for name in names}}, []
     except Exception as error:  # boundary: a bug is the router's to answer for
         logging.getLogger(__name__).exception("a large request could not be read")
-        return pack_crash(error), True
-
-
-def _has_grown() -> bool:
-    return psutil.Process().memory_info().rss > _MOST_MEMORY
+        return {"crash": f"{type(error).__name__}: {error}"}, []

@@ -1,7 +1,7 @@
 """The router's HTTP surface as an ASGI app."""
 
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,14 +56,11 @@ def create_app(
     documents = Documents(config)
     origins = Origins(config.door.allowed_origins, host=config.host, keys=keys.asks)
 
-    async def fleet_page(request: Request) -> Response:
-        return _json(await live.fleet())
+    def page(answer: Callable[[], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return _json(await answer())
 
-    async def live_page(request: Request) -> Response:
-        return _json(await live.now())
-
-    async def experts_page(request: Request) -> Response:
-        return _json(await live.experts())
+        return endpoint
 
     async def incidents_page(request: Request) -> Response:
         return _json({"time": time.time(), "incidents": fleet.incidents.latest()})
@@ -78,9 +75,9 @@ def create_app(
         Route(f"{_MODELS}/{{id:path}}", pages.model),  # names of models have slashes
         Route("/tokenize", count("tokenize"), methods=["POST"]),
         Route("/detokenize", count("detokenize"), methods=["POST"]),
-        Route("/v1/fleet", fleet_page),
-        Route("/v1/fleet/live", live_page),
-        Route("/v1/fleet/experts", experts_page),
+        Route("/v1/fleet", page(live.fleet)),
+        Route("/v1/fleet/live", page(live.now)),
+        Route("/v1/fleet/experts", page(live.experts)),
         Route("/v1/fleet/incidents", incidents_page),
         *page_routes(),
         Route("/livez", pages.livez),

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -159,35 +160,43 @@ def _probe(path: str, text: str, method: str = "get") -> Operation:
     return Operation(path=path, text=text, method=method, reply="State", errors=(503,), needs_key=False)
 
 
+def _post(path: str, text: str, *, body: type[BaseModel], reply: str, streams: bool = False) -> Operation:
+    errors = _GENERATE if streams else _BODY
+    return Operation(path=path, text=text, method="post", body=body, reply=reply, streams=streams, errors=errors)
+
+
+_generating = partial(_post, streams=True)
+
 OPERATIONS = (
-    Operation(
-        path="/v1/chat/completions", method="post", text="Answer a chat, whole or as a stream.", body=ChatRequest,
-        reply="ChatCompletion", streams=True, errors=_GENERATE,
+    _generating(
+        "/v1/chat/completions", "Answer a chat, whole or as a stream.", body=ChatRequest, reply="ChatCompletion"
     ),
-    Operation(
-        path="/v1/completions", method="post", text="Continue texts or token ids, whole or as a stream.",
-        body=CompletionRequest, reply="Completion", streams=True, errors=_GENERATE,
+    _generating(
+        "/v1/completions",
+        "Continue texts or token ids, whole or as a stream.",
+        body=CompletionRequest,
+        reply="Completion",
     ),
-    Operation(
-        path="/v1/responses", method="post", text="Answer items of OpenAI's Responses API, whole or as a stream.",
-        body=ResponsesRequest, reply="Response", streams=True, errors=_GENERATE,
+    _generating(
+        "/v1/responses",
+        "Answer items of OpenAI's Responses API, whole or as a stream.",
+        body=ResponsesRequest,
+        reply="Response",
     ),
-    Operation(
-        path="/v1/messages", method="post", text="Answer messages of Anthropic's API, whole or as a stream.",
-        body=MessagesRequest, reply="Message", streams=True, errors=_GENERATE,
+    _generating(
+        "/v1/messages",
+        "Answer messages of Anthropic's API, whole or as a stream.",
+        body=MessagesRequest,
+        reply="Message",
     ),
-    Operation(
-        path="/v1/messages/count_tokens", method="post", text="The size of the prompt of such messages.",
-        body=CountTokensRequest, reply="TokenCount", errors=_BODY,
+    _post(
+        "/v1/messages/count_tokens",
+        "The size of the prompt of such messages.",
+        body=CountTokensRequest,
+        reply="TokenCount",
     ),
-    Operation(
-        path="/tokenize", method="post", text="The token ids of a prompt or a chat.", body=TokenizeRequest,
-        reply="Tokens", errors=_BODY,
-    ),
-    Operation(
-        path="/detokenize", method="post", text="The text of token ids.", body=DetokenizeRequest, reply="Text",
-        errors=_BODY,
-    ),
+    _post("/tokenize", "The token ids of a prompt or a chat.", body=TokenizeRequest, reply="Tokens"),
+    _post("/detokenize", "The text of token ids.", body=DetokenizeRequest, reply="Text"),
     Operation(path="/v1/models", text="The model that is served.", reply="ModelList"),
     Operation(path="/v1/models/{id}", text="A model by its name.", reply="Model", errors=(*_GUARDED, 404)),
     Operation(path="/v1/fleet", text="State and latest snapshot of every rank.", reply="Fleet"),
@@ -207,7 +216,7 @@ OPERATIONS = (
     Operation(path="/", text="The dashboard.", content=_HTML, errors=(403,), needs_key=False),
     Operation(path="/dashboard", text="The dashboard.", content=_HTML, errors=(403,), needs_key=False),
     Operation(path="/static/{name}", text="A file of it.", content=_HTML, errors=(403, 404), needs_key=False),
-)  # fmt: skip
+)
 
 
 def describe(config: RouterConfig) -> dict[str, Any]:

@@ -153,6 +153,11 @@ class RouterServer:
     def workers(self) -> tuple[WorkerAddress, ...]:
         return self._config.workers if self._fleet is None else self._fleet.addresses
 
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        """Call this in the event loop, if that runs. From any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
     def replace_workers(
         self,
         workers: tuple[WorkerAddress, ...],
@@ -169,8 +174,7 @@ class RouterServer:
                 self._fleet.replace(workers, incident)
             then()
 
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(replace)
+        self._in_loop(replace)
 
     def drain(self, order: Drain, then: Callable[[int], None]) -> None:
         """Take an order about ranks that take no new sequences, and call `then` in the loop with those that are there.
@@ -181,8 +185,7 @@ class RouterServer:
         def drain() -> None:
             then(0 if self._fleet is None else self._fleet.drain(order))
 
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(drain)
+        self._in_loop(drain)
 
     def give_up(self, reason: str) -> None:
         """Nothing will bring the fleet back: everything in flight ends with that error, and then `serve` does.
@@ -190,8 +193,7 @@ class RouterServer:
         Safe from any thread and before `serve`. /livez answers 503 as long as it is answered.
         """
         self._given_up = self._given_up or reason
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._give_up_now)
+        self._in_loop(self._give_up_now)
 
     def _give_up_now(self) -> None:
         if self._fleet is not None and self._server is not None and self._given_up is not None:
@@ -201,8 +203,7 @@ class RouterServer:
     def stop(self) -> None:
         """Begin an orderly end; a second call ends open streams at once. Safe from any thread and before `serve`."""
         self._stop_requests += 1
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop_now)
+        self._in_loop(self._stop_now)
 
     def _stop_now(self) -> None:
         if self._server is not None:
