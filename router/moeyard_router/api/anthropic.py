@@ -414,10 +414,7 @@ def _block(block: AnswerBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object. What the model wrote may be none, or cut off: then its text, as Anthropic
-
-    advises for such input, under the name INVALID_JSON.
-    """
+    """Return a call's arguments as an object; text that is none stands under INVALID_JSON, as Anthropic advises."""
     try:
         values = exact_json.loads(arguments)
     except ValueError:

@@ -17,10 +17,7 @@ BlockKind = Literal["reasoning", "content", "call"]
 
 @dataclass(slots=True, kw_only=True)
 class AnswerBlock:
-    """One block, number `index` of an answer. `id` and `name` are a call's, `pieces` its arguments or the text.
-
-    `cut`: the limit of tokens ended it.
-    """
+    """One block of an answer. `pieces` are text or a call's arguments; `cut`: the token limit ended it."""
 
     kind: BlockKind
     index: int

@@ -148,19 +148,13 @@ class Choice:
 
     @property
     def reported_reason(self) -> str | None:
-        """The finish reason as a client is told: "tool_calls" for an output that ended by itself and called tools.
-
-        A call of the one function that a request names ends with "stop" (as OpenAI and vLLM have it).
-        """
+        """The finish reason for clients: an ended output with calls says "tool_calls", or "stop" for a named one."""
         if self.finish_reason == "stop" and self._extractor is not None and self._extractor.called:
             return "tool_calls" if self._ends_as_tool_calls else "stop"
         return self.finish_reason
 
     def _text(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """Text of the next ids, and the stop string that ended it; ids after that one stay unsearched.
-
-        As in vLLM, a stop string may begin in the first `min_tokens` tokens, but it ends the text only behind them.
-        """
+        """Return the text of the next ids, and its stop string, which ends behind `min_tokens` tokens (vLLM)."""
         if self._matcher is None:
             self._searched += len(ids)
             return self._detokenizer.push(ids), None

@@ -125,10 +125,7 @@ class GenerateEndpoint(_Endpoint):
 
 
 class CountEndpoint(_Endpoint):
-    """An endpoint that counts or spells the tokens of one prompt, as vLLM's and Anthropic's do. `api` is in `COUNTED`.
-
-    A body may be as large as a prompt that can be run is in practice: so many bytes per token of the model's length.
-    """
+    """An endpoint that counts or spells the tokens of one prompt. `api` is its name in `COUNTED`."""
 
     def __init__(self, config: RouterConfig, *, api: str, codec: Codec, metrics: RouterMetrics, bodies: Bodies) -> None:
         super().__init__(config, api=api, read=COUNTED[api], codec=codec, metrics=metrics, bodies=bodies)
@@ -169,10 +166,10 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
 async def _stream(
     job: Job, generation: Generation, writer: Writer, send: Send, bodies: Bodies, direct: Direct | None
 ) -> None:
-    """Send server-sent events. Headers wait for the first event, so a refusal still gets its own status.
+    """Send server-sent events.
 
-    Events go by `direct`, if there is one, while the client reads them. What it is not ready for goes by `send`, which
-    waits, and so do the first ones and the last.
+    Headers wait for the first event, so a refusal keeps its own status. Events go by `direct` while the client reads
+    them; the first ones, the last, and those that must wait go by `send`.
     """
     deltas = await generation.step()
 
@@ -282,10 +279,9 @@ async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[N
 
 
 async def read_parts(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None]) -> list[bytes]:
-    """The request's body in the pieces in which it came: joining 16 MB takes 10 ms.
+    """Return the body in the pieces in which it came: joining 16 MB takes 10 ms.
 
-    `take` is told of the bytes as they come, and may refuse them by an `ApiError`. Raises `ApiError` 413 above `limit`
-    bytes and `ClientGone` if the client leaves.
+    `take` counts bytes and may refuse them. Raises `ApiError` 413 above `limit` bytes, `ClientGone`.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if not declared.isdigit() or int(declared) > limit:

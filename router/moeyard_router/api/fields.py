@@ -151,10 +151,10 @@ def sift(
     harmless: frozenset[str],
     unserved: Mapping[str, tuple[Any, ...]],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`data` without nulls and without fields that ask for nothing, and the names of those that are ignored.
+    """Return `data` without nulls and fields that ask for nothing, and the names of ignored fields.
 
-    A harmless field that is `served` too stays, for whoever reads it, and is named all the same. Raises
-    `ValidationError` at an `unserved` field that asks for something.
+    A harmless field that is `served` too stays. Raises `ValidationError` at an `unserved` field that asks for
+    something.
     """
     kept: dict[str, Any] = {}
     ignored = []

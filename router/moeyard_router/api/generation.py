@@ -91,12 +91,10 @@ class Generation:
         write: Callable[[dict[int, Delta]], None],
         say: Callable[[int, str], None] | None,
     ) -> None:
-        """Have `write` called with what tokens add, as they come and without waking a task, while `ready` says so.
+        """Pass what tokens add to `write` as they come, without waking a task, while `ready` allows it.
 
-        Where that is text and nothing else, of a choice that has begun, `say` gets it, if there is one: nearly every
-        token of a stream comes by here.
-
-        Returns when it does not, when all choices are finished, and when `step` has something else to tell.
+        Plain text of a begun choice, so nearly every token of a stream, goes to `say` if there is one. Returns when
+        `ready` refuses, when all choices are finished, or when `step` has something to tell.
         """
         if self._gone or self._error is not None:
             return  # it came together with the last tokens that `step` told; nothing will come behind it

@@ -55,10 +55,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run and to be answered. `ignored` names fields of it that have no effect.
-
-    `asked` is what the answer repeats of it, in JSON's words, where its API does so.
-    """
+    """One HTTP request, ready to run. `ignored` names fields without effect; `asked` is what the answer repeats."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -278,10 +275,7 @@ def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:
 
 
 def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple[str, tuple[str, ...]]:
-    """The prompt of a chat, and what of the request the template has no use for.
-
-    Unless it goes on with its last message, it asks for an answer by default.
-    """
+    """Return the prompt of a chat, and the fields of the request for which the template has no use."""
     going_on = bool(request.continue_final_message)
     asks = request.add_generation_prompt
     messages, unseen = template_messages(request.messages, template.traits, continued=going_on)

@@ -166,10 +166,10 @@ def _shutting_down() -> ApiError:
 
 
 class Bodies:
-    """The request bodies that are being read: how many bytes, and the processes for the large ones. `close` ends them.
+    """The request bodies that are being read: their bytes, and the processes for large ones.
 
-    At most `config.intake_processes`, started by `start` or when they are needed, and kept; bodies hold at most
-    `config.max_buffered_bytes` from their first byte until their job is made.
+    At most `config.intake_processes` run, and bodies hold at most `config.max_buffered_bytes` until their jobs are
+    made.
     """
 
     def __init__(self, config: RouterConfig, formats: AnswerFormats) -> None:

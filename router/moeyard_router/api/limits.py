@@ -44,10 +44,7 @@ class RequestLimits:
     def sampling(
         self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None, *, echo: bool
     ) -> SamplingParams:
-        """Every field explicit: the request's, else the server's default, else neutral.
-
-        A request without a seed gets a random one per prompt, so equal prompts may differ.
-        """
+        """Return sampling with every field explicit: the request's, else the server's default, else neutral."""
         scores = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0

@@ -21,10 +21,7 @@ _ESCAPES = MappingProxyType({code: f"\\u{code:04x}" for code in range(32)})
 
 
 class TextPart(Strict):
-    """One piece of a message's content; other kinds (images, audio) are not served.
-
-    `input_text` and `output_text` are what the Responses API calls the same; a refusal is text of the assistant too.
-    """
+    """One piece of a message's content, under chat's or the Responses API's names. Images and audio are not served."""
 
     harmless = frozenset(("annotations", "cache_control", "id", "provider_specific_fields"))
 
@@ -137,10 +134,9 @@ _PARTS = TypeAdapter(list[TextPart])
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call as a template gets them: an object, and the JSON text of it where text is wanted.
+    """Arguments of a tool call for templates: an object that also acts as its JSON text.
 
-    transformers and vLLM hand on an object, which templates print by `tojson` or go through. Others (DeepSeek's) were
-    written for the text that OpenAI's messages have, and add it to text: that fails on a plain dict.
+    transformers and vLLM pass an object. Some templates (DeepSeek's) add the arguments to text, as OpenAI has them.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -251,10 +247,7 @@ def _arguments(given: str | dict[str, Any] | None, traits: TemplateTraits) -> Ar
 
 
 def _object_in(text: str) -> dict[str, Any]:
-    """The object that a model began to write, up to where its text was cut off or went wrong.
-
-    Text that begins no object is the value of INVALID_JSON, as in answers of /v1/messages.
-    """
+    """Return the object that a model began to write; text that begins none is the value of INVALID_JSON."""
     # Models write line breaks into strings, where JSON has them escaped.
     escaped = _STRING.sub(lambda found: found[0].translate(_ESCAPES), text)
     try:

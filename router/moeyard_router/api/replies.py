@@ -126,10 +126,7 @@ class ReplyWriter:
     def chunk(
         self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
     ) -> bytes:
-        """The event for what was added to choice `index`; empty if there is nothing to say.
-
-        There may be several where the text is taken apart; `message` is then one of them, in place of the text.
-        """
+        """Return the events for what was added to choice `index`; `message` is a chat's delta in place of its text."""
         if self._plain and self._started[index] and delta.finish_reason is None and message is None:
             text = _only_text(delta)
             if text is not None:
@@ -233,10 +230,7 @@ class ReplyWriter:
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Token counts; each prompt counts once. Cached tokens are absent until the workers have told them.
-
-        Kept ones are there where not all of a prompt need be: what the answer was given of it.
-        """
+        """Return token counts; each prompt counts once. Cached tokens are absent until the workers report them."""
         prompt = sum(len(p.token_ids) for p in self._job.prompts)
         output = sum(c.num_tokens for c in choices)
         usage: dict[str, Any] = {
@@ -318,10 +312,7 @@ class ReplyWriter:
         return {**joined, "top_logprobs": self._long.add((*echoed["top_logprobs"], *map(orjson.dumps, tops)))}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and always the chosen one, so up to one more than was asked for (as OpenAI).
-
-        Where tokens have one text, the likeliest of them counts.
-        """
+        """The likeliest tokens and the chosen one (as OpenAI). Of tokens with one text the likeliest counts."""
         found: dict[str, float] = {}
         # Of a prompt more may be known than is asked for here.
         for each, value in (*entry.top[: self._job.logprobs], (token_id, entry.logprob)):
@@ -338,11 +329,7 @@ class ReplyWriter:
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
-        """A token's text; if that is not whole characters, `bytes:` and its bytes in hex, which U+FFFD would hide.
-
-        Ids that the tokenizer does not know have no text; they are spelled `token_id:` and the id. Tokens of the same
-        bytes look alike (byte fallback has `<0x41>` beside `A`); `top_logprobs` of a completion keeps the likeliest.
-        """
+        """Spell a token by its text; by `bytes:` and hex if it splits a character, by `token_id:` if it has none."""
         raw = self._tokens.of(token_id)
         if not raw:
             return f"token_id:{token_id}"

@@ -11,13 +11,10 @@ SCOPE_KEY = "moeyard.record"
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request, from the door on.
+    """One request, for the access log. Times are monotonic seconds; None is not known yet.
 
-    `request_id` is the client's X-Request-Id or one made here; `key_name` the name of the API key that opened the door,
-    None where none is asked for. `began` is monotonic seconds. The rest is None until known: `reply_id` (the answer's
-    `id`, under which the workers know it), prompt and output tokens over all choices, `first_token` in monotonic
-    seconds, and `failure`, the status of an error that came after the answer had begun, and `cut`, why its connection
-    was ended here.
+    `reply_id` is the answer's id, `failure` the status of an error after the answer began, `cut` why the connection
+    ended.
     """
 
     request_id: str

@@ -187,10 +187,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool, of the arguments that the model wrote.
-
-    A model may give its text another name, or write no JSON: then the only text of the object, or all that it wrote.
-    """
+    """Return a custom tool's input from arguments: `input`, else the object's only text, else all that was written."""
     try:
         values = exact_json.loads(arguments)
     except ValueError:

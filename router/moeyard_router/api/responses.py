@@ -285,10 +285,7 @@ def _asked(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, 
 def _messages(
     request: ResponsesRequest, names: Mapping[tuple[str | None, str], str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat, and where each came from. What the assistant thinks, says and calls in a row is one.
-
-    `names` has the function that stands for each tool, by namespace and name.
-    """
+    """Return the chat's messages and where each came from. `names` maps (namespace, name) of a tool to its function."""
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
 
@@ -349,10 +346,7 @@ _PIECES = MappingProxyType(
 
 
 class ResponseWriter(BlockWriter):
-    """Writes items: what the model thinks, says and calls. Every event has the next `sequence_number`.
-
-    There is always one item at least: an answer without any text is a message of an empty text.
-    """
+    """Writes numbered events of items. An answer without text is a message of an empty text."""
 
     _sequence = 0
     _head = _middle = _tail = b""
@@ -373,10 +367,7 @@ class ResponseWriter(BlockWriter):
         return added + self._event("content_part.added", **self._place(block), part=_part(block))
 
     def added(self, block: AnswerBlock, text: str) -> bytes:
-        """A piece of its text or arguments. There is one for every token: what all of a block have is made once.
-
-        The input of a custom tool is inside of the arguments, so it comes whole, at their end.
-        """
+        """Write one token's event. Its fixed parts are made once per block; custom input comes whole at the end."""
         if self._is_custom(block):
             return b""
         if len(block.pieces) == 1:

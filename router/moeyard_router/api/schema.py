@@ -161,10 +161,7 @@ class _Generation(StructuredFields, SamplingFields, Strict):
 
 
 class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `prompt`: text, token ids, a list of texts, or a list of token-id lists.
-
-    `max_tokens` 0 is for what is said of the prompt (`echo`, `prompt_logprobs`), or to have it in the workers' pages.
-    """
+    """Body of POST /v1/completions. `max_tokens` 0 serves `echo` and `prompt_logprobs`, or warms the prefix cache."""
 
     harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
 
@@ -241,10 +238,7 @@ class ChatRequest(ThinkingFields, _Generation):
 
 
 class TokenizeRequest(ThinkingFields, Strict):
-    """Body of POST /tokenize: `prompt`, or `messages` with all that makes the prompt of a chat.
-
-    A prompt gets special tokens by default.
-    """
+    """Body of POST /tokenize: a prompt, which gets special tokens by default, or all that makes a chat's prompt."""
 
     harmless = IGNORED
     inner = THINKING_OBJECTS

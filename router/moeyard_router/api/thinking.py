@@ -113,11 +113,10 @@ class ThinkingFields(BaseModel):
 
 
 def template_variables(request: ThinkingFields, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the variables for a chat template beside the messages, and the fields for which it has no variable.
+    """Return the template's variables beside the messages, and the fields for which it has none.
 
-    `chat_template_kwargs` come first. Then an explicit switch sets the template's switch. An effort sets the variable
-    `reasoning_effort`, and turns the switch off if it is "none" and on otherwise. A template without a switch gets the
-    effort "none" or "medium" for an explicit switch.
+    `chat_template_kwargs` win, then an explicit switch, then the effort: "none" turns the switch off, any other on. A
+    template without a switch gets the effort "none" or "medium" for an explicit switch.
     """
     own = {**(request.chat_template_args or {}), **(request.chat_template_kwargs or {})}
     switches, efforts = request.switches, request.efforts

@@ -159,10 +159,7 @@ class ToolUse:
         return self.choice == "auto" and any(tool.function.strict for tool in self.tools)
 
     def callable_functions(self, *, only_strict: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
-        """Name and schema of the arguments of every function that may be called.
-
-        `only_strict`: those that are not strict may have any arguments.
-        """
+        """Return name and schema of each callable function; `only_strict`: the others may have any arguments."""
         found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
         given = [(f.name, {} if only_strict and not f.strict else f.parameters or {}) for f in found]
         return [(name, {"type": "object", **schema}) for name, schema in given]
@@ -187,10 +184,7 @@ def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, paral
 
 
 def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -> None:
-    """Raise `ApiError` 400 if this model's template or its parsers cannot do what is asked.
-
-    A call that must be made needs neither: its grammar can be vLLM's.
-    """
+    """Raise `ApiError` 400 if the template or the parsers cannot do this. A required call needs neither."""
     if use.choice != "auto":
         return
     if "tools" not in traits.variables:
@@ -224,12 +218,11 @@ def answering(
     include_reasoning: bool,
     body: Grammar | None,
 ) -> Answering:
-    """What tools and reasoning mean for the answers to `prompt`, which go on with `begun` if that is not None.
+    """Return how the answers to `prompt`, continued from `begun`, are parsed and constrained.
 
-    `shown` is whether the template shows tools. If it does not, or if the model's format is not known, a required call
-    is as vLLM has it: a JSON list of calls, or the arguments alone where the function is named.
-    `body` is the form that the request wants of the answer's content: it holds behind the reasoning, and where no tool
-    is called. Raises `ApiError` 400 if that cannot be, or if the tools are too large for a grammar.
+    Without a known format, or if the template shows no tools (`shown`), a required call is a JSON list, or the
+    arguments of the named function (vLLM). `body` constrains content behind the reasoning and where no tool is called.
+    Raises `ApiError` 400.
     """
     tools = None if use.choice == "none" else formats.tools
     named = None

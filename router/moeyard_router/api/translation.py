@@ -20,11 +20,10 @@ _TOOL = re.compile(r"tools\.(\d+)(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """`chat` is the body of a chat completion; `origins` says for each of its messages where the client has it.
+    """A chat completion's body, and the client's own names for its parts.
 
-    `tool_origins` says the same of its tools, if the client has these in other places.
-    `names` maps patterns of fields of `chat` to the client's names. `ignored` are the client's fields without effect;
-    `asked` is what the answer repeats of its request.
+    `origins` and `tool_origins` place each message and tool in the client's request, `names` maps patterns of fields.
+    `ignored` are fields without effect, `asked` is repeated by the answer.
     """
 
     chat: dict[str, Any]

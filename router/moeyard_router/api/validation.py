@@ -54,10 +54,7 @@ _Place = tuple[int | str, ...]
 
 
 def parse(body: bytes, kind: type[RequestT], *, ignore_unknown: bool = False) -> RequestT:
-    """Validate a request body; raises `ApiError` 400 naming the first field at fault.
-
-    With `ignore_unknown` fields that no model and no table has are dropped, and `dropped` names them.
-    """
+    """Validate a body; `ignore_unknown` drops and names unknown fields. Raises `ApiError` 400 naming a field."""
     try:
         data = exact_json.loads(body)
     except ValueError as error:

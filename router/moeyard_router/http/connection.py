@@ -42,10 +42,7 @@ class ChunkOutbox:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is here now: whoever writes to a transport otherwise comes behind it.
-
-        A connection may have broken since, or break by its first piece: then uvloop refuses to write.
-        """
+        """Write all pieces now. uvloop refuses to write to a connection that has broken since."""
         pieces, self._pieces = self._pieces, []
         for transport, data in pieces:
             if not transport.is_closing():
@@ -149,10 +146,7 @@ class _TooLong(Exception):
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """One connection. `refused` is told the status of every answer that no endpoint gave: 400, 408, 431 or 503.
-
-    `cut` is told why a connection is aborted. `refusals` writes the log lines of connections beyond the limit.
-    """
+    """One connection. `refused` gets the status of answers without an endpoint, `cut` the reason of an abort."""
 
     def __init__(
         self,

@@ -19,10 +19,7 @@ _CHECK_SECONDS = 2.0
 
 
 def stamp(path: Path) -> FileStamp:
-    """What changes when a file is written, replaced (as Kubernetes does with mounted secrets) or made readable.
-
-    (0, 0, 0) if there is none, which reading it will say.
-    """
+    """Return what changes when a file is written, replaced or made readable; zeros if there is none."""
     try:
         stat = path.stat()
     except OSError:
@@ -49,13 +46,10 @@ _HASHED = "sha256:"
 
 
 class KeyRing:
-    """The keys that open the door, each with a name.
+    """The API keys, each with a name.
 
-    A key file has one key per line, `KEY` or `NAME:KEY`; in the place of a key may stand `sha256:` and the 64 hex
-    digits of its SHA-256, so that no plain key lies on the disk. Blank lines and lines that begin with # are skipped. A
-    key without a name is called `key-` and the first 8 digits of its digest.
-
-    Raises `ValueError` naming the file and line at fault, never the key.
+    A key file has a line `KEY` or `NAME:KEY` per key; `sha256:` and 64 hex digits may stand for a key. Blank lines and
+    lines that begin with # are skipped. Raises `ValueError` naming file and line, never the key.
     """
 
     def __init__(self, door: DoorConfig) -> None:
@@ -167,11 +161,7 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """A server's TLS context of PEM files: TLS 1.2 or newer with OpenSSL's default ciphers, HTTP/1.1 by ALPN.
-
-    With `ssl_ca_certs` clients must show a certificate that it vouches for. Raises `ValueError` naming the file at
-    fault.
-    """
+    """TLS 1.2 or newer from PEM files, HTTP/1.1 by ALPN. Raises `ValueError` naming the file at fault."""
 
     def __init__(self, door: DoorConfig) -> None:
         assert door.ssl_certfile is not None

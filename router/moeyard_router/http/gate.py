@@ -37,11 +37,7 @@ _CLIENT_LEFT = 499  # nginx's status for a client that did not wait for its answ
 
 
 class RequestGate:
-    """ASGI wrapper around the app.
-
-    It refuses with 401 (no valid key), 403 (a page of an origin that is not allowed, or another server's name) and 415
-    (a POST that is not JSON), in OpenAI's shape.
-    """
+    """Refuses requests by 401 (key), 403 (origin, or another server's name) and 415 (a POST that is not JSON)."""
 
     def __init__(
         self, app: ASGIApp, *, config: RouterConfig, keys: KeyRing, origins: Origins, metrics: RouterMetrics
@@ -109,10 +105,7 @@ class RequestGate:
         return self._origins.headers(origin)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """The name of the request's key, None where none is needed; raises `ApiError` 401 without a valid one.
-
-        Taken from `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`.
-        """
+        """Return the name of the bearer or `x-api-key` key, None where none is needed; raises `ApiError` 401."""
         if not self._keys.asks or path in self._keyless or path.startswith(STATIC):
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
@@ -164,9 +157,8 @@ def _is_preflight(scope: Scope, headers: dict[bytes, bytes]) -> bool:
 
 
 def _is_json(content_type: bytes) -> bool:
-    """Whether a Content-Type is JSON's, with whatever parameters, or not there at all.
+    """Whether a Content-Type is JSON's or absent.
 
-    A browser asks first before it sends a page's POST of JSON elsewhere. It sends a form's types and text/plain without
-    asking, and a POST without a type; that one is stopped by its Origin.
+    Browsers send forms and text/plain elsewhere without asking; a POST without a type is stopped by its Origin.
     """
     return content_type.partition(b";")[0].strip().lower() in (b"application/json", b"")

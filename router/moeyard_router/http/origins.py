@@ -70,10 +70,7 @@ def preflight_headers(asked: bytes) -> Headers:
 
 
 def parse_origins(values: Iterable[str]) -> list[str]:
-    """Origins in lower case, each value one of them, `*`, or a JSON list of such (as vLLM takes it).
-
-    Raises `ValueError` for anything else.
-    """
+    """Return origins in lower case; a value is one, `*`, or a JSON list (vLLM). Raises `ValueError`."""
     origins: list[str] = []
     for value in values:
         items = [value]

@@ -83,10 +83,9 @@ class SharedAddress:
         return cls(family=sock.family, address=sock.getsockname(), only_ipv6=only)
 
     def bound(self, *, closing: bool = True) -> socket.socket:
-        """One more socket on it, which does not listen yet. Raises OSError.
+        """Return another bound socket that does not listen yet; raises `OSError`.
 
-        `closing`: also where connections of any ended server still close. Others that ask for the same, as most servers
-        do, can then listen where it does not yet; without it only its kind can, and only their connections may close.
+        `closing`: also while connections of any ended server close; without it only this kind of socket can share.
         """
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         try:
@@ -112,10 +111,7 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """The whole life of such a process. Whatever signal ends a server reaches it through whoever started it.
-
-    A terminal, or systemd, signals both: heard twice, it would end open streams at once.
-    """
+    """Run a router process to its end. Signals reach it through its parent: heard twice, they would end streams."""
     ending = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     for number in ending:
         signal.signal(number, signal.SIG_IGN)

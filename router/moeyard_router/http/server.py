@@ -54,12 +54,9 @@ _STOPPING = "the router is shutting down"
 class RouterServer:
     """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
 
-    `on_ready` is called once, in the loop, when every worker has decoded; `on_lost` with a rank and the reason, for
-    every worker that is lost: requests wait until `replace_workers` names another in its place, for
-    `config.recovery_timeout` seconds, or until `give_up` says that there is none. Neither may block.
-    `siblings`: the other routers on the port, whose counts are added to this one's wherever it tells of them. Raises
-    `ValueError` for a checkpoint directory without a usable tokenizer, a chat template that cannot be used, a parser of
-    tool calls or reasoning that does not exist, and for keys or certificates that are none.
+    `on_ready` is called once, in the loop, when every worker has decoded, `on_lost` with rank and reason for each lost
+    worker. Requests then wait `config.recovery_timeout` seconds for `replace_workers`, or until `give_up`. Raises
+    `ValueError` for an unusable tokenizer, chat template, parser, key or certificate.
     """
 
     def __init__(
@@ -88,10 +85,7 @@ class RouterServer:
         self._fleet: Fleet | None = None
 
     async def serve(self) -> None:
-        """Serve until stopped or given up; closes the socket.
-
-        When stopped, open streams get `shutdown_grace` seconds, then a named error.
-        """
+        """Serve until stopped or given up. Open streams then get `shutdown_grace` seconds, and a named error."""
         self._loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_lost=self._on_lost)
@@ -164,10 +158,7 @@ class RouterServer:
         then: Callable[[], None],
         incident: Mapping[str, Any] | None = None,
     ) -> None:
-        """Go on with these workers, of which those with a known endpoint stay, and call `then` in the loop.
-
-        From any thread. `incident` is shown beside what this router knows of it; it must be fit for JSON.
-        """
+        """Continue with these workers and call `then` in the loop. From any thread. `incident` is shown as JSON."""
 
         def replace() -> None:
             if self._fleet is not None:
@@ -177,10 +168,7 @@ class RouterServer:
         self._in_loop(replace)
 
     def drain(self, order: Drain, then: Callable[[int], None]) -> None:
-        """Take an order about ranks that take no new sequences, and call `then` in the loop with those that are there.
-
-        From any thread; without a loop that runs, nothing happens.
-        """
+        """Stop or resume new sequences at ranks; call `then` in the loop with those still there. From any thread."""
 
         def drain() -> None:
             then(0 if self._fleet is None else self._fleet.drain(order))
@@ -188,10 +176,7 @@ class RouterServer:
         self._in_loop(drain)
 
     def give_up(self, reason: str) -> None:
-        """Nothing will bring the fleet back: everything in flight ends with that error, and then `serve` does.
-
-        Safe from any thread and before `serve`. /livez answers 503 as long as it is answered.
-        """
+        """End everything in flight with this error, then `serve`. Safe from any thread and before `serve`."""
         self._given_up = self._given_up or reason
         self._in_loop(self._give_up_now)
 
@@ -295,11 +280,7 @@ def freeze_start_up() -> None:
 
 
 def run_router(server: RouterServer) -> None:
-    """Run a router until SIGINT, SIGTERM or SIGHUP; blocks. Returns after an orderly end.
-
-    In the main thread it handles these signals for its duration (a second one ends open streams at once); elsewhere it
-    runs until the process ends.
-    """
+    """Run a router until SIGINT, SIGTERM or SIGHUP, which only the main thread handles; a second one ends streams."""
     mine = threading.current_thread() is threading.main_thread()
     before = {s: signal.getsignal(s) for s in ENDING} if mine else {}
     # `nohup` has SIGHUP ignored, and means it.

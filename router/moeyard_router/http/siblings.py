@@ -126,10 +126,7 @@ _TIMES = ("_created", "_start_time_seconds")  # Unix times at which a series, or
 
 
 def summed(pages: Iterable[bytes]) -> bytes:
-    """One page in the text format with the sum of every sample over the pages; of times of creation the earliest.
-
-    For counters, histograms and gauges of which each process has a part. Raises `ValueError` for what is no such page.
-    """
+    """Sum every sample over pages in the text format; of times of creation take the earliest. Raises `ValueError`."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for page in pages:

@@ -40,9 +40,9 @@ class AnswerFormats:
 def answer_formats(
     codec: Codec, *, tools: str = AUTO, reasoning: str = AUTO, auto: bool | None = None
 ) -> AnswerFormats:
-    """The formats of a model by the names of parsers, or by its template for "auto"; raises `ValueError`.
+    """Return a model's formats by parser names, or by its template for "auto".
 
-    `auto` true demands a parser of calls; None is as many as there are.
+    Raises `ValueError`, also if `auto` demands a parser of calls and there is none.
     """
     # The template for chats with tools comes first: it shows how calls are written.
     found = dict.fromkeys((codec.tool_template, codec.template))

@@ -177,10 +177,7 @@ _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedCalls:
-    """The calls that an answer may hold: of `functions`, pairs of a name and a JSON schema of the arguments.
-
-    `among_text`: they stand anywhere in an answer, or nowhere; what is not one is any text in which none begins.
-    """
+    """Calls that an answer may hold, of (name, argument schema) pairs. `among_text`: anywhere in it, or nowhere."""
 
     form: ToolFormat
     functions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -191,12 +188,9 @@ class AllowedCalls:
 def answer_grammar(
     *, thinking: Thinking, calls: AllowedCalls | None, body: Grammar | None, token_ids: Mapping[str, int]
 ) -> Grammar | None:
-    """The grammar of an answer: what comes first, then `calls`, at least one, or `body`, or either if both are given.
+    """Return the grammar of thinking, then `calls`, at least one, or `body`; None if nothing is asked.
 
-    With `calls.among_text` there is no `body`.
-
-    `token_ids` are the markers that are tokens of their own. None if nothing is asked of the answer. Raises
-    `ValueError` for a `body` in a grammar of its own words, of which no part of another can be made.
+    `token_ids` are markers that are tokens. Raises `ValueError` for a `body` that `can_be_part` rules out.
     """
     if calls is None and (body is None or thinking == "none"):
         return body

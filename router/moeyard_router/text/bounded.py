@@ -110,10 +110,7 @@ class Elsewhere(Exception):
 
 
 class BoundedEnvironment(UnfoldedEnvironment):
-    """Counts what its one template does. Not thread-safe: set `left` to UNITS, render, and let nobody between.
-
-    `tojson` makes the JSON text of a value that was found to be small; `safe_calls` are globals that cost nothing.
-    """
+    """Counts what its one template does. Not thread-safe. `safe_calls` are globals that cost nothing."""
 
     # `+` is looked at where its result is used (`_Counting`), `%` may format; the others make numbers of numbers.
     intercepted_binops = frozenset("%")

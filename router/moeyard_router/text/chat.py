@@ -17,13 +17,11 @@ _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threa
 
 
 class TextCodec:
-    """Text to token ids and back, for one checkpoint directory; `chat_template` is a file to use in place of its own.
+    """Text to token ids and back, for one checkpoint directory.
 
-    `template` is for chats without tools, `tool_template` for those with tools. `killable`: see `ChatTemplate`.
-
-    Reads the tokenizer's files and the chat template; raises `ValueError` naming the file at fault.
-    Special tokens are added where tokenizer.json's own post-processor adds them (as transformers 5 does; the
-    `add_bos_token` of tokenizer_config.json is for tokenizers without such a file).
+    `template` is for chats without tools, `tool_template` for those with tools; `chat_template` is a file in their
+    place. Special tokens are added as tokenizer.json's post-processor does. Raises `ValueError` naming the file at
+    fault.
     """
 
     has_text = True
@@ -103,10 +101,7 @@ Codec = TextCodec | IdCodec
 
 
 def open_codec(directory: Path | None, chat_template: Path | None = None, *, killable: bool = False) -> Codec:
-    """The codec of a checkpoint directory, or the one of a model that has none; raises `ValueError`, `OSError`.
-
-    `killable`: see `ChatTemplate`.
-    """
+    """Return the codec of a checkpoint directory, or of a model without one; raises `ValueError`, `OSError`."""
     if directory is not None:
         return TextCodec(directory, chat_template, killable=killable)
     if chat_template is not None:
@@ -125,10 +120,10 @@ def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, kil
 
 
 def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
-    """File and text of the templates that chats use: `default`, and `tool_use` for chats with tools.
+    """Return file and text of the templates `default` and `tool_use`.
 
-    As in transformers, chat_template.jinja and additional_chat_templates/NAME.jinja replace all others. Without them
-    it is chat_template.json, else tokenizer_config.json; both hold one text, a map or a list of named ones.
+    As in transformers, chat_template.jinja and additional_chat_templates/ replace chat_template.json, and that the one
+    in tokenizer_config.json.
     """
     path = directory / "chat_template.jinja"
     found: dict[str, tuple[Path, Any]] = {"default": (path, read_text(path))} if is_there(path) else {}

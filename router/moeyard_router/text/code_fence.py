@@ -10,8 +10,7 @@ _FENCE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?P<fence>`{3,}|~{3
 class CodeFence:
     """Follows the fences of a text.
 
-    A fence stands at the beginning of its line, behind quote and list markers at most. One with a language behind it
-    always opens a block: models nest blocks with fences of one length, which CommonMark does not know.
+    A fence with a language always opens a block: models nest blocks of one fence length, unlike CommonMark.
     """
 
     def __init__(self) -> None:

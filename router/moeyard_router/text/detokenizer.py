@@ -239,10 +239,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 class TextOffsets:
-    """Offsets of tokens in a text that is made of them, beginning at `start` (characters).
-
-    A token that completes no character begins where the character does; one that is not shown takes no place.
-    """
+    """Offsets of tokens in the text they make. A token inside a character begins where the character does."""
 
     def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool, start: int = 0) -> None:
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=skip_special_tokens)
@@ -257,10 +254,10 @@ class TextOffsets:
 
 
 def prompt_offsets(tokens: TokenBytes, token_ids: Sequence[int], text: str) -> list[int]:
-    """Offsets of a prompt's tokens in `text`, of which the tokenizer made them.
+    """Return offsets of a prompt's tokens in `text`.
 
-    Tokens that a tokenizer adds (a first one, say) take no place, nor does the space that some put before a text. Where
-    it changed characters, tokens count for as many as their own text has.
+    Added tokens take no place, nor does a prefixed space. Where the tokenizer changed characters, tokens count with
+    their own length.
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     offsets, end = [], 0
@@ -277,10 +274,10 @@ def prompt_offsets(tokens: TokenBytes, token_ids: Sequence[int], text: str) -> l
 
 
 def most_characters(spec: Mapping[str, Any], longest: int) -> int | None:
-    """The most characters of text that one token can stand for; None where a part of the tokenizer may drop text.
+    """Return the most characters that one token can stand for; None if the tokenizer may drop text.
 
-    `spec` is a tokenizer.json, `longest` the bytes of its longest token. A character has at least one byte, so a token
-    covers at most `longest` characters of what the model sees; a normalizer can make fewer characters of a text.
+    A token covers at most `longest` characters (its bytes) of normalized text; a normalizer can compose several into
+    one.
     """
     if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"]):
         return None  # such a token takes any amount of blanks beside it
@@ -313,10 +310,7 @@ def _parts(entry: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class LengthCheck:
-    """Refuses texts that cannot have `limit` tokens or fewer. `per_token` is `most_characters`; None: nothing is known.
-
-    `count` tokenizes a piece of text and says how many tokens it has.
-    """
+    """Refuses texts that cannot have `limit` tokens or fewer. `count` tokenizes; `per_token` is `most_characters`."""
 
     per_token: int | None
     count: Callable[[str], int]

@@ -62,10 +62,7 @@ class _NamedCall:
 
 
 class Extractor:
-    """Takes one choice apart, piece by piece; the events, joined, do not depend on how its text was cut.
-
-    `called`: whether a call has begun.
-    """
+    """Takes one choice apart; its joined events do not depend on how the text was cut. `called`: a call has begun."""
 
     def __init__(self, extraction: Extraction, choice: int) -> None:
         self.called = False

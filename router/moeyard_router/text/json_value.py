@@ -32,9 +32,9 @@ class JsonValue:
         self.fresh = True
 
     def scan(self, text: str, *, final: bool = False) -> tuple[int, bool | None]:
-        """Take more of the value: how much of `text` belongs to it, and True if it ended, False if a stop ended it.
+        """Return how much of `text` belongs to the value, and True at its end, False at a stop, None if it goes on.
 
-        None: it goes on; text beyond what was taken must come again, with more behind it. `final`: none will come.
+        Text beyond that must come again with more behind it; none will come if `final`.
         """
         self.fresh = self.fresh and not text
         end, ended = self._scan(text)

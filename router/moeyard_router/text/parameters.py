@@ -67,10 +67,7 @@ class ParameterReader:
         self._perhaps: tuple[int, int] | None = None  # where the value may end, and where to read on then
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
-        """(JSON that became certain, text that is not understood yet, whether nothing of the arguments follows).
-
-        `final`: the output ends behind `text`.
-        """
+        """Return (JSON that became certain, text not understood yet, whether the arguments ended)."""
         pieces: list[str] = []
         more = True
         while more:
@@ -188,11 +185,7 @@ class ParameterReader:
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:
-    """A value as a model wrote it, as JSON of one of `types` (empty: any).
-
-    What is none of them, and no JSON at all, is a string. Python's words for true, false and null are taken too: some
-    templates write them.
-    """
+    """Return a value as JSON of one of `types` (empty: any); what is none is a string. Python's constants are read."""
     bare = text.strip()
     word = {"none": "null"}.get(bare.lower(), bare.lower())
     kind = {"true": "boolean", "false": "boolean", "null": "null"}.get(word)

@@ -51,10 +51,7 @@ def texts_for(pattern: str) -> Iterator[str]:
 
 
 def check_patterns(path: Path) -> None:
-    """Raise ValueError that names the file and the expression which takes too long, or is none.
-
-    A file that is not read here, or is no object, is somebody else's to refuse.
-    """
+    """Raise `ValueError` naming the file and an expression that is invalid or takes too long."""
     try:
         tokenizer = orjson.loads(path.read_bytes())
     except (OSError, ValueError):

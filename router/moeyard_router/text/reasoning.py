@@ -32,10 +32,7 @@ class ReasoningFormat:
     implicit_ends: tuple[str, ...] = ()
 
     def inside_after(self, prompt: str, begun: str | None = None) -> bool:
-        """Whether the output of `prompt`, as the chat template wrote it, begins within the block.
-
-        `begun` is the assistant's message that the output goes on with, where it does.
-        """
+        """Whether the output of `prompt` begins in the block; `begun` is a message that the output continues."""
         if begun is not None:
             return begun.rfind(THINK) > begun.rfind(END_THINK)
         return prompt.rstrip().endswith(THINK) or (self.assumed and not closes_block(prompt))

@@ -48,10 +48,7 @@ class TemplateTraits:
     object_arguments: bool = False
 
     def knows(self, word: str) -> bool:
-        """Whether the template asks for this role, or this key of a message; one that does not cannot show it.
-
-        A template that prints whatever role it is given knows none: the model never saw the others.
-        """
+        """Whether the template asks for this role or key; one that does not cannot show it to the model."""
         return word in self.words
 
 
@@ -139,11 +136,10 @@ _OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blo
 
 
 class ChatTemplate:
-    """A chat template in the dialect of Hugging Face: sandboxed jinja with trimmed blocks and a few helpers.
+    """A Hugging Face chat template: sandboxed jinja with trimmed blocks and a few helpers.
 
-    With `killable`, in a process that is there for such work, a rendering that takes too long ends the process by
-    SIGPROF. Otherwise one that does more than `bounded.py` counts raises `Elsewhere`, within some 10 ms. Raises
-    ValueError for what is no template.
+    With `killable` a rendering that takes too long ends this process by SIGPROF; otherwise it raises `Elsewhere` within
+    some 10 ms. Raises `ValueError` for an invalid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, killable: bool = False) -> None:
@@ -193,10 +189,7 @@ class ChatTemplate:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt text; `variables` (chat_template_kwargs) override the special tokens' names.
-
-        Raises `ApiError` 400 with the template's own words if it refuses the messages, `Elsewhere` as the class says.
-        """
+        """Return the prompt. Raises `ApiError` 400 in the template's words, or `Elsewhere`."""
         given = [dict(m) for m in messages]
         if continue_final_message:
             given[-1] = _tagged(given[-1])
@@ -240,10 +233,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Ends this process by SIGPROF after so many seconds of CPU in the block; MemoryError beyond RENDER_MEMORY.
-
-    Of CPU, because a machine may be busy; and by the kernel, because Python may be deep in one call.
-    """
+    """End this process by SIGPROF after so many seconds of CPU in the block; MemoryError beyond RENDER_MEMORY."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     used = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (used + RENDER_MEMORY, hard))
@@ -276,10 +266,7 @@ def _tagged(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_tag(text: str, content: Any) -> str:
-    """The rendered text up to the tag, as transformers cuts it, so that the model goes on with the last message.
-
-    A template that trims the message takes the tag's blank off; then the blanks in front of the tag go too.
-    """
+    """Return the text up to the tag, as transformers cuts it, without blanks that a trimming template would drop."""
     last = content if isinstance(content, str) else content[-1]["text"]
     place = text.rfind(_TAG.strip())
     if place < 0 or last.strip() not in text:

@@ -33,11 +33,7 @@ _MEMBERS = re.compile(r'\s*(?:,\s*(?:"(?P<key>[^"\\]{0,64})(?:"\s*(?P<value>:.*)
 
 
 class ToolCallParser:
-    """Reads one choice. `call_id` makes the id of call `index` where the model writes none.
-
-    `schemas` are those of the functions' arguments, by name: they tell the type of a value that is written bare, and
-    which members of a call's object are arguments in the wrong place.
-    """
+    """Reads one choice. `call_id` makes ids where the model writes none; `schemas` are of arguments, by function."""
 
     def __init__(
         self, form: ToolFormat, *, call_id: Callable[[int], str], schemas: Mapping[str, Mapping[str, Any]] | None = None
