@@ -141,10 +141,7 @@ class ClientTool(Strict):
     defer_loading: bool | None = None
 
 
-_Tools = Annotated[
-    list[Annotated[ClientTool, one_of(ClientTool, usual="custom")]],
-    BeforeValidator(check_tools),
-]
+_Tools = Annotated[list[Annotated[ClientTool, one_of(ClientTool, usual="custom")]], BeforeValidator(check_tools)]
 
 
 class ToolUseChoice(Strict):
@@ -181,17 +178,11 @@ class CountTokensRequest(ThinkingFields, Strict):
     """Body of POST /v1/messages/count_tokens."""
 
     inner = ("system", "messages", "tools", "output_config")
-    harmless = IGNORED | {
-        *("diagnostics", "inference_geo", "speed", "usage", "user_profile_id", "workspace_id"),
-    }
+    harmless = IGNORED | {*("diagnostics", "inference_geo", "speed", "usage", "user_profile_id", "workspace_id")}
     unserved = MappingProxyType(
         {
             "container": (),
-            "context_management": (
-                {},
-                {"edits": []},
-                {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            ),
+            "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
             "mcp_servers": ([],),
         }
     )

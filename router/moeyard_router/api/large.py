@@ -69,10 +69,7 @@ def _extraction(plain: dict[str, Any] | None, formats: AnswerFormats) -> Extract
     name, reasoning = plain.pop("tools"), plain.pop("reasoning")
     tools = None if name is None else JSON_CALLS if name == JSON_CALLS.name else formats.tools
     return Extraction(
-        visible=formats.visible(tools),
-        tools=tools,
-        reasoning=formats.reasoning if reasoning else None,
-        **plain,
+        visible=formats.visible(tools), tools=tools, reasoning=formats.reasoning if reasoning else None, **plain
     )
 
 

@@ -233,11 +233,7 @@ class ReplyWriter:
         """Return token counts; each prompt counts once. Cached tokens are absent until the workers report them."""
         prompt = sum(len(p.token_ids) for p in self._job.prompts)
         output = sum(c.num_tokens for c in choices)
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-        }
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         per_prompt = len(choices) // len(self._job.prompts)
         cached = [c.cached_tokens for c in choices[::per_prompt]]
         details = self._job.kept

@@ -165,11 +165,7 @@ def _each(tools: Sequence[Mapping[str, Any]]) -> Iterator[Offer]:
         about = f"Tools of {name}: {tool['description']}\n\n" if tool.get("description") else ""
         for number, member in enumerate(tool["tools"]):
             yield Offer(
-                name=member["name"],
-                namespace=name,
-                index=(index, number),
-                tool=member,
-                preface="" if number else about,
+                name=member["name"], namespace=name, index=(index, number), tool=member, preface="" if number else about
             )
 
 

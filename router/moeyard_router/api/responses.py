@@ -165,9 +165,7 @@ class ResponsesRequest(ThinkingFields, SamplingFields, Strict):
     """Body of POST /v1/responses."""
 
     inner = ("stream_options", "text", "input", "tools")
-    harmless = IGNORED | {
-        *("include", "max_tool_calls", "prompt_cache_options", "truncation", "usage"),
-    }
+    harmless = IGNORED | {*("include", "max_tool_calls", "prompt_cache_options", "truncation", "usage")}
     unserved = MappingProxyType(
         {
             **NOT_SERVED,

@@ -78,12 +78,7 @@ class SlowReader:
     __slots__ = ("_answers", "_cut", "_loop", "_seconds", "_timer", "_transport")
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        transport: asyncio.Transport,
-        *,
-        seconds: float,
-        cut: Callable[[], None],
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, *, seconds: float, cut: Callable[[], None]
     ) -> None:
         self._loop = loop
         self._transport = transport

@@ -153,10 +153,7 @@ class RouterServer:
             self._loop.call_soon_threadsafe(call)
 
     def replace_workers(
-        self,
-        workers: tuple[WorkerAddress, ...],
-        then: Callable[[], None],
-        incident: Mapping[str, Any] | None = None,
+        self, workers: tuple[WorkerAddress, ...], then: Callable[[], None], incident: Mapping[str, Any] | None = None
     ) -> None:
         """Continue with these workers and call `then` in the loop. From any thread. `incident` is shown as JSON."""
 

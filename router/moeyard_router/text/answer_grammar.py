@@ -80,10 +80,7 @@ def text_until(rule: str, marker: str, token_ids: Mapping[str, int], *, text: st
     place, token = min(tokens)
     terminal, before = rule.upper(), slashed(re.escape(marker[:place]))
     without = f"~/{ANY_TEXT}{slashed(re.escape(token))}{ANY_TEXT}/"  # one that is not special is text too
-    return [
-        f"{rule}: {terminal} {literal(marker[place:], token_ids)}",
-        f"{terminal}: /{text}{before}/ & {without}",
-    ]
+    return [f"{rule}: {terminal} {literal(marker[place:], token_ids)}", f"{terminal}: /{text}{before}/ & {without}"]
 
 
 def slashed(pattern: str) -> str:

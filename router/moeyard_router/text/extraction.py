@@ -76,9 +76,7 @@ class Extractor:
             self._reasoning = ReasoningParser(extraction.reasoning, inside=extraction.inside, more_ends=ends)
         if extraction.tools is not None:
             self._tools = ToolCallParser(
-                extraction.tools,
-                call_id=lambda index: extraction.call_id(choice, index),
-                schemas=extraction.schemas,
+                extraction.tools, call_id=lambda index: extraction.call_id(choice, index), schemas=extraction.schemas
             )
         elif extraction.named is not None:
             self._tools = _NamedCall(extraction.named, extraction.call_id(choice, 0))

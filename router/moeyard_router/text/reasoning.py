@@ -49,11 +49,7 @@ REASONING_FORMATS = MappingProxyType(
             # Kimi-K2-Thinking may go from thinking to a call without a word between.
             ReasoningFormat(
                 name="kimi_k2",
-                implicit_ends=(
-                    "<|tool_calls_section_begin|>",
-                    "<|tool_call_section_begin|>",
-                    "<|tool_call_begin|>",
-                ),
+                implicit_ends=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
             ),
         )
     }

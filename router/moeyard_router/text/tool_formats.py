@@ -110,9 +110,7 @@ _FORMATS = (
         joint="\n",
     ),
     _deepseek(
-        "deepseek_v3",
-        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
-        "\n",
+        "deepseek_v3", ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"), "\n"
     ),
     _deepseek("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), ""),
     # The model writes the id too, and its template expects it back: functions.NAME:N, N counting over a conversation.
