@@ -66,6 +66,10 @@ class TokenIds(Sequence[int]):
         return hash(tuple(self))
 
 
+# Keywords of JSON Schema whose values map names to schemas.
+SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """What an answer must look like, whole: the worker lets no token through that cannot lead there.

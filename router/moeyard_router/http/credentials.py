@@ -13,6 +13,8 @@ from pathlib import Path
 
 from moeyard_router.config import DoorConfig
 
+log = logging.getLogger(__name__)
+
 FileStamp = tuple[int, int, int]
 
 _CHECK_SECONDS = 2.0
@@ -27,6 +29,33 @@ def stamp(path: Path) -> FileStamp:
     return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
+class WatchedFiles:
+    """Files that may change while the router runs. `load` reads them and returns words for the log.
+
+    `load` raises `ValueError` for files that cannot be used, or do not fit each other yet. That is logged once for each
+    change, with `kept`, and what was read before stays.
+    """
+
+    def __init__(self, files: Sequence[Path], load: Callable[[], str], *, kept: str) -> None:
+        self._files = files
+        self._load = load
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._stamps = [stamp(path) for path in files]
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed. From any thread."""
+        with self._lock:
+            stamps = [stamp(path) for path in self._files]
+            if stamps == self._stamps:
+                return
+            self._stamps = stamps
+            try:
+                log.warning("%s: read again%s", self._files[0], self._load())
+            except ValueError as error:
+                log.error("%s; %s", error, self._kept)
+
+
 async def keep_fresh(refresh: Sequence[Callable[[], None]]) -> None:
     """Call each of `refresh` every 2 s, in a thread: their files may lie on a network."""
     while refresh:
@@ -34,8 +63,6 @@ async def keep_fresh(refresh: Sequence[Callable[[], None]]) -> None:
         for each in refresh:
             await asyncio.to_thread(each)
 
-
-log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 * 1024 * 1024  # some 50,000 keys with names
 MAX_KEY_BYTES = 512  # of a presented key; hashing a longer one would be work done for a stranger
@@ -58,12 +85,11 @@ class KeyRing:
         self._secret = secrets.token_bytes(32)
         self._file = door.api_key_file
         self._fixed = [_entry(key, f"API key {i + 1} of the environment") for i, key in enumerate(door.api_keys)]
-        self._lock = threading.Lock()
-        self._signature: FileStamp | None = None
         self._names: dict[bytes, str] | None = None
+        files = () if self._file is None else (self._file,)
+        self.refresh = WatchedFiles(files, self._load, kept="the API keys stay as they were").refresh
         if door.asks_for_key:
-            self._signature = self._sign()
-            self._names = self._read()
+            self._load()
 
     @property
     def asks(self) -> bool:
@@ -75,30 +101,7 @@ class KeyRing:
             return None
         return self._names.get(self._seal(hashlib.sha256(key).digest()))
 
-    def refresh(self) -> None:
-        """Read the file again if it has changed. Safe from any thread.
-
-        A file that cannot be used leaves the keys as they are and is logged, once for every change of it.
-        """
-        if self._file is None:
-            return
-        with self._lock:
-            signature = self._sign()
-            if signature == self._signature:
-                return
-            self._signature = signature
-            try:
-                names = self._read()
-            except ValueError as error:
-                log.error("%s; the API keys stay as they were", error)
-                return
-            self._names = names
-            log.warning("%s: read again, %d API keys", self._file, len(names))
-
-    def _sign(self) -> FileStamp | None:
-        return None if self._file is None else stamp(self._file)
-
-    def _read(self) -> dict[bytes, str]:
+    def _load(self) -> str:
         entries = [*self._fixed, *([] if self._file is None else _read_file(self._file))]
         names: dict[bytes, str] = {}
         for name, digest, where in entries:
@@ -106,7 +109,8 @@ class KeyRing:
             if sealed in names:
                 raise ValueError(f"{where}: the same key stands there already, as '{names[sealed]}'")
             names[sealed] = name
-        return names
+        self._names = names
+        return f", {len(names)} API keys"
 
     def _seal(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
@@ -157,9 +161,6 @@ def _entry(text: str, where: str) -> tuple[str, bytes, str]:
     return name or f"key-{digest.hex()[:8]}", digest, where
 
 
-log = logging.getLogger(__name__)
-
-
 class Certificate:
     """TLS 1.2 or newer from PEM files, HTTP/1.1 by ALPN. Raises `ValueError` naming the file at fault."""
 
@@ -168,30 +169,15 @@ class Certificate:
         self._keyfile = door.ssl_keyfile
         self._ca_certs = door.ssl_ca_certs
         self._files = (door.ssl_certfile, *([] if door.ssl_keyfile is None else [door.ssl_keyfile]))
-        self._lock = threading.Lock()
-        self._signature = self._sign()
+        self.refresh = WatchedFiles(self._files, self._load, kept="the certificate stays as it was").refresh
         self._newest = self.context = self._open()
         # OpenSSL takes certificate and key one after the other; a handshake in between would fail. So a context that is
         # in use is never loaded again: every handshake is given the newest one.
         self.context.sni_callback = self._choose
 
-    def refresh(self) -> None:
-        """Take the files again if they have changed; connections that are open keep what they have. From any thread.
-
-        Files that do not fit each other leave the certificate as it is and are logged, once for every change of them: a
-        renewal writes two files, so the second change mends it.
-        """
-        with self._lock:
-            try:
-                signature = self._sign()
-                if signature == self._signature:
-                    return
-                self._signature = signature
-                self._newest = self._open()
-            except ValueError as error:
-                log.error("%s; the certificate stays as it was", error)
-                return
-            log.warning("%s: read again", self._files[0])
+    def _load(self) -> str:
+        self._newest = self._open()
+        return ""
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = self._newest
@@ -217,9 +203,6 @@ class Certificate:
                 raise ValueError(f"{self._ca_certs}: {_reason(error)}; PEM certificates are expected") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
-
-    def _sign(self) -> tuple[FileStamp, ...]:
-        return tuple(stamp(path) for path in self._files)
 
 
 def open_certificate(door: DoorConfig) -> Certificate | None:

@@ -137,18 +137,13 @@ class RequestGate:
         }
         if record.first_token is not None:
             fields["ttft_ms"] = round((record.first_token - record.began) * 1e3, 1)
-        for name in ("prompt_tokens", "output_tokens", "failure"):
-            if (value := getattr(record, name)) is not None:
-                fields[name] = value
-        if record.client_left:
-            fields["left"] = 1
-        if record.cut is not None:
-            fields["cut"] = record.cut
-        fields["request_id"] = record.request_id
-        if record.reply_id is not None:
-            fields["reply_id"] = record.reply_id
-        if record.key_name is not None:
-            fields["key"] = record.key_name
+        known = {
+            **{name: getattr(record, name) for name in ("prompt_tokens", "output_tokens", "failure")},
+            "left": 1 if record.client_left else None,
+            **{name: getattr(record, name) for name in ("cut", "request_id", "reply_id")},
+            "key": record.key_name,
+        }
+        fields |= {name: value for name, value in known.items() if value is not None}
         access_log.log(level, "%s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
 

@@ -18,13 +18,12 @@ from typing import Any, Literal
 from moeyard_router.text.parameters import ParameterMarkup, json_types
 from moeyard_router.text.reasoning import END_THINK, THINK
 from moeyard_router.text.tool_formats import ToolFormat
-from moeyard_worker.protocol import Grammar
+from moeyard_worker.protocol import SCHEMA_MAPS, Grammar
 
 # Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
 # that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
 BLANKS, BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
-# Keys of a schema whose values are maps of schemas, and those that say nothing about valid values.
-_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+# Keywords of a schema that say nothing about valid values.
 _NOTES = frozenset(("default", "description", "examples", "title"))
 ANY_TEXT = "(?s:.*)"
 
@@ -45,7 +44,7 @@ def lost_integer(schema: Any) -> int | None:
             waiting += ((each, constant) for each in part)
         elif isinstance(part, dict):
             for key, value in part.items():
-                if not constant and key in _MAPS and isinstance(value, dict):
+                if not constant and key in SCHEMA_MAPS and isinstance(value, dict):
                     waiting += ((each, False) for each in value.values())
                 elif constant or key not in _NOTES:
                     waiting.append((value, constant or key in ("const", "enum")))

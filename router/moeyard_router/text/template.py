@@ -130,6 +130,10 @@ MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest p
 RENDER_SECONDS = 0.5
 RENDER_SECONDS_PER_CHARACTER = 5e-7
 RENDER_MEMORY = 1 << 30
+# What rendering raises for messages that a template does not take.
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
+)
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued; transformers' word
 _MAX_COMPLAINT = 500  # characters of what a template says when it refuses
 _OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blocks": True})
@@ -203,15 +207,7 @@ class ChatTemplate:
         }
         try:
             text = self._render(names)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _REFUSALS as error:
             said = str(error)[:_MAX_COMPLAINT]
             raise bad_request(f"the chat template refused the messages: {said}", "messages") from error
         except MemoryError as error:

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from moeyard_worker.protocol import SCHEMA_MAPS
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
@@ -56,8 +58,7 @@ _MAX_STATES = 50_000
 _MAX_MULTIPLE = 10_000
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?[0-9.]+(?:[eE][-+]?[0-9]+)?)')
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
-# Keywords of JSON Schema whose value maps names to schemas, and those whose value holds none.
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+# Keywords of JSON Schema whose value holds no schema.
 _PLAIN = frozenset(("const", "enum", "default", "examples", "x-guidance"))
 
 
@@ -286,7 +287,7 @@ def _closed(schema: Any, root: Mapping[str, Any], tokenizer: LLTokenizer) -> Any
         return schema
     made = {}
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in SCHEMA_MAPS and isinstance(value, dict):
             made[key] = {name: _closed(each, root, tokenizer) for name, each in value.items()}
         else:
             made[key] = value if key in _PLAIN else _closed(value, root, tokenizer)
