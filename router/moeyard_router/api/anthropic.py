@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
 from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, Strict, refuse
-from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.messages import INVALID_JSON
 from moeyard_router.api.schema import Count, KvCompressionField
 from moeyard_router.api.thinking import Thinking, ThinkingFields
@@ -206,18 +205,6 @@ class MessagesRequest(CountTokensRequest):
     kv_compression: KvCompressionField | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
-
-
-async def message_job(intake: Intake, body: bytes) -> Job:
-    """The job of a request for a message; raises `ApiError` naming the first field at fault."""
-    request = await intake.parse(body, MessagesRequest)
-    return await translated(request).job(intake)
-
-
-async def counting_job(intake: Intake, body: bytes) -> Job:
-    """A job with the prompt of such a request, tools included, to be counted; raises `ApiError` as `message_job`."""
-    request = await intake.parse(body, CountTokensRequest)
-    return await translated(request).job(intake)
 
 
 def translated(request: CountTokensRequest) -> Translation:

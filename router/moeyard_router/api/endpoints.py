@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -19,7 +19,7 @@ from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.replies import MANY_SCORES, LongLists
 from moeyard_router.api.request_scope import Direct, direct_of, record_of
-from moeyard_router.api.surfaces import COUNTED, SURFACES, Writer
+from moeyard_router.api.surfaces import COUNTED, SURFACES, ReadJob, Writer
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
@@ -36,8 +36,6 @@ _IGNORED = b"x-moeyard-ignored"
 _BYTES_PER_TOKEN = 32  # of a body whose prompt is only counted
 _BYTES_AROUND = 64 * 1024  # of JSON around that prompt
 _MANY = 4096  # tokens above which an answer is written apart from the event loop
-
-ReadJob = Callable[[Intake, bytes], Awaitable[Job]]
 
 
 class _Endpoint(ABC):

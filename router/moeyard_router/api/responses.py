@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
 from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
-from moeyard_router.api.intake import Intake, Job
+from moeyard_router.api.intake import Job
 from moeyard_router.api.messages import TextPart
 from moeyard_router.api.response_tools import (
     ChosenTool,
@@ -216,12 +216,6 @@ class ResponsesRequest(ThinkingFields, SamplingFields, Strict):
         if value and "message.output_text.logprobs" in value:
             raise PydanticCustomError("include", "log-probabilities are given by chat completions only")
         return value
-
-
-async def response_job(intake: Intake, body: bytes) -> Job:
-    """The job of a request body; raises `ApiError` naming the first field at fault."""
-    request = await intake.parse(body, ResponsesRequest)
-    return await translated(request).job(intake)
 
 
 def translated(request: ResponsesRequest) -> Translation:

@@ -4,13 +4,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moeyard_router.api.anthropic import MessageWriter, counting_job, message_job
+from moeyard_router.api import anthropic, responses
+from moeyard_router.api.anthropic import CountTokensRequest, MessagesRequest, MessageWriter
 from moeyard_router.api.blocks import BlockWriter
 from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.replies import ReplyWriter
-from moeyard_router.api.responses import ResponseWriter, response_job
+from moeyard_router.api.responses import ResponsesRequest, ResponseWriter
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
+ReadJob = Callable[[Intake, bytes], Awaitable[Job]]
 # Makes the bytes of one answer: `body`, or `chunk`s and then `end` or `failed`.
 Writer = ReplyWriter | BlockWriter
 
@@ -20,7 +22,7 @@ class Surface:
     """One API. `read` makes a job of a body or raises `ApiError`; `prefix` begins the ids of its answers."""
 
     prefix: str
-    read: Callable[[Intake, bytes], Awaitable[Job]]
+    read: ReadJob
     writer: type[ReplyWriter] | type[BlockWriter]
 
 
@@ -30,6 +32,18 @@ async def _completion(intake: Intake, body: bytes) -> Job:
 
 async def _chat(intake: Intake, body: bytes) -> Job:
     return await intake.chat(await intake.parse(body, ChatRequest))
+
+
+async def _response(intake: Intake, body: bytes) -> Job:
+    return await responses.translated(await intake.parse(body, ResponsesRequest)).job(intake)
+
+
+async def _message(intake: Intake, body: bytes) -> Job:
+    return await anthropic.translated(await intake.parse(body, MessagesRequest)).job(intake)
+
+
+async def _message_tokens(intake: Intake, body: bytes) -> Job:
+    return await anthropic.translated(await intake.parse(body, CountTokensRequest)).job(intake)
 
 
 async def _tokens(intake: Intake, body: bytes) -> Job:
@@ -47,11 +61,11 @@ SURFACES = MappingProxyType(
     {
         "completion": Surface(prefix="cmpl-", read=_completion, writer=ReplyWriter),
         "chat": Surface(prefix="chatcmpl-", read=_chat, writer=ReplyWriter),
-        "response": Surface(prefix="resp_", read=response_job, writer=ResponseWriter),
-        "message": Surface(prefix="msg_", read=message_job, writer=MessageWriter),
+        "response": Surface(prefix="resp_", read=_response, writer=ResponseWriter),
+        "message": Surface(prefix="msg_", read=_message, writer=MessageWriter),
     }
 )
 # Requests whose one prompt is counted or spelled, not run; `Job.echo` asks for the spelling of its tokens.
-COUNTED: Mapping[str, Callable[[Intake, bytes], Awaitable[Job]]] = MappingProxyType(
-    {"tokenize": _tokens, "count_tokens": counting_job, "detokenize": _text}
+COUNTED: Mapping[str, ReadJob] = MappingProxyType(
+    {"tokenize": _tokens, "count_tokens": _message_tokens, "detokenize": _text}
 )
