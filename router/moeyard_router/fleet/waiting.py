@@ -1,7 +1,7 @@
 """The queue before the workers: which request starts next, which may enter, and which has waited too long. Pure.
 
 Requests queue here. The workers hold only what keeps them busy. So a request goes to a rank that has room when its turn
-comes, API keys take turns, and the queue outlives a worker. The fair queue decides between keys (http/keys.py names
+comes, API keys take turns, and the queue outlives a worker. The fair queue decides between keys (`http/` names
 them). A client's own names (`x-session-id`, `user`) do not count, because a client could claim many of them.
 
 A queue that takes up a burst is good; a queue that stands and grows makes every request late (Nichols and Jacobson,
