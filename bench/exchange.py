@@ -24,8 +24,8 @@ import torch
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
+from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.wires import MeshLock
 from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.sockets import make_keys
 

@@ -49,6 +49,18 @@ ENGINE_ROOMS = {
 # Tools that read what a fleet recorded. Nothing that serves may import them, only these commands.
 OFFLINE = "moeyard_worker.experts.offline"
 OFFLINE_COMMANDS = ("moeyard.clients.offline",)
+# The rooms of the exchange; every room may also import the files beside the rooms. `factory` imports all of them.
+EXCHANGE_ROOMS = {"membership": (), "transports": ("membership",)}
+EXCHANGE_FILES = ("base", "shape")
+# Folders of transports, and the modules that know them. The topology also plans what shared expert fetch lends.
+PRIVATE_TRANSPORTS = {
+    "moeyard_worker.exchange.transports.nccl": ("moeyard_worker.exchange.factory",),
+    "moeyard_worker.exchange.transports.nvlink": (
+        "moeyard_worker.exchange.factory",
+        "moeyard_worker.engine.assembly.topology",
+        "moeyard_worker.engine.assembly.worker",
+    ),
+}
 # The rooms of the router; every room may also import the files beside the rooms.
 ROUTER_ROOMS = {
     "text": (),
@@ -70,10 +82,10 @@ BEYOND_BACKEND = {
     # It chooses the backend.
     "moeyard_worker.engine.assembly.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
     # An exchange is built before a layer asks anything of a backend; `Backend.peers` has the same.
-    "moeyard_worker.exchange.nvlink": ("moeyard_kernels.ops",),
-    "moeyard_worker.exchange.peer_memory": ("moeyard_kernels.peers",),
-    "moeyard_worker.exchange.peer_fetch": ("moeyard_kernels.host_memory",),
-    "moeyard_worker.exchange.row_group": ("moeyard_kernels.host_memory",),
+    "moeyard_worker.exchange.transports.nvlink.exchange": ("moeyard_kernels.ops",),
+    "moeyard_worker.exchange.transports.nvlink.memory": ("moeyard_kernels.peers",),
+    "moeyard_worker.exchange.transports.nvlink.expert_fetch": ("moeyard_kernels.host_memory",),
+    "moeyard_worker.exchange.transports.nccl.group": ("moeyard_kernels.host_memory",),
 }
 # Inside the kernels a folder may import itself and those before it; `ops` only types and the checks.
 SUBJECTS = ("attention", "linear", "linear_attention", "experts", "sampling", "elementwise")
@@ -256,6 +268,34 @@ def test_rooms_of_the_engine_import_along_allowed_edges() -> None:
         ]
     assert wrong == []
     assert rooms == set(ENGINE_ROOMS), "a new file of the engine finds its room"
+
+
+def test_rooms_of_the_exchange_import_along_allowed_edges() -> None:
+    package, wrong = "moeyard_worker.exchange.", []
+    for module, source in MODULES.items():
+        own = module.removeprefix(package).split(".")[0]
+        if not module.startswith(package) or own == "factory":
+            continue
+        assert own in (*EXCHANGE_ROOMS, *EXCHANGE_FILES, ""), f"{module}: a new file of the exchange finds its room"
+        allowed = {own, *EXCHANGE_ROOMS.get(own, ()), *EXCHANGE_FILES}
+        wrong += [
+            f"{source.where(node)}: {own} imports {name}"
+            for name, node in source.imports()
+            if name.startswith(package) and name.removeprefix(package).split(".")[0] not in allowed
+        ]
+    assert wrong == []
+
+
+def test_transports_with_a_folder_are_known_to_the_factory_only() -> None:
+    wrong = [
+        f"{source.where(node)} imports {name}"
+        for folder, known in PRIVATE_TRANSPORTS.items()
+        for module, source in MODULES.items()
+        if not inside(module, (folder,)) and module not in known
+        for name, node in source.imports()
+        if inside(name, (folder,))
+    ]
+    assert wrong == []
 
 
 def check_rooms(package: str, rooms: dict[str, tuple[str, ...]], files: tuple[str, ...], other: str | None) -> None:

@@ -15,7 +15,7 @@ from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 from tests.deploy.test_serve import MARKER, free_port, marked
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.exchange.leftovers import sweep
+from moeyard_worker.exchange.membership.shared_files import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"

@@ -24,7 +24,7 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import CpuDevice
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.loop.faults import RankFault
-from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.membership.frames import Phase
 from moeyard_worker.protocol import Done, Hello
 
 # A process that a busy machine does not run for a second or two is not lost.

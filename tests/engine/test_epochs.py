@@ -12,8 +12,8 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.loop.loop import Engine
 from moeyard_worker.engine.loop.loss import Loss
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.protocol import Message
 from moeyard_worker.scheduling.scheduler import Scheduler
 

@@ -20,9 +20,9 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.engine.loop.loop import Engine
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.exchange.base import ExchangeSteps
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.lockstep import Agreed, Lockstep
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.membership.lockstep import Agreed, Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.protocol import Done, Hello, SamplingParams, Snapshot, Submit
 from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.scheduler import Scheduler

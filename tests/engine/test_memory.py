@@ -40,8 +40,8 @@ from moeyard_worker.engine.memory.plan import (
     step_bytes,
 )
 from moeyard_worker.engine.steps.runner import Runner
-from moeyard_worker.exchange.local import LocalExchange
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.layers.gdn import Gdn
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
@@ -606,7 +606,7 @@ set_cpu_environment()
 import torch
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
-from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step

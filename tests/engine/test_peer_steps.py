@@ -34,8 +34,10 @@ from moeyard_worker.engine.assembly.device import CudaDevice
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.steps import gpu_runner
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
-from moeyard_worker.exchange import factory, nvlink, peer_counts
-from moeyard_worker.exchange.row_group import TorchGroup
+from moeyard_worker.exchange import factory
+from moeyard_worker.exchange.transports.nccl.group import TorchGroup
+from moeyard_worker.exchange.transports.nvlink import exchange as nvlink
+from moeyard_worker.exchange.transports.nvlink import steps as nvlink_steps
 from moeyard_worker.experts import cache
 from moeyard_worker.models.families import load_model_config
 
@@ -165,7 +167,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(CudaBackend, "capture", staticmethod(captured))
     monkeypatch.setattr(CudaBackend, "capture_while_serving", lambda _, run, pool: Recorded(run, runs=False))
     monkeypatch.setattr(gpu_runner, "_to_host", torch.clone)
-    monkeypatch.setattr(peer_counts, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(nvlink_steps, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(cache, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(CudaBackend, "compile_ahead", rehearsed)
     return found

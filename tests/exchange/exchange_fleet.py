@@ -17,12 +17,12 @@ from tests.limits import HANG_SECONDS
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import Exchange, ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
-from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nccl import NcclExchange
-from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.membership.frames import Phase
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
 
 
 @dataclass(slots=True)

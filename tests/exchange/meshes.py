@@ -9,8 +9,8 @@ from typing import Any
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
 
 Opener = Callable[..., list[Mesh]]
 

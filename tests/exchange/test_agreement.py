@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeyard_worker.exchange.agreement import Agreement
-from moeyard_worker.exchange.finding import AFTER_STEP, MAX_REASON_BYTES, OWN_FAULT, Finding, cut_reason
-from moeyard_worker.exchange.frames import SETTLED, Phase, PoisonFrame
-from moeyard_worker.exchange.naming import place_of
+from moeyard_worker.exchange.membership.agreement import (
+    AFTER_STEP,
+    MAX_REASON_BYTES,
+    OWN_FAULT,
+    SETTLED,
+    Agreement,
+    Finding,
+    PoisonFrame,
+    cut_reason,
+    place_of,
+)
+from moeyard_worker.exchange.membership.frames import Phase
 
 
 def finding(number: int) -> Finding:

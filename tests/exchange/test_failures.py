@@ -9,7 +9,7 @@ from exchange_fleet import Failed, Fleet, close_full, idle, linger, run_until, t
 from exchange_reference import SCENARIOS
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.exchange.frames import Phase
+from moeyard_worker.exchange.membership.frames import Phase
 from moeyard_worker.exchange.shape import ExchangeShape
 
 SHAPE = ExchangeShape(num_experts=16, top_k=3, hidden=37, dtype="float32", max_tokens=16)

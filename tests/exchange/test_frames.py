@@ -4,23 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.exchange.finding import Finding, cut_reason
-from moeyard_worker.exchange.frames import (
+from moeyard_worker.exchange.membership.agreement import Finding, PoisonFrame, cut_reason, decode_poison, encode_poison
+from moeyard_worker.exchange.membership.frames import (
     NO_LAYER,
     TAG_BYTES,
     FrameError,
     Handshake,
     Phase,
     PlanFrame,
-    PoisonFrame,
     Tag,
     decode_handshake,
     decode_plan_frame,
-    decode_poison,
     decode_tag,
     encode_handshake,
     encode_plan_frame,
-    encode_poison,
     encode_tag,
 )
 

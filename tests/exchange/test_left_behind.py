@@ -13,11 +13,10 @@ import zmq
 from tests.fleet import rank_context
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.exchange import leftovers, slab
-from moeyard_worker.exchange.leftovers import Folder, make_file, sweep
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.slab import SharedFile
+from moeyard_worker.exchange.membership import shared_files
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.membership.shared_files import Folder, SharedFile, make_file, sweep
 
 
 def names() -> set[Path]:
@@ -27,7 +26,7 @@ def names() -> set[Path]:
 
 def _rank(rank: int, pipe: Connection, directory: str | None = None) -> None:
     if directory is not None:
-        tempfile.tempdir = leftovers.SHARED_DIRECTORY = slab.SHARED_DIRECTORY = directory
+        tempfile.tempdir = shared_files.SHARED_DIRECTORY = directory
     mesh = Mesh(rank=rank, world_size=2, slab_bytes=1 << 16)
     assert mesh._folder is not None
     pipe.send((mesh.endpoint(), mesh._folder.path))
@@ -66,8 +65,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory in place of those of the host, which tests beside this one sweep, too. Paths of sockets are short."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
-        for module in (leftovers, slab):
-            monkeypatch.setattr(module, "SHARED_DIRECTORY", name)
+        monkeypatch.setattr(shared_files, "SHARED_DIRECTORY", name)
         yield Path(name)
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from moeyard_worker.exchange.base import PeerRows
-from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
 
 
 def test_prompt_rows_are_told_once_in_each_step() -> None:

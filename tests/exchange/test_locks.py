@@ -13,9 +13,9 @@ from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 from tests.strangers import mechanism, one_byte_and_gone, rubbish, say, try_key
 
-from moeyard_worker.exchange.frames import Phase, pack_tag
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.wires import MeshLock
+from moeyard_worker.exchange.membership.frames import Phase, pack_tag
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.keys import KeyPair
 from moeyard_worker.refusals import LINES, SECONDS
 from moeyard_worker.sockets import make_keys
@@ -85,7 +85,7 @@ def drill(encryption: str) -> dict[str, int]:
         say(pair.address, *parts)
         pair.exchange()
     # A heartbeat of the peers is sure to have come and gone: it was one that met no connection and aborted a rank.
-    interval = pair.ranks[1]._wires.pulse._feelers[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
+    interval = pair.ranks[1]._wires.pulse._dealers[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
     assert isinstance(interval, int)
     until = perf_counter() + (1.5 * interval / 1000 if encryption == "none" else 0)
     while True:

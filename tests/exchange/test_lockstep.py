@@ -10,9 +10,9 @@ from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
-from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.membership.frames import Phase, PlanFrame, encode_plan_frame, pack_tag
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 
 SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype="float32", max_tokens=1)

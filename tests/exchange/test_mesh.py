@@ -19,24 +19,20 @@ import zmq
 from tests.exchange.meshes import Opener, before_first, connect_all, failures_of, opener
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.exchange.agreement import Agreement
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.finding import Finding
-from moeyard_worker.exchange.frames import (
+from moeyard_worker.exchange.membership.agreement import SETTLED, Agreement, Finding, PoisonFrame, encode_poison
+from moeyard_worker.exchange.membership.frames import (
     NO_LAYER,
-    SETTLED,
     Handshake,
     Phase,
-    PoisonFrame,
     Tag,
     encode_handshake,
-    encode_poison,
     encode_tag,
     pack_tag,
 )
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.slab import SharedFile
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.membership.shared_files import SharedFile
 
 STEP, LAYER, EPOCH = 812, 17, 4
 

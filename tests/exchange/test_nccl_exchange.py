@@ -20,15 +20,15 @@ from tests.exchange.test_staged_exchange import check_alone, fleet_of, rank_runn
 
 from moeyard_worker.config.nccl_config import NCCL_ENVIRONMENT, set_nccl_environment
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.exchange import nccl, watch
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.factory import build_exchange, build_mesh
-from moeyard_worker.exchange.frames import Phase, PlanFrame, encode_plan_frame
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.meeting import RelayStore, Through, relay
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nccl import NcclExchange
-from moeyard_worker.exchange.row_group import Moved, TorchGroup
+from moeyard_worker.exchange.membership.frames import Phase, PlanFrame, encode_plan_frame
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.nccl import exchange as nccl
+from moeyard_worker.exchange.transports.nccl import steps as nccl_steps
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
+from moeyard_worker.exchange.transports.nccl.group import Moved, RelayStore, Through, TorchGroup, relay
 
 CPU = torch.device("cpu")
 
@@ -397,7 +397,7 @@ def test_a_host_is_not_far_ahead_of_a_device_that_waits(
     said = together([lambda e=e: raised(lambda: launch(e)) for e in exchanges])
     assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
     assert {text.split(") at ")[1] for text in said} == {"step 812, layer 2, dispatch: the network may be down"}
-    assert [device.launched for device in devices] == [watch._AHEAD + 1] * 3
+    assert [device.launched for device in devices] == [nccl_steps._AHEAD + 1] * 3
 
 
 def test_a_peer_that_is_gone_ends_the_waits_at_once(

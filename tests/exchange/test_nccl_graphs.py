@@ -12,11 +12,11 @@ from tests.exchange.test_nccl_exchange import CPU, Device, launch_one, make_exch
 from tests.exchange.test_nvlink_exchange import attach, together
 
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.exchange import nccl
 from moeyard_worker.exchange.base import PeerRows
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nccl import NcclExchange
-from moeyard_worker.exchange.row_group import Moved, TorchGroup, _Ticks
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.nccl import exchange as nccl
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
+from moeyard_worker.exchange.transports.nccl.group import Moved, TorchGroup, _Ticks
 
 
 class Holdable(TorchGroup):

@@ -34,16 +34,16 @@ from moeyard_kernels.types.peer_window import (
 )
 from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.exchange import nvlink
 from moeyard_worker.exchange.base import ExchangeError, ExchangeStats, PeerRows
 from moeyard_worker.exchange.factory import build_mesh
-from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.meeting import MeshStore, gather
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nvlink import NvlinkExchange
-from moeyard_worker.exchange.peer_counts import PeerCounts
+from moeyard_worker.exchange.membership.frames import Phase
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
+from moeyard_worker.exchange.transports.nvlink import exchange as nvlink
+from moeyard_worker.exchange.transports.nvlink.exchange import NvlinkExchange
+from moeyard_worker.exchange.transports.nvlink.memory import MeshStore
+from moeyard_worker.exchange.transports.nvlink.steps import PeerCounts
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks of one process share memory of the host; tests/e2e has GPUs that do"
@@ -103,7 +103,7 @@ class Memory:
         return lambda: True
 
     def meet(self, mesh: Mesh) -> Sequence[torch.Tensor]:
-        gather(mesh, b"here")
+        mesh.gather(b"here")
         return [self._of_all[rank] for rank in range(mesh.world_size)]
 
 
@@ -530,7 +530,7 @@ def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
 
     def waits(rank: int) -> None:
         with pytest.raises(ExchangeError, match=named):
-            gather(meshes[rank], b"here")
+            meshes[rank].gather(b"here")
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(waits, 0)
@@ -539,7 +539,7 @@ def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
         meshes[0].leaving = True
         # It tells its peer, which does not listen yet, and does not wait for it for long.
         waiting.result(timeout=HANG_SECONDS)
-    assert gather(meshes[1], b"there") == [b"here", b"there"]
+    assert meshes[1].gather(b"there") == [b"here", b"there"]
     waits(1)
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(0,), (0,)]
     for mesh in meshes:

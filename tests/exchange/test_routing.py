@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeyard_worker.exchange.routing import LayerTables, pairs_of, route
+from moeyard_worker.exchange.transports.routing import LayerTables, pairs_of, route
 
 
 @st.composite

@@ -10,14 +10,13 @@ import pytest
 from tests.exchange.meshes import Opener, before_first, failures_of, opener
 from tests.limits import HANG_SECONDS
 
-from moeyard_worker.exchange import mesh as mesh_module
-from moeyard_worker.exchange import signs as signs_module
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import NO_LAYER, Frame, Phase, pack_tag
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.meeting import gather
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.signs import Signs
+from moeyard_worker.exchange.membership import liveness
+from moeyard_worker.exchange.membership import mesh as mesh_module
+from moeyard_worker.exchange.membership.frames import NO_LAYER, Frame, Phase, pack_tag
+from moeyard_worker.exchange.membership.liveness import Signs
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
 
 STEP, LAYER, EPOCH = 812, 17, 4
 PATIENCE = 1.0
@@ -30,7 +29,7 @@ def meshes() -> Iterator[Opener]:
 
         def open_met(world: int, **options: float) -> list[Mesh]:
             ranks = open_all(world, **options)
-            assert failures_of(*(partial(gather, mesh, b"") for mesh in ranks)) == [None] * world
+            assert failures_of(*(partial(mesh.gather, b"") for mesh in ranks)) == [None] * world
             for mesh in ranks:
                 mesh.step = STEP
             return ranks
@@ -128,8 +127,8 @@ def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
 def test_ranks_that_meet_are_waited_for_longer(meshes: Opener) -> None:
     """Each has loaded as long as it takes; where there is no meeting the first plan of an epoch is one."""
     first, second = meshes(2)
-    thread = later(1.5 * PATIENCE, lambda: gather(second, b"there"))
-    assert gather(first, b"here") == [b"here", b"there"]
+    thread = later(1.5 * PATIENCE, lambda: second.gather(b"there"))
+    assert first.gather(b"here") == [b"here", b"there"]
     thread.join()
     for mesh in (first, second):
         mesh._met = False
@@ -158,8 +157,8 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     assert found == [(2, 3)]
     # A meeting, and the end of all.
     second.say(sign)
-    thread = later(0.0, lambda: gather(second, b"there"))
-    assert gather(first, b"here") == [b"here", b"there"]
+    thread = later(0.0, lambda: second.gather(b"there"))
+    assert first.gather(b"here") == [b"here", b"there"]
     thread.join()
     second.say(sign)
     thread = later(0.0, lambda: second.fail("rank 1 out of memory"))
@@ -234,7 +233,7 @@ def test_to_say_something_never_fails(meshes: Opener) -> None:
 
 def test_a_sign_counts_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     signs, now = Signs(EPOCH, deadline=0.1, stall=0.3), [1.0]
-    monkeypatch.setattr(signs_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(liveness, "perf_counter", lambda: now[0])
     assert signs.hear(1, memoryview(tag(1, Phase.WAITING)))
     assert not signs.hear(2, b"mY")
     assert (signs.of(1), signs.of(2), signs.until(2)) == (Phase.WAITING, None, 0.0)

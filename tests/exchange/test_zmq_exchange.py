@@ -9,12 +9,12 @@ from tests.exchange.meshes import connect_all
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.exchange.base import ExchangeError
 from moeyard_worker.exchange.factory import build_exchange, build_mesh, resolve_kind
-from moeyard_worker.exchange.frames import Phase, pack_tag
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nccl import NcclExchange
+from moeyard_worker.exchange.membership.frames import Phase, pack_tag
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
+from moeyard_worker.exchange.transports.zmq_exchange import ZmqExchange
 
 SHAPE = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
 

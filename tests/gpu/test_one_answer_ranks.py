@@ -28,7 +28,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.peer_counts import LOOK_SECONDS
+from moeyard_worker.exchange.transports.nvlink.steps import LOOK_SECONDS
 from moeyard_worker.models.families import load_model_config
 
 NUM_GPUS = torch.cuda.device_count()

@@ -13,11 +13,10 @@ from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched, ExchangeTraits
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.nccl import NcclExchange
-from moeyard_worker.exchange.nvlink import NvlinkExchange
-from moeyard_worker.exchange.staged import StagedExchange
-from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
+from moeyard_worker.exchange.transports.nvlink.exchange import NvlinkExchange
+from moeyard_worker.exchange.transports.zmq_exchange import ZmqExchange
 from moeyard_worker.layers.moe import Moe
 from moeyard_worker.layers.residual import AddNormStreams
 
@@ -111,7 +110,7 @@ def test_who_chooses(num_rows: int, local: bool, takes_choices: bool, shared: st
 
 
 def test_rows_are_local_in_a_fleet_of_one_rank_only() -> None:
-    kinds = (LocalExchange, ZmqExchange, StagedExchange, NvlinkExchange, NcclExchange)
+    kinds = (LocalExchange, ZmqExchange, NvlinkExchange, NcclExchange)
     assert [kind.__name__ for kind in kinds if kind.traits.local] == ["LocalExchange"]
 
 

@@ -37,7 +37,7 @@ from moeyard_router.http.process import (
     WorkerLost,
     run_router_process,
 )
-from moeyard_worker.exchange.leftovers import Folder
+from moeyard_worker.exchange.membership.shared_files import Folder
 
 # A router that ends by itself is started again: three times a minute, then it is no accident.
 _LIMIT, _WINDOW_SECONDS = 3, 60.0

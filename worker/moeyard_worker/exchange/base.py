@@ -18,7 +18,7 @@ from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_worker.config.placement import Placement
 
 if TYPE_CHECKING:
-    from moeyard_worker.exchange.mesh import Mesh
+    from moeyard_worker.exchange.membership.mesh import Mesh
 
 
 class ExchangeError(RuntimeError):

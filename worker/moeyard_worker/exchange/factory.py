@@ -4,23 +4,22 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from moeyard_worker.config.engine_config import EXCHANGES, ExchangeKind
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Exchange
-from moeyard_worker.exchange.local import LocalExchange
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.nccl import NcclExchange
-from moeyard_worker.exchange.nvlink import NvlinkExchange
-from moeyard_worker.exchange.peer_fetch import Lending
-from moeyard_worker.exchange.peer_memory import GpuMemory
-from moeyard_worker.exchange.row_group import TorchGroup
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.staged import StagedExchange
-from moeyard_worker.exchange.wires import MeshLock
-from moeyard_worker.exchange.zmq_exchange import ZmqExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
+from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
+from moeyard_worker.exchange.transports.nccl.group import TorchGroup
+from moeyard_worker.exchange.transports.nvlink.exchange import NvlinkExchange
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
+from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
+from moeyard_worker.exchange.transports.zmq_exchange import CPU, ZmqExchange
 
-_CPU = torch.device("cpu")
 # Exchanges that do not move rows over the mesh, and want nothing of it that is sized by them.
 _BESIDE_MESH = ("local", "nvlink", "nccl")
 
@@ -39,6 +38,13 @@ def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
     if kind == "auto":
         return "local" if world_size == 1 else "zmq"
     return cast(ExchangeKind, kind)
+
+
+def missing_nccl() -> str | None:
+    """Return why this torch has no NCCL, or None."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return f"torch {torch.__version__} has no NCCL"
+    return None
 
 
 def build_mesh(
@@ -82,7 +88,7 @@ def build_mesh(
 
 
 def build_exchange(
-    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = _CPU,
+    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = CPU,
     seconds: float = 5.0, drafts: bool = False, lending: Lending | None = None,
 ) -> Exchange:  # fmt: skip
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
@@ -109,5 +115,4 @@ def build_exchange(
             TorchGroup(device, captures=device.type == "cuda"), rank=mesh.rank, world_size=mesh.world_size, shape=shape,
             placement=placement, seconds=seconds, device=device,
         )  # fmt: skip
-    exchange = ZmqExchange(mesh, shape=shape, placement=placement)
-    return exchange if device.type == "cpu" else StagedExchange(exchange, device)
+    return ZmqExchange(mesh, shape=shape, placement=placement, device=device)

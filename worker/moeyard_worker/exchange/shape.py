@@ -1,4 +1,4 @@
-"""The sizes that every rank of a fleet must agree on, and where they put things in shared memory. Pure."""
+"""The sizes that every rank of a fleet must agree on, and the layout of its slab in shared memory. Pure."""
 
 from dataclasses import dataclass
 
@@ -31,10 +31,8 @@ class ExchangeShape:
         return self.hidden * DTYPE_BYTES[self.dtype]
 
     def window(self, world_size: int) -> PeerShape:
-        """What each of `world_size` GPUs shares with the others. Raises ValueError for what these cannot move."""
-        return PeerShape(
-            world_size=world_size, top_k=self.top_k, row_bytes=self.row_bytes, max_tokens=self.max_tokens
-        )  # fmt: skip
+        """Sizes of the memory that each of `world_size` GPUs shares. Raises ValueError for rows of another kind."""
+        return PeerShape(world_size=world_size, top_k=self.top_k, row_bytes=self.row_bytes, max_tokens=self.max_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -46,18 +44,18 @@ class ExchangeShape:
 
     @property
     def rows_offset(self) -> int:
-        """Where the token rows start in a slab (the ids, int64, come first)."""
+        """Start of the token rows in a slab, behind the ids (int64)."""
         return _aligned(self.max_tokens * self.top_k * 8)
 
     @property
-    def home_offset(self) -> int:
-        """Where the returned expert rows start in a slab."""
+    def results_offset(self) -> int:
+        """Start of the returned expert rows in a slab."""
         return self.rows_offset + _aligned(self.max_tokens * self.row_bytes)
 
     @property
     def slab_bytes(self) -> int:
         """Bytes of one rank's slab."""
-        return self.home_offset + _aligned(self.max_tokens * self.top_k * self.row_bytes)
+        return self.results_offset + _aligned(self.max_tokens * self.top_k * self.row_bytes)
 
 
 def _aligned(num_bytes: int) -> int:

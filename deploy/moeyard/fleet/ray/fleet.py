@@ -62,7 +62,7 @@ from moeyard.logs import LogConfig
 from moeyard.signals import Interrupts
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.exchange.leftovers import sweep
+from moeyard_worker.exchange.membership.shared_files import sweep
 from moeyard_worker.keys import FleetKeys
 
 log = logging.getLogger(__name__)

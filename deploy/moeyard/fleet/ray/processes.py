@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from moeyard.last_resort import end_tree
 from moeyard.signals import end_now
 from moeyard_worker.config.engine_config import format_size
-from moeyard_worker.exchange.leftovers import sweep
+from moeyard_worker.exchange.membership.shared_files import sweep
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from moeyard_kernels.backend import Backend
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.engine.assembly.device import cpu_backend
 from moeyard_worker.engine.steps.runner import Runner
-from moeyard_worker.exchange.local import LocalExchange
+from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.scheduling.step import Chunk, Step

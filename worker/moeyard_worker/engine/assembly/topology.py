@@ -8,11 +8,10 @@ from moeyard_worker.config.nccl_config import keep_to_loopback
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import Device
-from moeyard_worker.exchange.factory import build_mesh, resolve_kind
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.row_group import missing_nccl
+from moeyard_worker.exchange.factory import build_mesh, missing_nccl, resolve_kind
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.wires import MeshLock
 
 # Exchanges that `auto` tries, in order, for several GPUs of one host; the last always works. Graphs hold
 # "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).

@@ -35,9 +35,9 @@ from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape, fetch_
 from moeyard_worker.engine.sampling.grammars import Grammars
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange
-from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.exchange.peer_fetch import Lending
-from moeyard_worker.exchange.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.membership.frames import Phase
+from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 from moeyard_worker.models.model_config import ModelConfig

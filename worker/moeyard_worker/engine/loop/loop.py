@@ -30,8 +30,8 @@ from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.in_flight import LaunchedStep
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import Exchange, ExchangeError
-from moeyard_worker.exchange.lockstep import Lockstep
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.membership.lockstep import Lockstep
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Submit
 from moeyard_worker.scheduling.admission import refusal

@@ -3,8 +3,7 @@
 import traceback
 from dataclasses import dataclass
 
-from moeyard_worker.exchange.finding import Finding
-from moeyard_worker.exchange.naming import name_place
+from moeyard_worker.exchange.membership.agreement import Finding, name_place
 
 _FRAMES, _NAMED = 12, 8
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from moeyard_worker.engine.loop.metrics_server import MetricsServer
 from moeyard_worker.exchange.base import Exchange
-from moeyard_worker.exchange.lockstep import Lockstep
+from moeyard_worker.exchange.membership.lockstep import Lockstep
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.scheduling.scheduler import Scheduler
 

@@ -7,10 +7,10 @@ are, and only these travel. All ranks choose alike, by the agreed rows.
 
 A graph holds the collectives with the communicator of one epoch, so captured graphs end with the epoch. With graphs,
 members pad few rows to a few common sizes (`_ROW_SIZES`). Events in a graph tell a host nothing, so the device counts
-its progress (row_group.py).
+its progress (group.py).
 
 Collectives wait on the device, and only the host can end them. The host therefore waits only where it can watch the
-mesh and its device (watch.py).
+mesh and its device (steps.py).
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from moeyard_kernels.types.peer_window import ROWS_PER_TURN
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats, ExchangeTraits, PeerRows
-from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.packets import RowPackets
-from moeyard_worker.exchange.routing import tables_of
-from moeyard_worker.exchange.row_group import RowGroup
+from moeyard_worker.exchange.membership.frames import Phase
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.watch import NcclSteps, Place
+from moeyard_worker.exchange.transports.nccl.group import TorchGroup
+from moeyard_worker.exchange.transports.nccl.steps import NcclSteps, Place
+from moeyard_worker.exchange.transports.routing import tables_of
 
+_ID = torch.int32  # expert ids in packets
 # Bytes of a step's results up to which all members return all of them: a network moves these while a layer is launched.
 _MOST_WHOLE = 32 << 20
 # Rows per member to which steps without prompts are padded in graphs, if members may return all results of as many.
@@ -59,7 +59,7 @@ class NcclHandle:
 
 
 class NcclExchange:
-    """`Exchange` through a `RowGroup`, among the members of the mesh. Before the first `attach` nothing moves.
+    """`Exchange` through a `TorchGroup`, among the members of the mesh. Before the first `attach` nothing moves.
 
     A rank whose device does not come to its next collective within `seconds` names itself silent. A rank that waits
     names after a deadline of the mesh the peers that do not wait, and after two deadlines says that all ranks wait.
@@ -69,7 +69,7 @@ class NcclExchange:
 
     def __init__(
         self,
-        group: RowGroup,
+        group: TorchGroup,
         *,
         rank: int,
         world_size: int,
@@ -154,7 +154,7 @@ class NcclExchange:
         assert x.shape[0] >= num_tokens, (x.shape, topk_ids.shape)
         assert (x.shape[1:], x.dtype) == ((self._shape.hidden,), self._dtype), (x.shape, x.dtype, self._shape)
         packet = self._packets.pack(x[:num_tokens], topk_ids, count)
-        got = self._packets.to_come(sum(counts), self._device, nobody=self.steps.mesh is None)
+        got = self._packets.empty(sum(counts), self._device, no_ids=self.steps.mesh is None)
         self._move((self.steps.step, layer, Phase.DISPATCH), packet.repeat(world, 1), [count] * world, got, counts)
         # NCCL's kernels leave an aborted collective with whatever lies in their buffers.
         chosen = self._packets.ids(got).clamp_(-1, self._shape.num_experts - 1)
@@ -235,3 +235,43 @@ class NcclExchange:
     def close(self) -> None:
         """End all waits and the group."""
         self.steps.abort()
+
+
+class RowPackets:
+    """Packets [n, width] of `dtype`: K ids as int32, a row of H values, and padding to whole ids.
+
+    With few rows a second collective for the ids would cost its launch more than its bytes.
+    """
+
+    def __init__(self, *, top_k: int, hidden: int, dtype: torch.dtype) -> None:
+        per_id = _ID.itemsize // dtype.itemsize
+        self._begin = top_k * per_id
+        self._end = self._begin + hidden
+        self._width, self._dtype = self._end + -self._end % per_id, dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one packet."""
+        return self._width * self._dtype.itemsize
+
+    def pack(self, rows: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Make `count` packets of rows [n, H] and integer ids [n, K]; those beyond n have ids of -1."""
+        packets = self.empty(count, rows.device, no_ids=count > len(rows))
+        packets[: len(rows), : self._begin].view(_ID).copy_(ids)
+        packets[: len(rows), self._begin : self._end] = rows
+        return packets
+
+    def empty(self, count: int, device: torch.device, *, no_ids: bool = False) -> torch.Tensor:
+        """Make `count` unwritten packets; with `no_ids` all ids are -1."""
+        packets = torch.empty(count, self._width, dtype=self._dtype, device=device)
+        if no_ids:
+            packets[:, : self._begin].view(_ID).fill_(-1)
+        return packets
+
+    def rows(self, packets: torch.Tensor) -> torch.Tensor:
+        """Return the rows [n, H], contiguous."""
+        return packets[:, self._begin : self._end].contiguous()
+
+    def ids(self, packets: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the ids, [n, K] int64."""
+        return packets[:, : self._begin].view(_ID).long()

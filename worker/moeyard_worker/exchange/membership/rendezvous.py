@@ -1,4 +1,4 @@
-"""How ranks find each other: what a rank publishes about itself and what must agree before any of it is used."""
+"""How ranks find each other: the published endpoint of a rank, and the checks before it is used."""
 
 import os
 import socket
@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.frames import Frame, FrameError, Handshake, decode_handshake, encode_handshake
-from moeyard_worker.exchange.leftovers import SHARED_DIRECTORY
-from moeyard_worker.exchange.naming import is_poison, name_ranks
-from moeyard_worker.exchange.wires import Wires
+from moeyard_worker.exchange.membership.agreement import is_poison, name_ranks
+from moeyard_worker.exchange.membership.frames import Frame, FrameError, Handshake, decode_handshake, encode_handshake
+from moeyard_worker.exchange.membership.shared_files import SHARED_DIRECTORY
+from moeyard_worker.exchange.membership.wires import Wires
 
 _CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
 
@@ -79,12 +79,16 @@ def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> 
 
 
 def greet(
-    wires: Wires, endpoints: Sequence[MeshEndpoint], own: MeshEndpoint, *, timeout: float,
+    wires: Wires,
+    endpoints: Sequence[MeshEndpoint],
+    own: MeshEndpoint,
+    *,
+    timeout: float,
     poisoned: Callable[[int, Frame], object],
-) -> tuple[Iterable[int], str] | None:  # fmt: skip
-    """Exchange handshakes with all peers, whose connections are on their way; None when all have answered.
+) -> tuple[Iterable[int], str] | None:
+    """Exchange handshakes with all peers, whose connections are being made; return None when all have answered.
 
-    Else who is at fault, and how. `poisoned` is given a first frame that tells of a failure, and raises.
+    Otherwise return the ranks at fault and the reason. `poisoned` raises the failure that a first frame tells of.
     """
     limit = perf_counter() + timeout
     unsent, unheard = set(wires.peers), set(wires.peers)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from moeyard_worker.exchange.base import ExchangeError, ExchangeSteps, PeerRows
-from moeyard_worker.exchange.frames import Phase
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.naming import name_ranks, where_in_step
-from moeyard_worker.exchange.row_group import Moved, RowGroup
+from moeyard_worker.exchange.membership.agreement import name_ranks, where_in_step
+from moeyard_worker.exchange.membership.frames import Phase
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.nccl.group import Moved, TorchGroup
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class NcclSteps(ExchangeSteps):
 
     def __init__(
         self,
-        group: RowGroup,
+        group: TorchGroup,
         *,
         rank: int,
         seconds: float,

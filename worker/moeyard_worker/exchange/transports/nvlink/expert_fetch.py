@@ -1,8 +1,8 @@
-"""Ranks of a host that read for each other what they miss of their experts, as far as the host's side knows of it.
+"""Shared expert fetch, the host's side: ranks of a host read missed experts for each other.
 
-Each lends the memory in which it keeps all its experts. When ranks meet they tell each other where that is, and each
-maps that of all others; if one cannot, or has nothing to lend, all read alone. What the device does with it is the
-kernels' (`moeyard_kernels.types.fetch_window`).
+Each rank lends the host memory that holds all its experts. When ranks meet, they exchange its location, and each maps
+the memory of all others. If one cannot, or has nothing to lend, every rank reads alone. The kernels do the rest
+(`moeyard_kernels.types.fetch_window`).
 """
 
 import logging
@@ -17,18 +17,19 @@ from moeyard_kernels.types.fetch_window import FetchWindow, open_fetch
 from moeyard_kernels.types.peer_shape import FetchShape, LentMemory
 from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_worker.exchange.base import ExchangeError
-from moeyard_worker.exchange.meeting import gather
-from moeyard_worker.exchange.mesh import Mesh
-from moeyard_worker.exchange.naming import name_ranks
-from moeyard_worker.exchange.peer_memory import PeerMemory
+from moeyard_worker.exchange.membership.agreement import name_ranks
+from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """What a rank brings: `lent` is its memory, None where it `misses` no expert or cannot lend. With `required` an
-    epoch in which ranks cannot read for each other ends."""
+    """A rank's part: its `lent` memory, None if it `misses` no expert or cannot lend.
+
+    With `required` an epoch in which ranks cannot read for each other ends.
+    """
 
     shape: FetchShape
     lent: LentMemory | None
@@ -37,13 +38,13 @@ class Lending:
 
 
 class PeerFetch:
-    """A rank's part in it, over the `window` of its rows; `memory` is what peers write to, None if it lends nothing.
+    """A rank's side of shared fetch; `memory` is where peers write, None if it lends nothing; `peer` its row window.
 
-    Until ranks have met, and in every epoch in which they cannot, `window` says that each reads alone: what was
-    captured with it asks the device.
+    Until ranks have met, and in every epoch in which they cannot share, `window` says that each rank reads alone.
+    Captured graphs read that from the device.
     """
 
-    def __init__(self, memory: PeerMemory | None, lending: Lending, peer: PeerWindow) -> None:
+    def __init__(self, memory: GpuMemory | None, lending: Lending, peer: PeerWindow) -> None:
         self._memory, self._lending, self._device = memory, lending, peer.state.device
         self.window: FetchWindow | None = None
         if memory is not None:
@@ -51,13 +52,13 @@ class PeerFetch:
         self._borrowed: dict[int, BorrowedMemory] = {}
 
     def meet(self, mesh: Mesh) -> None:
-        """All ranks call it when nothing runs on their devices: they agree whether they share, and are as new.
+        """Agree with all ranks whether to share, and reset the window; nothing may run on the devices.
 
         Raises ExchangeError if a rank that has to share cannot.
         """
         own = self._lending
         word = (own.misses, None if own.lent is None else astuple(own.lent))
-        words = [msgpack.unpackb(each) for each in gather(mesh, msgpack.packb(word))]
+        words = [msgpack.unpackb(each) for each in mesh.gather(msgpack.packb(word))]
         if not any(misses for misses, _ in words):
             return
         failed = [rank for rank, (_, lent) in enumerate(words) if lent is None]
@@ -65,13 +66,13 @@ class PeerFetch:
         if any(words[rank][0] for rank in failed):
             why = "CUDA cannot pin memory there that others may map"
         if not failed:
-            # By name, as fields are told in their order.
+            # Fields were sent in their order.
             names = LentMemory.__dataclass_fields__
             lent = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in words]
-            own_word = self._borrow(mesh.rank, lent)
-            told = [each.decode() for each in gather(mesh, own_word.encode())]
-            failed = [rank for rank, each in enumerate(told) if each]
-            why = told[failed[0]] if failed else ""
+            own_error = self._borrow(mesh.rank, lent)
+            errors = [each.decode() for each in mesh.gather(own_error.encode())]
+            failed = [rank for rank, error in enumerate(errors) if error]
+            why = errors[failed[0]] if failed else ""
         if failed:
             self._part(mesh, failed, why)
             return
@@ -80,7 +81,7 @@ class PeerFetch:
         mapped = self._memory.meet(mesh)
         self.window = replace(self.window, memory=tuple(mapped))
         self.window.table.copy_(torch.tensor([each.data_ptr() for each in mapped], dtype=torch.int64))
-        # Its own it has as a tensor.
+        # A rank reads its own store by a tensor, not by address.
         stores = [self._borrowed[rank].address if rank in self._borrowed else 0 for rank in range(len(words))]
         self.window.stores.copy_(torch.tensor(stores, dtype=torch.int64))
         self.window.reset()
@@ -88,13 +89,13 @@ class PeerFetch:
         log.info("rank %d: missed experts are read over the links of all %d ranks", mesh.rank, len(words))
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Give back what these have lent, which nothing reads any more: a successor needs the room in the host."""
+        """Unmap the memory of lost ranks, which nothing reads any more: a successor needs the room in the host."""
         for rank in ranks:
             if (borrowed := self._borrowed.pop(rank, None)) is not None:
                 borrowed.close()
 
     def _borrow(self, own: int, lent: list[LentMemory]) -> str:
-        """Map what others lend, if it is not mapped already; what keeps one from it, or nothing."""
+        """Map what others lend, unless it is mapped already; return the error that prevents it, or ""."""
         for rank, each in enumerate(lent):
             if rank == own or (rank in self._borrowed and self._borrowed[rank].lent == each):
                 continue
@@ -106,7 +107,7 @@ class PeerFetch:
         return ""
 
     def _part(self, mesh: Mesh, ranks: list[int], why: str) -> None:
-        """Read alone in this epoch, because of these."""
+        """Read alone in this epoch, because of `ranks`."""
         reason = f"{name_ranks(ranks)}: {why}"
         if self._lending.required:
             words = f"--expert-fetch shared cannot be: {reason}; use --expert-fetch alone"

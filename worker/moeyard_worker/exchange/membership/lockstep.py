@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
-from moeyard_worker.exchange.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
-from moeyard_worker.exchange.mesh import Frame, Mesh
+from moeyard_worker.exchange.membership.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
+from moeyard_worker.exchange.membership.mesh import Frame, Mesh
 
 
 class Agreed(NamedTuple):

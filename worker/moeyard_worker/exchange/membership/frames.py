@@ -1,28 +1,23 @@
-"""What travels between ranks: tags, plan frames, poison frames and handshakes. Pure: stdlib + msgpack.
+"""Frames between ranks: tags, plan frames and handshakes. Pure: stdlib + msgpack.
 
-Every frame starts with a tag of TAG_BYTES bytes (little endian: magic, version, phase, source, layer, epoch, step), so
-that a receiver compares one slice with the bytes it expects, and decodes only to explain a mismatch. Decoding is
-strict: whatever is not exactly a frame of this version raises `FrameError`.
+Every frame starts with a tag of TAG_BYTES bytes (little endian: magic, version, phase, source, layer, epoch, step). A
+receiver compares one slice with the bytes it expects, and decodes only to explain a mismatch. Decoding is strict:
+anything but a frame of this version raises `FrameError`.
 """
 
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from struct import Struct, unpack_from
+from struct import Struct
 from struct import error as StructError
 
 import msgpack
 
-from moeyard_worker.exchange.finding import MAX_REASON_BYTES, Finding
-
 MAGIC = b"mY"
 VERSION = 6
 NO_LAYER = 0xFFFF
-# The round of a poison frame that says what all agreed on; rounds of agreement begin at 1.
-SETTLED = 0
 
 _TAG = Struct("<2sBBHHIQ")
 _PLAN = Struct("<IIIB")
-_POISON = Struct("<HQIH")
 TAG_BYTES = _TAG.size
 
 Frame = bytes | memoryview
@@ -33,8 +28,11 @@ class FrameError(ValueError):
 
 
 class Phase(IntEnum):
-    """What a frame is for. The order is the order of a rank's life and of a step; experts are fetched between dispatch
-    and combine, on devices alone, which makes no frame. What is said beside a step (signs.py) has no turn."""
+    """What a frame is for, in the order of a rank's life and of a step.
+
+    FETCH, between dispatch and combine, happens on devices only and has no frame. BUSY and WAITING are signs of life
+    (liveness.py), which come at any time.
+    """
 
     HANDSHAKE = 1
     PLAN = 2
@@ -65,9 +63,9 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFrame:
-    """A rank's part in lockstep step `step`: it takes part with `num_tokens` rows (0 for an idle rank), the first
-    `num_prompt` of them of prompts, brings at most `num_rows` with padding to its exchanges, and wants `num_drafts`
-    passes of drafting behind them.
+    """A rank's part in lockstep step `step`: `num_tokens` rows (0 for an idle rank), first `num_prompt` prompt rows.
+
+    It brings at most `num_rows` rows, with padding, to its exchanges, and wants `num_drafts` passes of drafting.
     """
 
     epoch: int
@@ -80,18 +78,8 @@ class PlanFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoisonFrame:
-    """A rank's word on why the fleet has ended: in `round` of the agreement the smallest finding it knows, or in round
-    SETTLED the one that is final.
-    """
-
-    round: int
-    finding: Finding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """First frame on a connection. `token` is the receiver's secret: the sender was given its endpoint."""
+    """First frame on a connection. `token` is the receiver's secret, known from its endpoint."""
 
     rank: int
     world_size: int
@@ -100,7 +88,7 @@ class Handshake:
 
 
 def pack_tag(epoch: int, step: int, layer: int, phase: int, source: int) -> bytes:
-    """The TAG_BYTES bytes of a tag (`layer` NO_LAYER for none). Positional: it is on the path of every frame."""
+    """The TAG_BYTES bytes of a tag (`layer` NO_LAYER for none). Positional, as every frame calls it."""
     return _TAG.pack(MAGIC, VERSION, phase, source, layer, epoch, step)
 
 
@@ -157,39 +145,6 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
     )  # fmt: skip
 
 
-def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:
-    """One frame; raises `FrameError` on a field out of range or a reason longer than MAX_REASON_BYTES bytes."""
-    finding, ranks = poison.finding, poison.finding.ranks
-    reason = finding.reason.encode()
-    if len(reason) > MAX_REASON_BYTES:
-        raise FrameError(f"a poison reason of {len(reason)} bytes, at most {MAX_REASON_BYTES}")
-    try:
-        body = _POISON.pack(poison.round, finding.step, finding.place, len(ranks))
-        return encode_tag(tag) + body + Struct(f"<{len(ranks)}H").pack(*ranks) + reason
-    except StructError as error:
-        raise FrameError(f"{poison}: {error}") from error
-
-
-def decode_poison(frame: bytes) -> tuple[Tag, PoisonFrame]:
-    """The tag and the content of a poison frame; raises `FrameError`."""
-    tag = decode_tag(frame)
-    if tag.phase is not Phase.POISON:
-        raise FrameError(f"expected a poison frame, got {tag}")
-    try:
-        number, step, place, num_ranks = _POISON.unpack_from(frame, TAG_BYTES)
-        ranks = unpack_from(f"<{num_ranks}H", frame, TAG_BYTES + _POISON.size)
-    except StructError as error:
-        raise FrameError(f"a poison frame of {len(frame)} bytes: {error}") from error
-    body = frame[TAG_BYTES + _POISON.size + 2 * num_ranks :]
-    if len(body) > MAX_REASON_BYTES:
-        raise FrameError(f"a poison reason of {len(body)} bytes, at most {MAX_REASON_BYTES}")
-    try:
-        reason = bytes(body).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FrameError(f"poison reason: {error}") from error
-    return tag, PoisonFrame(round=number, finding=Finding(step=step, place=place, ranks=ranks, reason=reason))
-
-
 def encode_handshake(handshake: Handshake) -> bytes:
     """One frame."""
     tag = encode_tag(Tag(epoch=handshake.epoch, step=0, layer=None, phase=Phase.HANDSHAKE, source=handshake.rank))
@@ -215,3 +170,11 @@ def decode_handshake(frame: bytes) -> Handshake:
     if (body["rank"], body["epoch"], 0) != (tag.source, tag.epoch, tag.step):
         raise FrameError(f"handshake: rank {body['rank']}, epoch {body['epoch']} in a {tag}")
     return Handshake(**body)
+
+
+def name_frame(frame: Frame) -> str:
+    """The tag of a frame in words, or why it has none."""
+    try:
+        return str(decode_tag(bytes(frame[:TAG_BYTES])))
+    except FrameError as error:
+        return f"no frame: {error}"

@@ -1,10 +1,10 @@
-"""The sockets under the mesh: one PAIR per peer at both ends, each with a monitor. Knows peers, and frames as bytes.
+"""The sockets under the mesh: one PAIR per peer at both ends, each with a monitor. Frames are bytes here.
 
-A PAIR accepts exactly one connection and keeps it for life, so a frame's source is known from the socket it arrives on,
-nobody can take a peer's place, waiting for one peer is one blocking `recv`, and each source's frames stay in order.
-A connection that ends is never made again (RECONNECT_IVL); its monitor says so within milliseconds.
+A PAIR accepts exactly one connection and keeps it for life. So the socket tells a frame's source, no stranger can take
+a peer's place, waiting for one peer is one blocking `recv`, and each source's frames stay in order. An ended connection
+is never made again (RECONNECT_IVL); its monitor says so within milliseconds.
 
-TCP is met under the fleet's keys only. Unix sockets are not: they lie in a directory of mode 0700 until all have met.
+TCP connections need the fleet's keys. Unix sockets do not: they lie in a directory of mode 0700 until all have met.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from typing import Any
 
 import zmq
 
-from moeyard_worker.exchange.frames import Frame
-from moeyard_worker.exchange.pulse import Pulse
+from moeyard_worker.exchange.membership.frames import Frame
+from moeyard_worker.exchange.membership.liveness import Pulse
 from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.refusals import Refusals
 from moeyard_worker.sockets import (
@@ -36,19 +36,19 @@ from moeyard_worker.sockets import (
     watch,
 )
 
-# At most two frames of a source are ever unread (its frame of this phase and, when it already has ours, of the next),
-# plus a handshake, a plan, a poison frame and signs (signs.py): two for each deadline that their receiver is away, of
-# which it has twelve; more only of who is slow and waits by turns. A PAIR blocks at its mark, it never drops.
+# At most two frames of a source are ever unread (of this phase and, when it already has ours, of the next), plus a
+# handshake, a plan, a poison frame and signs (`Signs`). A source sends two signs for each of up to twelve deadlines of
+# the receiver's absence; more only if it is slow and waits by turns. A PAIR blocks at its mark; it never drops.
 HIGH_WATER_MARK = 64
-# A wait first blocks in `recv` this long, which is one system call and the usual case; only then it polls everything.
+# A wait first blocks in `recv` this long, one system call in the usual case; only then it polls everything.
 RECV_SLICE_MS = 2
 # A day, by which time the fleet has long failed. With -1, and with IMMEDIATE too, libzmq 4.3 drops what a peer had sent
 # and we had not read when its connection ends, which is where a peer says why it ends (measured: 1 time in 10).
 RECONNECT_NEVER_MS = 86_400_000
 # How long closing waits for frames already sent to leave; nothing waits when they have.
 CLOSE_LINGER_MS = 500
-# A rank that was itself stopped wakes past its time limit with its peers' frames still on their way in: it must not
-# accuse them before it has looked once more for this long.
+# A rank that was stopped wakes past its time limit while its peers' frames still arrive. It looks once more for this
+# long before it accuses them.
 LAST_LOOK_S = 0.05
 # sun_path holds 108 bytes with its terminating zero (unix(7)).
 MAX_IPC_PATH = 107
@@ -62,32 +62,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLock:
-    """What keeps strangers out: CURVE, or without `encrypt` a password that goes in clear with every handshake."""
+    """Access control: CURVE, or without `encrypt` a password in clear in every handshake."""
 
     keys: WorkerKeys
     encrypt: bool = True
 
     @property
     def password(self) -> bytes:
-        """Made of the ranks' secret, and gives nothing of it away."""
+        """A digest of the ranks' secret, which does not reveal it."""
         return hmac.digest(self.keys.own.secret, b"moeyard exchange", hashlib.sha256).hex().encode()
 
     def on(self, socket: "zmq.Socket[bytes]") -> None:
-        """Lock what `socket` binds from now on."""
+        """Lock the addresses that `socket` binds from now on."""
         if self.encrypt:
             lock(socket, self.keys.own)
         else:
             lock_in_clear(socket)
 
     def opened_by(self, socket: "zmq.Socket[bytes]") -> None:
-        """Let `socket` in where it connects from now on."""
+        """Give `socket` the key for connections that it makes from now on."""
         if self.encrypt:
             unlock(socket, self.keys.own, self.keys.own.public)
         else:
             unlock_in_clear(socket, self.password)
 
     def gate(self, context: "zmq.Context[zmq.Socket[bytes]]") -> Gate:
-        """Who is admitted to the sockets of `context`."""
+        """Return the authenticator of the sockets of `context`."""
         if self.encrypt:
             return Gate(context, key=self.keys.own.public)
         return Gate(context, password=self.password)
@@ -99,8 +99,8 @@ class Wires:
     tcp, ipc: the bound address for each rank, "" where there is none.
     inbox: frames read but not yet used, oldest first.
     lost: the peers whose connection ended, and how.
-    hear: given every frame that is read, with its peer; true for one that it takes, which no inbox sees.
-    refusals: strangers that knocked.
+    hear: called with peer and frame for every frame read; true for a frame that it takes, which reaches no inbox.
+    refusals: refused connections of strangers.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Wires:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
         self._in_place: set[int] = set()
-        # Which file descriptor carries a peer, and which descriptors of its socket have ended: a listener also sees
+        # The file descriptor that carries a peer, and the ended descriptors of its socket: a listener also sees
         # connections of strangers, which a PAIR refuses and whose end means nothing.
         self._descriptor: dict[int, int] = {}
         self._ended: dict[int, set[int]] = {peer: set() for peer in self.peers}
@@ -167,7 +167,7 @@ class Wires:
 
     def _bind(self, peer: int, host: str, ipc_directory: str | None) -> None:
         socket = self._sockets[peer]
-        # A lock is on what is bound after it.
+        # A lock applies to addresses that are bound after it.
         if ipc_directory is not None:
             path = str(Path(ipc_directory) / f"{secrets.token_hex(8)}.sock")
             if len(os.fsencode(path)) > MAX_IPC_PATH:
@@ -187,15 +187,15 @@ class Wires:
         socket.connect(address)
 
     def addresses(self) -> dict[str, Any]:
-        """Where this rank is met: fields of a `MeshEndpoint`."""
+        """Return the addresses of this rank: fields of a `MeshEndpoint`."""
         assert self.pulse is not None
         return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": self.pulse.address}
 
-    def feel(self, peer: int, address: str) -> None:
-        """Watch for signs of life of a peer at the `pulse` that it bound."""
+    def watch_pulse(self, peer: int, address: str) -> None:
+        """Watch the heartbeats of a peer at the `pulse` address that it bound."""
         assert self.pulse is not None
         unlock = (lambda socket: None) if self._lock is None else self._lock.opened_by
-        self._poller.register(self.pulse.feel(peer, address, unlock), zmq.POLLIN)
+        self._poller.register(self.pulse.connect(peer, address, unlock), zmq.POLLIN)
 
     def unbind(self, address: str) -> None:
         """Stop listening on a bound address that its peer will not use."""
@@ -204,7 +204,7 @@ class Wires:
                 socket.unbind(address)
 
     def read_in_place(self, peer: int) -> None:
-        """From now on give this peer's frames as views of the received message, which saves copying large ones."""
+        """Return this peer's frames as views of the received message from now on, which saves copies of large ones."""
         self._in_place.add(peer)
 
     def send(self, peer: int, frame: Frame) -> bool:
@@ -233,10 +233,10 @@ class Wires:
         return happened and self.drain()
 
     def drain(self) -> bool:
-        """File what has happened into `inbox` and `lost`; never blocks. Ends first: whatever a peer sent before its end
-        is read after it.
+        """File events into `inbox` and `lost`; return whether there were any. Never blocks.
 
-        Whether there was anything to file. Strangers who come and go are nothing: no wait for a peer may end by them.
+        Ends are filed first, as frames that a peer sent before its end are read after it. Strangers that come and go do
+        not count: they must not end a wait for a peer.
         """
         before = self._num_filed()
         for peer in self.peers:
@@ -265,8 +265,8 @@ class Wires:
 
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         """All sockets and monitors, for another poller."""
-        feelers = () if self.pulse is None else self.pulse.monitors.values()
-        return [*self._sockets.values(), *self._monitors.values(), *feelers]
+        pulses = () if self.pulse is None else self.pulse.monitors.values()
+        return [*self._sockets.values(), *self._monitors.values(), *pulses]
 
     def close(self) -> None:
         """Close everything; frames already sent to peers that are there still leave, for at most CLOSE_LINGER_MS."""

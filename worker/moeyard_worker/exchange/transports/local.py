@@ -4,7 +4,7 @@ import torch
 
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats, ExchangeSteps, ExchangeTraits, PeerRows
-from moeyard_worker.exchange.mesh import Mesh
+from moeyard_worker.exchange.membership.mesh import Mesh
 
 
 class LocalExchange:
