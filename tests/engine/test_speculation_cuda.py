@@ -154,7 +154,7 @@ def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None
     prompt, params = requests()["greedy"]
     submit = Submit(request_id="spoilt", prompt_token_ids=tuple(prompt), sampling=replace(params, logprobs=None))
     assert scheduler.add(submit, b"client", 0.0) is None
-    launches, head = runner(drafting), runner(drafting)._runner.model._lm_head
+    launches, head = runner(drafting), runner(drafting)._runner.model._lm_head.data
     with torch.inference_mode():
         for sound in (True, False):
             step, kept = scheduler.schedule(0.0), head[3].clone()
