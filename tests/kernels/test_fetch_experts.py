@@ -231,10 +231,9 @@ def test_shares_are_the_mean_and_nobody_reads_for_others_what_others_read_for_it
 def test_bad_arguments_are_named() -> None:
     [rank, _] = open_ranks(2)
     table = table_of(2).to(DEVICE)
+    store, *slots = (torch.zeros(shape, device=DEVICE) for shape in ((12, 144), (5, 8, 12), (5, 12, 4)))
     with pytest.raises(ValueError, match=r"gate_up\[0\]\.nbytes 384, window\.shape\.up_bytes 768"):
-        ops.fetch_experts(
-            torch.zeros(12, 144), table.cpu(), torch.zeros(5, 8, 12), torch.zeros(5, 12, 4), rank.window, layer=0
-        )
+        ops.fetch_experts(store, table, *slots, rank.window, layer=0)
     with pytest.raises(
         ValueError, match=r"fetch_experts: layer 2, E 6 of table int32 \[6\], rows 12 of store bfloat16 \[12, 576\]"
     ):
