@@ -1,19 +1,18 @@
-"""`python bench/kernel_times.py`: prove every op equal on this GPU, then time it beside its unfused or torch chain.
+"""Prove every op equal on this GPU, then time it and its unfused chain or torch equivalent.
 
     python bench/kernel_times.py [--op NAME ...] [--csv FILE]        the table
-    python bench/kernel_times.py --against FILE [--op NAME ...]      the table, row by row beside an earlier one
+    python bench/kernel_times.py --against FILE [--op NAME ...]      the table, compared with an earlier one row by row
     python bench/kernel_times.py --tune [--op NAME ...]              choose configs and store them for this device
-    python bench/kernel_times.py --model NAME ... [--rows N ...]     what the steps of models launch, not the table
-    python bench/kernel_times.py --csv FILE --merge FILE             what one file has goes to another; needs no GPU
+    python bench/kernel_times.py --model NAME ... [--rows N ...]     the launches of models' steps, not the table
+    python bench/kernel_times.py --csv FILE --merge FILE             add the rows of one file to another; needs no GPU
 
-A model is one of `model_steps.MODELS`, or all; rows are a step's, of output (1, 8, 64) or of a prompt (256, 512, 1024,
-8192). `--csv` keeps what its file has of other rows, each under the device, date and versions of the run that measured
-it, and is written row by row, so that a run that is cut loses nothing.
+A model is one of `model_steps.MODELS`, or "all". Rows are those of a step: 1, 8 or 64 of output, or 256, 512, 1024 or
+8192 of a prompt. `--csv` keeps the file's other rows under the device, date and versions that measured them. The file
+is written after each row, so an interrupted run loses nothing.
 
-No speed is reported for an op whose proof of equality fails, and the exit status is then 1, as it is where --against
-finds a row more than 10 % slower. Times are medians of graph
-replays whose launches find their inputs outside the L2; "copy" is the share of the copy bandwidth (read + write)
-measured in the same run.
+An op whose proof of equality fails has no time, and the exit status is 1. It is also 1 if --against finds a row that is
+more than 10 % slower. Times are medians of graph replays whose launches find their inputs outside the L2. "copy" is the
+share of the copy bandwidth (read + write) measured in the same run.
 """
 
 import argparse

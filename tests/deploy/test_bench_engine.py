@@ -71,8 +71,8 @@ def test_replay_of_a_graph_by_itself() -> None:
     assert replay_seconds(()) is None
 
 
-def graph_subject(**options: Any) -> Subject:
-    """Within `gpu_steps`."""
+def subject_of(rows: int, **options: Any) -> Subject:
+    """Return a subject of two layers of the demo model, with at most `rows` rows in a step."""
     config = EngineConfig(
         model_path=None,
         load_format="dummy",
@@ -80,16 +80,19 @@ def graph_subject(**options: Any) -> Subject:
         num_layers=2,
         max_model_len=64,
         kv_memory=1 << 20,
-        max_batch_tokens=32,
+        max_batch_tokens=rows,
         max_num_seqs=4,
-        prefill_chunk=32,
+        prefill_chunk=rows,
         prefix_caching=False,
-        async_scheduling=True,
-        **PLACE,
         **options,
     )
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     return Subject(config, check_weights(config, served_model(config)).spec, sampling)
+
+
+def graph_subject(**options: Any) -> Subject:
+    """Within `gpu_steps`."""
+    return subject_of(32, async_scheduling=True, **PLACE, **options)
 
 
 def answers(subject: Subject) -> dict[str, list[int]]:
@@ -318,21 +321,7 @@ def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_serves_what_was_asked_for() -> None:
     """Every request gets its tokens, prompts and seeds differ, and rows add up."""
-    config = EngineConfig(
-        model_path=None,
-        load_format="dummy",
-        shape="moeyard-demo",
-        num_layers=2,
-        max_model_len=64,
-        kv_memory=1 << 20,
-        max_batch_tokens=24,
-        max_num_seqs=4,
-        prefill_chunk=24,
-        prefix_caching=False,
-    )
-    subject = Subject(
-        config, check_weights(config, served_model(config)).spec, SamplingParams(max_tokens=1, ignore_eos=True)
-    )
+    subject = subject_of(24)
     try:
         run = Run(subject, subject.scheduler())
         for i in range(6):

@@ -36,7 +36,7 @@ class Placement:
     """`owners[i][e]` is the rank that computes expert e of `layers[i]`, the MoE layers by their number in the model.
 
     `copies[i]` are the experts that a second rank has too: of many rows of a step's source it computes a half
-    (`exchange/routing.py`). Empty: of no layer.
+    (`exchange/transports/routing.py`). Empty: of no layer.
     Raises ValueError unless every layer has as many experts, one at least, and owners that can be ranks, and for a copy
     of none of its experts, beside its owner, or a second one.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeyard_kernels.backend import Backend, GdnMix, StepPlan
+from moeyard_kernels.backend import Backend, GdnMix, KdaMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GdnLayer
 from moeyard_worker.config.rope_config import RopeConfig
@@ -107,7 +107,7 @@ class Gdn:
         weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
-    ) -> GdnBlock:
+    ) -> DeltaBlock:
         mix = backend.gdn(
             GdnLayer(
                 num_k_heads=self.num_k_heads,
@@ -123,13 +123,13 @@ class Gdn:
                 window=state["window"],
             )
         )
-        return GdnBlock(backend, mix, weights)
+        return DeltaBlock(backend, mix, weights)
 
 
-class GdnBlock:
+class DeltaBlock:
     """One product for everything that the rule reads, the rule, one product back."""
 
-    def __init__(self, backend: Backend, mix: GdnMix, weights: Loaded) -> None:
+    def __init__(self, backend: Backend, mix: GdnMix | KdaMix, weights: Loaded) -> None:
         self._backend, self._mix = backend, mix
         self._projections, self._o = weights["projections"], weights["o"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeyard_kernels.backend import Backend, KdaMix, StepPlan
+from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import KdaLayer
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.gdn import delta_state
+from moeyard_worker.layers.gdn import DeltaBlock, delta_state
 from moeyard_worker.layers.weights import Loaded, Part, Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState
 
@@ -71,7 +71,7 @@ class Kda:
         weights: Loaded,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
-    ) -> KdaBlock:
+    ) -> DeltaBlock:
         mix = backend.kda(
             KdaLayer(
                 num_heads=self.num_heads,
@@ -86,16 +86,4 @@ class Kda:
                 window=state["window"],
             )
         )
-        return KdaBlock(backend, mix, weights)
-
-
-class KdaBlock:
-    """One product for everything that the rule reads, narrow parts of it to be widened there; one product back."""
-
-    def __init__(self, backend: Backend, mix: KdaMix, weights: Loaded) -> None:
-        self._backend, self._mix = backend, mix
-        self._projections, self._o = weights["projections"], weights["o"]
-
-    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """x [num_rows, H] -> [num_rows, H]."""
-        return self._backend.linear(self._mix.mix(self._backend.linear(x, self._projections), plan), self._o)
+        return DeltaBlock(backend, mix, weights)
