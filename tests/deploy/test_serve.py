@@ -551,7 +551,12 @@ def test_a_metrics_port_that_is_taken(command: Callable[..., Command]) -> None:
 
 
 def test_demo_once(command: Callable[..., Command]) -> None:
-    shown = command("demo", "--once", "--port", "0")
+    """It ends by itself, also where a shell's `&` has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        shown = command("demo", "--once", "--port", "0")
+    finally:
+        signal.signal(signal.SIGINT, before)
     shown.check_end(0)
     out = shown.out.read_text()
     assert "Fellow-Citizens of the Senate and House of Representatives" in out

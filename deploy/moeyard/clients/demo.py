@@ -38,8 +38,8 @@ def demo(args: argparse.Namespace) -> int:
             errors.append(error)
             print(f"the demonstration failed: {type(error).__name__}: {error}", flush=True)
         if args.once or errors:
-            # The router ends in an orderly way on SIGINT, as if Ctrl-C was pressed.
-            os.kill(os.getpid(), signal.SIGINT)
+            # Not SIGINT: a shell's `&` has that ignored.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_ready(running: Running) -> None:
         # The router answers in this thread's loop, so the client needs one of its own.
