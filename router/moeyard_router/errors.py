@@ -1,10 +1,10 @@
-"""The one error a client sees, in OpenAI's shape; in Anthropic's where its API is asked."""
+"""The one error type that clients see, in OpenAI's shape or, below /v1/messages, in Anthropic's."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-# vLLM spells `type` after the status too; clients look at the status and the message.
+# vLLM derives `type` from the status too. Clients look at the status and the message.
 _TYPES = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -21,12 +21,12 @@ _TYPES = MappingProxyType(
         503: "service_unavailable_error",
     }
 )
-# Anthropic's words; what is not here has the same as above.
+# Anthropic's types where they differ from the table above.
 _ANTHROPIC_TYPES = MappingProxyType(
     {403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 )
 ANTHROPIC_PATH = "/v1/messages"
-# APIs of OpenAI, vLLM and SGLang for models that do not generate text; below /v1 or not.
+# APIs of OpenAI, vLLM and SGLang for models that do not generate text, without the prefix /v1.
 _OTHER_KINDS = MappingProxyType(
     {
         **dict.fromkeys(
@@ -41,9 +41,9 @@ _OTHER_KINDS = MappingProxyType(
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status, a message for people, and the request field at fault (`param`).
+    """An error answer: HTTP status, message, and the request field at fault (`param`).
 
-    `retry_after` (seconds) becomes the Retry-After header; `reason` is the label it is counted under.
+    `retry_after` (seconds) becomes the Retry-After header. `reason` is the label of the rejections metric.
     """
 
     def __init__(
@@ -63,33 +63,33 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON body: `{"error": {"message", "type", "param", "code"}}`, `code` being the status as in vLLM."""
+        """Return OpenAI's body, `{"error": {"message", "type", "param", "code"}}`. `code` is the status, as in vLLM."""
         kind = _TYPES.get(self.status, "error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The JSON body in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+        """Return Anthropic's body, `{"type": "error", "error": {"type", "message"}}`."""
         kind = _ANTHROPIC_TYPES.get(self.status) or _TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """The JSON body in the shape that clients of a path expect."""
+        """Return the body in the shape that clients of `path` expect."""
         return self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:
-    """A 404 for a name that is none of the served ones."""
+    """Return a 404 that lists the served names."""
     message = f"the model '{name}' does not exist; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, param="model", reason="unknown_model")
 
 
 def no_route(method: str, path: str, status: int, detail: str) -> ApiError:
-    """The answer to a path that is not served, or not by this method; of other kinds of models' APIs it says why."""
+    """Return the error for an unknown path or method. The 404 of an API for other kinds of models says why."""
     kind = _OTHER_KINDS.get(path.removeprefix("/v1").rstrip("/")) if status == 404 else None
     why = detail if kind is None else f"the model of this server has no {kind}; it generates text"
     return ApiError(status, f"{method} {path}: {why}")
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """A 400 that names the field at fault."""
+    """Return a 400 that names the field at fault."""
     return ApiError(400, message, param=param)

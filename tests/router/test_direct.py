@@ -13,11 +13,11 @@ from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
 from moeyard_router.api import endpoints
 from moeyard_router.api.generation import Generation
 from moeyard_router.api.intake import Intake
-from moeyard_router.api.surfaces import SURFACES
+from moeyard_router.api.surfaces import READERS, SURFACES
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
-from moeyard_router.http.connection import ChunkOutbox, Pieces
+from moeyard_router.http.connection import ChunkOutbox, DirectChunks
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
 
@@ -140,7 +140,7 @@ def job_of(tool_checkpoint, tool_codec):
         eos_token_ids=(1,),
     )  # fmt: skip
     intake = Intake(config, tool_codec)
-    return lambda api, body: asyncio.run(SURFACES[api].read(intake, json.dumps(body).encode()))
+    return lambda api, body: asyncio.run(READERS[api](intake, json.dumps(body).encode()))
 
 
 def ids_of(codec, name):
@@ -405,13 +405,13 @@ def test_pieces_leave_in_order_and_together():
 
 def test_the_server_offers_the_way(service, monkeypatch):
     """A real connection: pieces go by it, in chunks that a client can read, and the connection lives on."""
-    pieces, write = [], Pieces.write
+    pieces, write = [], DirectChunks.write
 
     def counting(self, data):
         pieces.append(data)
         write(self, data)
 
-    monkeypatch.setattr(Pieces, "write", counting)
+    monkeypatch.setattr(DirectChunks, "write", counting)
     for worker in service.workers:
         worker.pace = 0.002
     for _ in range(2):

@@ -134,7 +134,7 @@ def test_router_reads_changed_keys(start, key_file, wait_for):
         (":key\n", "name"),
         ("sha256:abc\n", "64 hex"),
         ("n:sha256:" + "g" * 64 + "\n", "64 hex"),
-        ("a:one\nb:one\n", "line 2: the same key stands there already, as 'a'"),
+        ("a:one\nb:one\n", "line 2: the key is a duplicate of 'a'"),
         ("x" * 600 + "\n", "512"),
         ("a:\n", "line 1"),
     ],
@@ -412,11 +412,11 @@ def test_what_is_an_origin():
     assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "127.9.9.9")] == [True] * 4
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == [False] * 4
     # Reached from elsewhere, a server does not know all its names; a page's origin must still be an address or known.
-    wide = Origins([], host="0.0.0.0", keys=False)
+    wide = Origins([], host="0.0.0.0", needs_key=False)
     assert wide.is_ours(b"whatever.example:8000")
     assert wide.permits(b"http://10.0.0.1:8000", b"10.0.0.1:8000")
     assert not wide.permits(b"http://evil.example:8000", b"evil.example:8000")
-    guarded = Origins([], host="0.0.0.0", keys=True)
+    guarded = Origins([], host="0.0.0.0", needs_key=True)
     assert guarded.permits(b"https://api.example", b"api.example"), "our own page, behind a proxy"
     assert not guarded.permits(b"https://evil.example", b"api.example")
 

@@ -129,7 +129,7 @@ def test_calls_of_a_model_without_a_format_and_integers_above_64_bits(tool_confi
             assert str(LARGE_NUMBER) in tool_codec.decode(there.prompts[0].token_ids[-200:])
         flat = {"type": "function", "name": "pay", "parameters": LIMITED}
         body = json.dumps({"input": TEXT, "tools": [flat], "tool_choice": "none"}).encode()
-        assert asyncio.run(bodies.job([body], api="response")).asked["tools"][0]["parameters"] == LIMITED
+        assert asyncio.run(bodies.job([body], api="response")).repeated["tools"][0]["parameters"] == LIMITED
     finally:
         bodies.close()
 
@@ -183,7 +183,7 @@ def test_a_process_that_takes_too_long_is_killed(config, formats, monkeypatch):
 
 def test_a_process_that_kept_much_memory_ends_with_its_answer(config, formats, monkeypatch):
     """What it may keep is nothing here: every answer is a process's last, and no request is lost."""
-    start = large._START.replace("import main; main()", "import main; main.__globals__['_MOST_MEMORY'] = 0; main()")
+    start = large._START.replace("import main; main()", "import main; main.__globals__['_MAX_MEMORY'] = 0; main()")
     monkeypatch.setattr(large, "_START", start)
     bodies = Bodies(config, formats)
     for _ in range(2):
@@ -216,13 +216,13 @@ def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
 
 
 def test_bodies_that_are_read_at_once_have_a_limit(bodies):
-    with bodies.room() as first, bodies.room() as second:
+    with bodies.buffer() as first, bodies.buffer() as second:
         first(600)
         second(400)
         with pytest.raises(ApiError, match="requests of 1000 bytes are being read, 1000 are allowed") as caught:
             second(1)
         assert (caught.value.status, caught.value.retry_after) == (503, 1.0)
-    with bodies.room() as take:
+    with bodies.buffer() as take:
         take(1000)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
+from moeyard_router.api.blocks import AnswerBlock, BlockWriter
 from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, Strict, refuse
 from moeyard_router.api.messages import INVALID_JSON
@@ -26,7 +26,7 @@ class TextBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    """What the assistant thought. Nobody checks the signature, which answers of this server leave empty."""
+    """Reasoning of the assistant. The signature is not checked; answers of this server leave it empty."""
 
     harmless = frozenset(("signature",))
 
@@ -35,7 +35,7 @@ class ThinkingBlock(Strict):
 
 
 class RedactedThinkingBlock(Strict):
-    """Another server's thoughts as ciphertext; they are left out."""
+    """Encrypted reasoning of another server, which is left out."""
 
     harmless = frozenset(("data",))
 
@@ -47,8 +47,6 @@ class RedactedThinkingBlock(Strict):
 
 
 class ToolUseBlock(Strict):
-    """A call of a tool by the assistant."""
-
     harmless = frozenset(("cache_control", "caller"))
     unserved = MappingProxyType({"toolset_name": ()})
 
@@ -59,7 +57,7 @@ class ToolUseBlock(Strict):
 
 
 class ToolReferenceBlock(Strict):
-    """The name of a deferred tool that a search of the client's has found: the model is shown the tool from then on."""
+    """The name of a deferred tool that the client's tool search found. From then on the model sees the tool."""
 
     harmless = frozenset(("cache_control",))
 
@@ -68,6 +66,7 @@ class ToolReferenceBlock(Strict):
 
     @property
     def text(self) -> str:
+        """The text for the chat template."""
         return f"Found the tool {self.tool_name}."
 
 
@@ -75,7 +74,7 @@ _RESULT = text_or(one_of(TextBlock, ToolReferenceBlock))
 
 
 class ToolResultBlock(Strict):
-    """What the tool returned. Templates have no word for `is_error`: the content says what went wrong."""
+    """A tool's result. Templates cannot show `is_error`; the content describes the error."""
 
     inner = ("content",)
     harmless = frozenset(("cache_control", "is_error"))
@@ -106,6 +105,7 @@ class AnthropicMessage(Strict):
 
     @property
     def blocks(self) -> list[ContentBlock]:
+        """The content as a list."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
@@ -127,7 +127,7 @@ _NAMES = MappingProxyType(
 
 
 class ClientTool(Strict):
-    """A tool of the client's. A deferred one is shown to the model once a tool's result has referred to it."""
+    """A tool of the client. The model sees a deferred tool once a tool result has referred to it."""
 
     harmless = frozenset(("cache_control", "eager_input_streaming"))
     unserved = MappingProxyType({"allowed_callers": (["direct"],), "input_examples": ([],)})
@@ -140,12 +140,10 @@ class ClientTool(Strict):
     defer_loading: bool | None = None
 
 
-_Tools = Annotated[list[Annotated[ClientTool, one_of(ClientTool, usual="custom")]], BeforeValidator(check_tools)]
+_Tools = Annotated[list[Annotated[ClientTool, one_of(ClientTool, default="custom")]], BeforeValidator(check_tools)]
 
 
 class ToolUseChoice(Strict):
-    """Whether tools are called, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -158,14 +156,12 @@ class ToolUseChoice(Strict):
 
 
 class JsonFormat(Strict):
-    """The form of the answer."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """How much the model thinks, and the form of the answer. Task budgets are not enforced."""
+    """Thinking effort and form of the answer. Task budgets are not enforced."""
 
     harmless = frozenset(("task_budget",))
 
@@ -208,7 +204,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def translated(request: CountTokensRequest) -> Translation:
-    """A request as a chat. One that ends with the assistant's words has them continued."""
+    """Translate a request to a chat. A last message of the assistant is continued."""
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
     if request.system is not None:
@@ -240,8 +236,8 @@ def translated(request: CountTokensRequest) -> Translation:
         ]
         chat["tools"] = [{"type": "function", "function": function} for function in tools]
     if choice is not None:
-        words: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
-        chat["tool_choice"] = words.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
+        choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+        chat["tool_choice"] = choices.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
         if choice.disable_parallel_tool_use and request.tools:
             chat["parallel_tool_calls"] = False
     if isinstance(request, MessagesRequest):
@@ -252,7 +248,7 @@ def translated(request: CountTokensRequest) -> Translation:
 
 
 def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:
-    """Tools that the model is shown, by their places: all but the deferred ones that nothing has referred to so far."""
+    """Return the tools that the model sees, by index: all but deferred ones that nothing refers to."""
     used = set() if request.tool_choice is None else {request.tool_choice.name}
     for message in request.messages:
         for block in message.blocks:
@@ -266,7 +262,7 @@ def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:
 
 
 def _assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """What the assistant thought, said and called, as one message."""
+    """Return the assistant's reasoning, text and calls as one message."""
     texts = [b for b in message.blocks if isinstance(b, TextBlock)]
     thoughts = [b.thinking for b in message.blocks if isinstance(b, ThinkingBlock)]
     calls = [
@@ -285,13 +281,13 @@ def _assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _arguments(block: ToolUseBlock) -> str | dict[str, Any]:
-    """The input of a call; the text that the model wrote where an answer had no object for it."""
+    """Return a call's input, or the model's text if `_input` could not make an object of it."""
     text = block.input.get(INVALID_JSON)
     return text if isinstance(text, str) and len(block.input) == 1 else block.input
 
 
 def _others(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A turn of the user or the system; every result of a tool is a message of its own."""
+    """Return the messages of the user or the system, and one message per tool result."""
     made: list[dict[str, Any]] = []
     texts: list[TextBlock] = []
 
@@ -315,36 +311,37 @@ def _text(block: TextBlock | ToolReferenceBlock) -> str:
     return block.text
 
 
+_DELTAS = MappingProxyType(
+    {
+        "content": ("text_delta", "text"),
+        "reasoning": ("thinking_delta", "thinking"),
+        "call": ("input_json_delta", "partial_json"),
+    }
+)
+
+
 class MessageWriter(BlockWriter):
-    """Writes what the model thinks, says and calls as blocks of type thinking, text and tool_use."""
+    """Writes reasoning, text and calls as blocks of type thinking, text and tool_use."""
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        message = self._message(choices, ended=False)
-        return sse("message_start", {"type": "message_start", "message": message}) + sse("ping", {"type": "ping"})
+        return self.event("message_start", message=self._message(choices, ended=False)) + self.event("ping")
 
     def opened(self, block: AnswerBlock) -> bytes:
-        kind = "content_block_start"
-        return sse(kind, {"type": kind, "index": block.index, "content_block": _block(block, empty=True)})
+        return self.event("content_block_start", index=block.index, content_block=_block(block, empty=True))
 
     def added(self, block: AnswerBlock, text: str) -> bytes:
-        if block.kind == "content":
-            delta = {"type": "text_delta", "text": text}
-        elif block.kind == "reasoning":
-            delta = {"type": "thinking_delta", "thinking": text}
-        else:
-            delta = {"type": "input_json_delta", "partial_json": text}
-        return sse("content_block_delta", {"type": "content_block_delta", "index": block.index, "delta": delta})
+        kind, field = _DELTAS[block.kind]
+        return self.event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
     def closed(self, block: AnswerBlock) -> bytes:
-        return sse("content_block_stop", {"type": "content_block_stop", "index": block.index})
+        return self.event("content_block_stop", index=block.index)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         delta = {"stop_reason": self._reason, "stop_sequence": self.stop_string}
-        last = {"type": "message_delta", "delta": delta, "usage": self._usage(choices)}
-        return sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
+        return self.event("message_delta", delta=delta, usage=self._usage(choices)) + self.event("message_stop")
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        return sse("error", error.anthropic_body())
+        return self.event("error", **error.anthropic_body())
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._message(choices, ended=True)
@@ -370,7 +367,7 @@ class MessageWriter(BlockWriter):
         }
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """Token counts; those read from the cache are apart, once the worker has told them."""
+        """Return the token counts. Cached tokens are 0, and part of the input, until the worker reports them."""
         (choice,) = choices
         prompt, cached = len(self.job.prompts[0].token_ids), choice.cached_tokens or 0
         return {
@@ -378,7 +375,7 @@ class MessageWriter(BlockWriter):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": choice.num_tokens,
-            **self.job.kept,
+            **self.job.kept_tokens,
         }
 
 
@@ -392,7 +389,7 @@ def _block(block: AnswerBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; text that is none stands under INVALID_JSON, as Anthropic advises."""
+    """Return a call's arguments as an object. Other text is the value of INVALID_JSON, as Anthropic advises."""
     try:
         values = exact_json.loads(arguments)
     except ValueError:

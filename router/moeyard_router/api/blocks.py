@@ -1,4 +1,4 @@
-"""Answers that are lists of blocks (the Responses API's items, Anthropic's content blocks), made of a text's events."""
+"""Answers made of blocks: items of the Responses API, content blocks of Anthropic's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ BlockKind = Literal["reasoning", "content", "call"]
 
 @dataclass(slots=True, kw_only=True)
 class AnswerBlock:
-    """One block of an answer. `pieces` are text or a call's arguments; `cut`: the token limit ended it."""
+    """One block of an answer. `pieces` are text or a call's arguments. `cut`: the token limit ended it."""
 
     kind: BlockKind
     index: int
@@ -28,18 +28,14 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
+        """All pieces."""
         return "".join(self.pieces)
 
 
-def sse(kind: str, data: dict[str, Any]) -> bytes:
-    """A server-sent event with its name, as both APIs have it."""
-    return b"event: " + kind.encode() + b"\ndata: " + exact_json.dumps(data) + b"\n\n"
-
-
 class BlockWriter(ABC):
-    """Writes the answer to a job of one choice. One block is open at most; a piece of another kind closes it.
+    """Writes the answer to a job of one choice. At most one block is open. Text of another kind closes it.
 
-    A stream and a whole answer come of the same blocks; subclasses say what is written as one opens, grows and closes.
+    Streams and whole answers are made of the same blocks. Subclasses write their events and objects.
     """
 
     def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
@@ -48,26 +44,28 @@ class BlockWriter(ABC):
         self.model = model
         self.created = created
         self.blocks: list[AnswerBlock] = []
-        # Of the end, once it is known: whether the limit of tokens cut it off, and the stop string.
-        self.cut = False
+        self.cut = False  # by the token limit
         self.stop_string: str | None = None
         self.open_block: AnswerBlock | None = None
         self._begun = False
 
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+        """Return the events of a delta."""
         out = [] if self._begun else [self.begin(choices)]
         self._begun = True
         self._take(delta, out)
         return b"".join(out)
 
     def texts(self) -> None:
-        """Events are numbered and belong to blocks: none says a text alone."""
+        """Return None: no event can be made of a text alone, because events belong to blocks and may be numbered."""
         return
 
     def pieces(self, data: bytes) -> list[bytes]:
+        """Return the bytes of `chunk` or `body` unchanged."""
         return [data]
 
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
+        """Return the answer of a request that is not streamed."""
         self._take(deltas[0], [])
         return exact_json.dumps(self.whole(choices))
 
@@ -76,20 +74,20 @@ class BlockWriter(ABC):
             self.cut = delta.finish_reason == "length"
             self.stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None
         if delta.events is not None:
-            self._feed(delta.events, out)
+            self._take_events(delta.events, out)
         elif delta.text:
-            self._feed((Content(delta.text),), out)
+            self._take_events((Content(delta.text),), out)
         if delta.finish_reason is not None:
             self._close(out, cut=self.cut)
 
-    def _feed(self, events: Sequence[TextEvent], out: list[bytes]) -> None:
+    def _take_events(self, events: Sequence[TextEvent], out: list[bytes]) -> None:
         last = events[-1] if events else None
         for event in events:
             if isinstance(event, CallBegin):
                 self._begin_block("call", out, id=event.id, name=event.name)
                 continue
             if isinstance(event, CallEnd):
-                # One that the limit cut off ends here too, with arguments that are no whole JSON.
+                # A call that the token limit cut off has a CallEnd too. Its arguments are incomplete JSON.
                 self._close(out, cut=self.cut and event is last and not self._is_whole())
                 continue
             kind: BlockKind = (
@@ -120,30 +118,34 @@ class BlockWriter(ABC):
             return False
         return True
 
+    def event(self, kind: str, **data: Any) -> bytes:
+        """Return a server-sent event with its name."""
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), exact_json.dumps({"type": kind, **data}))
+
     @abstractmethod
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        """The events before the first block."""
+        """Return the events before the first block."""
 
     @abstractmethod
     def opened(self, block: AnswerBlock) -> bytes:
-        """The events with which a block begins."""
+        """Return the events that begin a block."""
 
     @abstractmethod
     def added(self, block: AnswerBlock, text: str) -> bytes:
-        """The event of a block's next piece."""
+        """Return the event of a block's next piece."""
 
     @abstractmethod
     def closed(self, block: AnswerBlock) -> bytes:
-        """The events with which a block ends."""
+        """Return the events that end a block."""
 
     @abstractmethod
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """The events behind the last block."""
+        """Return the events after the last block."""
 
     @abstractmethod
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        """The event that ends a stream that failed."""
+        """Return the event that ends a failed stream."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""

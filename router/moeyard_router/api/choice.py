@@ -1,4 +1,4 @@
-"""One choice of an answer while it is being made: tokens in, text with its logprobs and its end out."""
+"""One choice of an answer in progress: tokens in, text with logprobs and the finish reason out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from moeyard_worker.wire import decode, encode
 
 @dataclass(slots=True)
 class Delta:
-    """What one or more messages added to a choice. `finish_reason` is set on the last one only.
+    """The output that one or more messages added to a choice. The last delta alone has a `finish_reason`.
 
-    Of a job whose text is taken apart (`Job.extraction`), `events` are what the text turned out to be, and `text` is
-    empty. `stop_reason` is the stop string or stop token id that ended it, None for an end-of-sequence token (as vLLM).
+    With `Job.extraction`, `events` hold the text and `text` is empty. `stop_reason` is the stop string or stop token
+    that ended the choice, None for an end-of-sequence token (as in vLLM).
     """
 
     text: str = ""
@@ -27,6 +27,7 @@ class Delta:
     events: list[TextEvent] | None = None
 
     def extend(self, other: "Delta") -> None:
+        """Append a later delta."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
@@ -36,28 +37,29 @@ class Delta:
 
 
 class Choice:
-    """State of one choice. After a delta with a finish reason it takes nothing more.
+    """State of one choice. It accepts nothing after a delta with a finish reason.
 
-    A stop token belongs to the output's ids but not to its text (unless `include_stop`). It may arrive before the
-    message that says it ended the sequence, so its text waits for the next message.
+    A stop token is part of the output's ids but not of its text (unless `include_stop`). It may arrive before the
+    message that says whether it ended the sequence, so its text waits for the next message.
     """
 
     def __init__(self, job: Job, *, index: int, tokens: TokenBytes) -> None:
         self.index = index
         self.prompt = job.continuations[index].prompt
         self.num_tokens = 0
-        # Of the prompt's tokens but the first, if this choice was to ask for them: as frames, of which Python's garbage
-        # collector has nothing to look through (of a million tuples it made 30 ms, again and again).
+        # Log-probabilities of the prompt's tokens after the first, if this choice requests them. Encoded frames keep
+        # them out of the garbage collector, which took 30 ms per pass over a million tuples.
         self._scores: list[bytes] = []
         self.num_scores = 0
-        asks = job.continuations[index].sampling.prompt_logprobs is not None
-        self._asked_scores = len(job.prompts[self.prompt].token_ids) - 1 if asks else 0
-        # Those of messages that lie in the block of reasoning, wholly or in part, its markers included.
+        sampling = job.continuations[index].sampling
+        scored = sampling.prompt_logprobs is not None
+        self._num_requested_scores = len(job.prompts[self.prompt].token_ids) - 1 if scored else 0
+        # Tokens of messages that touch the reasoning block, its markers included.
         self.reasoning_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
-        self._user_stop_ids = frozenset(job.continuations[index].sampling.stop_token_ids)
-        self._min_tokens = job.continuations[index].sampling.min_tokens
+        self._user_stop_ids = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
         self._stop_ids = job.stop_ids
         self._include_stop = job.include_stop
         self._extractor: Extractor | None = None
@@ -70,15 +72,15 @@ class Choice:
         self._matcher = StopMatcher(job.stops, include_stop=job.include_stop) if job.stops else None
         self._plain = self._extractor is None and self._matcher is None
         self._waiting: list[int] = []  # at most one id: a possible stop token whose text waits
-        self._searched = 0  # output tokens whose text has been made
+        self._searched = 0  # output tokens that have been detokenized
 
     @property
     def has_scores(self) -> bool:
-        """Whether the log-probabilities of the prompt that this choice was to ask for are all here."""
-        return self.num_scores == self._asked_scores
+        """Whether all requested log-probabilities of the prompt have arrived."""
+        return self.num_scores == self._num_requested_scores
 
     def scores(self, message: PromptLogprobs) -> bool:
-        """Take log-probabilities of the prompt; False if they are not the next ones."""
+        """Store log-probabilities of the prompt. Return False if they are out of order."""
         if message.start != self.num_scores + 1:
             return False
         self._scores.append(encode(message))
@@ -86,14 +88,14 @@ class Choice:
         return True
 
     def prompt_scores(self) -> Iterator[TokenLogprob]:
-        """What is known of the prompt's tokens but the first, made as it is read."""
+        """Decode and yield the log-probabilities of the prompt's tokens after the first."""
         for frame in self._scores:
             message = decode(frame)
-            assert isinstance(message, PromptLogprobs), "it was one when it came"
+            assert isinstance(message, PromptLogprobs), "`scores` encoded it"
             yield from message.logprobs
 
     def plain_text(self, message: Tokens) -> str | None:
-        """The text of tokens that cannot be anything else; None, with nothing taken, where they may be (`tokens`)."""
+        """Take tokens of plain text and return it. Return None, with nothing taken, if `tokens` must handle them."""
         ids = message.token_ids
         if not self._plain or self._waiting or ids[-1] in self._stop_ids or message.cached_tokens is not None:
             return None
@@ -101,7 +103,7 @@ class Choice:
         return self._detokenizer.push(ids)
 
     def tokens(self, message: Tokens) -> Delta:
-        """Take new output tokens, at least one. Those after the end of a stop string do not count."""
+        """Take new output tokens, at least one. Tokens after a stop string are dropped."""
         if message.cached_tokens is not None:
             self.cached_tokens = message.cached_tokens
         ids: Sequence[int] = message.token_ids
@@ -120,14 +122,14 @@ class Choice:
             self.finish_reason = "stop"
         if self._extractor is not None:
             thought = self._extractor.thinks
-            _take_apart(delta, self._extractor)
+            _to_events(delta, self._extractor)
             if thought or self._extractor.thinks:
                 self.reasoning_tokens += len(new_ids)
         return delta
 
     def done(self, message: Done) -> Delta:
-        """Take the end as the worker reports it ("stop" or "length")."""
-        if self.cached_tokens is None:  # another rank than it began at, if it was carried, counts anew
+        """Take the end that the worker reports, "stop" or "length"."""
+        if self.cached_tokens is None:  # a sequence that resumed on another rank reports that rank's count
             self.cached_tokens = message.cached_tokens
         ended_by_token = message.finish_reason == "stop" and self._waiting == [message.stop_token_id]
         waiting = [] if ended_by_token and not self._include_stop else self._waiting
@@ -143,18 +145,18 @@ class Choice:
             delta.stop_reason = message.stop_token_id
         self.finish_reason = delta.finish_reason
         if self._extractor is not None:
-            _take_apart(delta, self._extractor)
+            _to_events(delta, self._extractor)
         return delta
 
     @property
     def reported_reason(self) -> str | None:
-        """The finish reason for clients: an ended output with calls says "tool_calls", or "stop" for a named one."""
+        """The finish reason for clients: "tool_calls" after calls, but "stop" after a named function's call."""
         if self.finish_reason == "stop" and self._extractor is not None and self._extractor.called:
             return "tool_calls" if self._ends_as_tool_calls else "stop"
         return self.finish_reason
 
     def _text(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """Return the text of the next ids, and its stop string, which ends behind `min_tokens` tokens (vLLM)."""
+        """Return the text of the next ids, and its stop string, which may end only after `min_tokens` tokens (vLLM)."""
         if self._matcher is None:
             self._searched += len(ids)
             return self._detokenizer.push(ids), None
@@ -169,18 +171,17 @@ class Choice:
         return text, None
 
     def _finish_text(self) -> tuple[str, str | None]:
-        """The rest of the text once no token follows: an incomplete character, then what the matcher held back."""
+        """Return the last text: an incomplete character, and text that might have become a stop string."""
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return rest, None
         matched = self._matcher.push(rest, may_end=self._searched > self._min_tokens)
-        if matched.stop is not None:
-            return matched.text, matched.stop
-        return matched.text + self._matcher.finish(), None
+        rest = "" if matched.stop is not None else self._matcher.finish()
+        return matched.text + rest, matched.stop
 
 
-def _take_apart(delta: Delta, extractor: Extractor) -> None:
-    """Replace a delta's text by what it is; the last one's ends what is open."""
+def _to_events(delta: Delta, extractor: Extractor) -> None:
+    """Replace a delta's text by its events. The last delta closes open events."""
     events = extractor.push(delta.text)
     if delta.finish_reason is not None:
         events += extractor.finish()

@@ -1,8 +1,7 @@
-"""What becomes of fields that are not served: dropped where they can change nothing, refused by name where they can.
+"""Request fields that are not served: dropped where they cannot change the answer, refused by name where they can.
 
-The names are those of OpenAI's requests, of vLLM's and SGLang's, and of what clients add to them. docs/api.md has the
-whole table, beside the fields that are served. A field that stands in no table here and in no model is unknown, and an
-error that names it; any field may be null, which is the same as leaving it out.
+The names are those of OpenAI, vLLM, SGLang and of clients' extensions. docs/api.md has the whole table, with the served
+fields. Any other field is an error that names it. Any field may be null, which is the same as leaving it out.
 """
 
 from collections.abc import Container, Mapping
@@ -13,103 +12,67 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-# The text of the answer is the same with and without them: identities, storage, hints for speed, settings of media that
-# no request here has, and what clients send for servers of other kinds. The reply names them in `x-moeyard-ignored`.
+# Fields that cannot change an answer's text: identities, storage, speed hints, settings of media that no request has,
+# and fields for other servers. The header `x-moeyard-ignored` names them.
 IGNORED = frozenset(
     (
         *("cache_control", "media_io_kwargs", "metadata", "mm_processor_kwargs", "prediction", "priority"),
         *("prompt_cache_key", "prompt_cache_retention", "provider_specific_fields", "request_id", "return_mm_kwargs"),
         *("return_token_offsets", "rid", "safety_identifier", "service_tier", "session_id", "store"),
         *("stream_interval", "truncation_side"),
-        # Identities of a conversation, and what a chat application or its proxy keeps beside it.
+        # Conversation ids, and fields that chat applications and their proxies add.
         *("chat_id", "client_metadata", "conversation_id", "message_id", "parent_id", "thread_id", "trace_id"),
-        *(
-            "background_tasks",
-            "features",
-            "filter_ids",
-            "model_item",
-            "tool_ids",
-            "tool_servers",
-            "user_id",
-            "variables",
-        ),
+        *("background_tasks", "features", "filter_ids", "model_item", "tool_ids", "tool_servers", "user_id"),
         *("litellm_call_id", "litellm_metadata", "litellm_session_id", "litellm_trace_id", "proxy_server_request"),
-        *("allowed_openai_params", "custom_llm_provider", "drop_params", "num_retries", "tags", "timeout"),
+        *("allowed_openai_params", "custom_llm_provider", "drop_params", "num_retries", "tags", "timeout", "variables"),
         # OpenRouter's choice of a provider.
         *("models", "provider", "route", "transforms"),
         # Ollama, llama.cpp, LM Studio, SGLang: memory, caches, progress. Samplers in Ollama's `options` are not read.
         *("keep_alive", "num_ctx", "options"),
         *("cache_prompt", "id_slot", "n_keep", "return_progress", "slot_id", "timings_per_token"),
         *("data_parallel_rank", "draft_model", "routed_dp_rank", "ttl"),
-        # DashScope, SiliconFlow, GLM: how a stream is cut, images, and budgets of thinking, which are not enforced.
+        # DashScope, SiliconFlow, GLM: stream chunking, images, and thinking budgets, which are not enforced.
         *("incremental_output", "thinking_budget", "tool_stream", "vl_high_resolution_images"),
     )
 )
-# Fields that ask for something that this server does not do, with the values at which they ask for nothing.
+# Fields for features that this server does not have, each with the values that do not ask for the feature. `echo` is of
+# chats, `functions` and `tools` are of completions.
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "allowed_token_ids": (),
-        "audio": (),
-        "bad_words": ([],),
-        "best_of": (),  # also as many as `n`: see _asks_nothing
-        "cache_salt": (),  # whoever asks for it must not share a prefix without it
-        "chat_template": (),
-        "do_sample": (True,),
-        "documents": ([],),
-        "dry_multiplier": (0, 0.0),
-        "ec_transfer_params": ({},),
-        "echo": (False,),  # of chats; completions have it
-        "enable_search": (False,),
-        "function_call": ("none", "auto"),  # of `functions`, and there are none
-        "functions": ([],),
-        "guided_decoding_backend": (),
-        "include_reasoning": (True,),
-        "kv_transfer_params": ({},),
-        "length_penalty": (1, 1.0),
-        "logits_processors": ([],),
-        "logprob_token_ids": (),
-        "mirostat": (0,),
-        "modalities": (["text"],),
-        "plugins": ([],),
-        "prompt_embeds": (),
-        "prompt_logprobs": (),
-        "reasoning_format": ("auto", "deepseek", "parsed"),
-        "repetition_detection": (),
-        "return_hidden_states": (False,),
-        "return_prompt_text": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "routed_experts_prompt_start": (0,),
-        "separate_reasoning": (True,),
+        # `best_of` may equal `n`: see _asks_nothing. Requests with a `cache_salt` must not share prefixes without it.
+        **dict.fromkeys(("allowed_token_ids", "audio", "best_of", "cache_salt", "chat_template"), ()),
+        **dict.fromkeys(("guided_decoding_backend", "logprob_token_ids", "prompt_embeds", "prompt_logprobs"), ()),
+        **dict.fromkeys(("repetition_detection", "structural_tag", "web_search_options"), ()),
+        **dict.fromkeys(("echo", "enable_search", "return_hidden_states", "return_prompt_text"), (False,)),
+        **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search", "watermarking"), (False,)),
+        **dict.fromkeys(("do_sample", "include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
         "spaces_between_special_tokens": (True,),
-        "stream_reasoning": (True,),
-        "structural_tag": (),
+        **dict.fromkeys(("bad_words", "documents", "functions", "logits_processors", "plugins", "tools"), ([],)),
+        **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "vllm_xargs"), ({},)),
+        **dict.fromkeys(("dry_multiplier", "top_a", "xtc_probability"), (0, 0.0)),
+        **dict.fromkeys(("mirostat", "routed_experts_prompt_start"), (0,)),
+        **dict.fromkeys(("length_penalty", "typical_p"), (1, 1.0)),
+        # A prompt longer than the model takes is a 400 that says so.
+        **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), (-1,)),
+        **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+        "modalities": (["text"],),
+        "reasoning_format": ("auto", "deepseek", "parsed"),
         "suffix": ("",),
-        "thinking_token_budget": (-1,),
-        "tool_choice": ("none", "auto"),  # of `tools`, and there are none
-        "tools": ([],),
-        "top_a": (0, 0.0),
-        "truncate_prompt_tokens": (-1,),  # as many as the model takes: a longer prompt is a 400 that says so
-        "typical_p": (1, 1.0),
-        "use_beam_search": (False,),
         "verbosity": ("medium",),
-        "vllm_xargs": ({},),
-        "watermarking": (False,),
-        "web_search_options": (),
-        "xtc_probability": (0, 0.0),
     }
 )
-# Of those, the ones that are named in the header although they asked for nothing else than what happens.
+# Fields of NOT_SERVED that the header names even if they ask for nothing.
 _NAMED = frozenset(("modalities",))
 
 
 class Strict(BaseModel):
-    """An object of a request. A null counts as absent; `dropped` names what `sift` took out, no client may send it."""
+    """An object of a request. Nulls count as absent. `dropped` names the fields that `sift` removed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
-    inner: ClassVar[tuple[str, ...]] = ()  # fields whose objects tell what they ignore
-    # Names about which there is nothing to decide; most objects have no other.
+    inner: ClassVar[tuple[str, ...]] = ()  # fields that hold `Strict` objects, which may ignore fields too
+    # Names that `sift` need not look at. Most objects have no others.
     plain: ClassVar[frozenset[str]] = frozenset()
 
     dropped: SkipJsonSchema[tuple[str, ...]] = ()
@@ -135,7 +98,7 @@ class Strict(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the fields that were given and have no effect, those of inner objects as paths."""
+        """Names of the given fields without effect; those of inner objects are paths."""
         names = list(self.dropped)
         for field in self.inner:
             name, value = type(self).model_fields[field].alias or field, getattr(self, field)
@@ -153,8 +116,8 @@ def sift(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return `data` without nulls and fields that ask for nothing, and the names of ignored fields.
 
-    A harmless field that is `served` too stays. Raises `ValidationError` at an `unserved` field that asks for
-    something.
+    A harmless field that is also `served` stays. Raises `ValidationError` at an `unserved` field that asks for a
+    feature.
     """
     kept: dict[str, Any] = {}
     ignored = []
@@ -176,13 +139,13 @@ def sift(
 
 
 def refuse(name: str, value: Any, message: str) -> NoReturn:
-    """Raise the `ValidationError` of one field of the object under validation; `message` goes on after its name."""
+    """Raise the `ValidationError` of a field of the object under validation. `message` follows the field's name."""
     error = InitErrorDetails(type=PydanticCustomError("refused", message), loc=(name,), input=value)  # type: ignore[arg-type]
     raise ValidationError.from_exception_data("request", [error])
 
 
 def _asks_nothing(name: str, data: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
-    """Whether a field has a value under which the answer is the same as without it."""
+    """Return whether a field's value gives the same answer as leaving it out."""
     value = data[name]
     if name == "best_of":
         n = data.get("n")

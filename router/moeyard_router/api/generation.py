@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
-from moeyard_router.api.request_scope import RequestRecord
+from moeyard_router.api.request_scope import Direct, RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.instructions import Event, Lost
@@ -30,13 +30,13 @@ _REJECT_STATUS = MappingProxyType(
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody is left to answer."""
+    """The client closed its connection, so no answer is sent."""
 
 
 class Generation:
-    """Runs a job. Ends in one of three ways: all choices finished, an `ApiError`, or `ClientGone`.
+    """Run a job. It ends with all choices finished, with an `ApiError`, or with `ClientGone`. Always `close` it.
 
-    Raises `ApiError` 429 or 503 at once if the fleet does not take the job. Always `close` it.
+    Raises `ApiError` 429 or 503 at once if the fleet refuses the job.
     """
 
     def __init__(
@@ -67,15 +67,16 @@ class Generation:
 
     @property
     def routes(self) -> list[Route]:
+        """The rank of each choice, and why it was chosen."""
         return self._ticket.routes
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has its finish reason; never with an error, which `step` then raises."""
+        """Whether every choice has its finish reason. False after an error, which `step` raises."""
         return not self._unfinished and self._error is None
 
     async def step(self) -> dict[int, Delta]:
-        """Wait for news and return what it added to which choice; an error comes after the last tokens before it."""
+        """Wait for events and return the deltas of their choices. An error is raised after the tokens before it."""
         deltas: dict[int, Delta] = {}
         while not deltas:
             if self._gone:
@@ -87,31 +88,32 @@ class Generation:
 
     async def push(
         self,
-        ready: Callable[[], bool],
-        write: Callable[[dict[int, Delta]], None],
-        say: Callable[[int, str], None] | None,
+        direct: Direct,
+        encode: Callable[[dict[int, Delta]], list[bytes]],
+        event_of: Callable[[int, str], bytes] | None,
     ) -> None:
-        """Pass what tokens add to `write` as they come, without waking a task, while `ready` allows it.
+        """Write chunks to `direct` as tokens arrive, without waking a task.
 
-        Plain text of a begun choice, so nearly every token of a stream, goes to `say` if there is one. Returns when
-        `ready` refuses, when all choices are finished, or when `step` has something to tell.
+        `event_of`, if given, makes the chunk of plain text of a choice that has begun: nearly every token of a stream.
+        Returns when `direct` is not ready, when all choices are finished, or when `step` has an error to raise.
         """
         if self._gone or self._error is not None:
-            return  # it came together with the last tokens that `step` told; nothing will come behind it
+            return  # it came with the tokens that `step` returned last, and no later event would wake this task
         faults: list[Exception] = []
 
         def read() -> None:
             try:
-                if ready():
+                if direct.ready():
                     events = self._ticket.take()
-                    if say is not None and len(events) == 1 and self._say(*events[0], say):
+                    if event_of is not None and len(events) == 1 and self._write_text(*events[0], direct, event_of):
                         return
                     deltas: dict[int, Delta] = {}
                     self._take_all(events, deltas)
-                    write(deltas)
+                    if data := b"".join(encode(deltas)):
+                        direct.write(data)
                     if self._unfinished and self._error is None:
                         return
-            except Exception as fault:  # boundary: one answer's fault is raised in its own task, not in the fleet
+            except Exception as fault:  # boundary: raised in this answer's task, not in the fleet
                 faults.append(fault)
             self._ticket.wake()
 
@@ -120,13 +122,13 @@ class Generation:
             raise faults[0]
 
     def disconnect(self) -> None:
-        """The client has left: `step` raises `ClientGone`, and the workers are told now."""
+        """Abort the sequences because the client has left; `step` then raises `ClientGone`."""
         self._gone = True
         self._ticket.close()
         self._ticket.wake()
 
     def close(self) -> None:
-        """Free what still runs at the workers."""
+        """Abort what still runs at the workers."""
         self._ticket.close()
         now = time.monotonic()
         for index in self._unfinished:
@@ -134,13 +136,16 @@ class Generation:
         self._unfinished = set()
 
     def note(self, record: RequestRecord) -> None:
+        """Write this request's counts into its log record."""
         record.prompt_tokens = sum(len(p.token_ids) for p in self._job.prompts)
         record.output_tokens = sum(c.num_tokens for c in self.choices)
         record.first_token = min((t.first for t in self._timings if t.first is not None), default=None)
         record.failure = None if self._error is None else self._error.status
 
-    def _say(self, now: float, index: int, event: Event, say: Callable[[int, str], None]) -> bool:
-        """Tell an event that is text and nothing else; False, and nothing done, if it may be more."""
+    def _write_text(
+        self, now: float, index: int, event: Event, direct: Direct, event_of: Callable[[int, str], bytes]
+    ) -> bool:
+        """Write an event that adds only text to a choice. Return False, with nothing done, for any other event."""
         timing = self._timings[index]
         if not isinstance(event, Tokens) or timing.first is None or self._error or index not in self._unfinished:
             return False
@@ -149,7 +154,7 @@ class Generation:
             return False
         timing.tokens(now, len(event.token_ids))
         if text:
-            say(index, text)
+            direct.write(event_of(index, text))
         return True
 
     def _take_all(self, events: list[tuple[float, int, Event]], deltas: dict[int, Delta]) -> None:
@@ -182,7 +187,7 @@ class Generation:
             return
         if delta.finish_reason is not None:
             self._unfinished.discard(index)
-            self._ticket.abort(index)  # a stop string ends a sequence that its worker would go on with
+            self._ticket.abort(index)  # its worker does not know of stop strings
             self._ended(now, index, delta.finish_reason, event if isinstance(event, Done) else None)
         if index in deltas:
             deltas[index].extend(delta)
@@ -190,7 +195,7 @@ class Generation:
             deltas[index] = delta
 
     def _ended(self, now: float, index: int, reason: str, done: Done | None) -> None:
-        """A choice is over: observe it and keep its phases. `done` is its worker's last word, if that was heard."""
+        """Record the end of a choice in the metrics and the recent requests. `done`: its worker's last message."""
         timing, continuation = self._timings[index], self._job.continuations[index]
         num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=continuation.sampling.max_tokens)
@@ -221,7 +226,7 @@ class Generation:
         )
 
     def _prompt_is_done(self, index: int) -> bool:
-        """Count the prompt of a choice, each once; False, with an error, if less is known of it than was asked for."""
+        """Count a choice's prompt, each prompt once. If log-probabilities are missing, set an error: return False."""
         choice = self.choices[index]
         if not choice.has_scores:
             self._error = _missing_logprobs()
@@ -232,11 +237,10 @@ class Generation:
 
 
 def _missing_logprobs() -> ApiError:
-    return ApiError(500, "the worker did not send the logprobs that were asked for", reason="")
+    return ApiError(500, "the worker did not send the logprobs of this request", reason="")
 
 
 def _as_error(event: Done | Rejected | Lost) -> ApiError:
-    """The answer to a request of which one sequence could not be finished."""
     if isinstance(event, Lost):
         return ApiError(503, event.reason, reason="")
     if isinstance(event, Rejected):
@@ -246,5 +250,5 @@ def _as_error(event: Done | Rejected | Lost) -> ApiError:
         return ApiError(503, "the worker aborted the request", reason="")
     if not event.retryable:
         return ApiError(400, str(event.error), reason="")
-    # Any other error: the fleet is lost or stopping, or the request's own logits broke a rank.
+    # The fleet is lost or stopping, or this request's logits broke a rank.
     return ApiError(503, f"the worker failed on this request: {event.error}", reason="")

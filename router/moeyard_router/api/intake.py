@@ -1,4 +1,4 @@
-"""From a validated request to the continuations that the fleet will run: tokens, within the limits of limits.py."""
+"""Turn validated requests into jobs: prompts as tokens, and one continuation per choice with explicit sampling."""
 
 import asyncio
 import dataclasses
@@ -25,20 +25,20 @@ from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.template import ChatTemplate
 from moeyard_worker.protocol import SamplingParams, TokenIds
 
-THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times what waking a thread takes
+THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times the cost of waking a thread
 _THREADS = 2
-_MESSAGE_TEXT = 64  # characters that rendering one message counts for, however short it is
+_MESSAGE_TEXT = 64  # rendering a message costs as much as this many characters more
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Log-probabilities of prompts that one request may ask for, alternatives counted: about 10 MB of JSON, and one
-# alternative for each of 131072 tokens.
+# Log-probabilities of prompt tokens per request, alternatives included: about 10 MB of JSON, or one alternative for
+# each of 131072 tokens.
 _MAX_SCORES = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: its token ids (as `TokenIds` where they came from a client), its text where `echo` must repeat it."""
+    """One prompt. `token_ids` is a `TokenIds` if it came from a client; `text` is set if `echo` repeats it."""
 
     token_ids: Sequence[int]
     text: str = ""
@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """One choice to run: choice `index` of the request continues prompt `prompt`."""
+    """Choice `index` of a request, which continues prompt number `prompt`."""
 
     index: int
     prompt: int
@@ -55,7 +55,10 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to run. `ignored` names fields without effect; `asked` is what the answer repeats."""
+    """One HTTP request, ready to run.
+
+    `ignored` names fields without effect. `repeated` holds request fields that a Responses API answer repeats.
+    """
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -72,23 +75,23 @@ class Job:
     logprobs: int | None = None
     client: str | None = None
     ignored: tuple[str, ...] = ()
-    extraction: InstanceOf[Extraction] | None = None  # of the router's own process: see large.py
+    extraction: InstanceOf[Extraction] | None = None  # holds objects of this process: see large.py
     prompt_logprobs: int | None = None
-    asked: dict[str, Any] | None = None
+    repeated: dict[str, Any] | None = None
 
     @property
     def num_scores(self) -> int:
-        """Log-probabilities of prompt tokens that the workers are asked for, alternatives counted."""
-        asked = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
-        return sum(len(ids) * (count + 1) for count, ids in asked if count is not None)
+        """Log-probabilities of prompt tokens that the workers compute, alternatives included."""
+        wanted = ((c.sampling.prompt_logprobs, self.prompts[c.prompt].token_ids) for c in self.continuations)
+        return sum(len(ids) * (count + 1) for count, ids in wanted if count is not None)
 
     def output_scores(self, num_tokens: int) -> int:
-        """Log-probabilities that an answer says of so many of its own tokens, alternatives counted."""
+        """Return the number of log-probabilities in an answer of `num_tokens` tokens, alternatives included."""
         return 0 if self.logprobs is None else num_tokens * (self.logprobs + 1)
 
     @property
-    def kept(self) -> dict[str, int]:
-        """`kept_tokens`, what the answers are given of the prompts, where that need not be all."""
+    def kept_tokens(self) -> dict[str, int]:
+        """The usage field `kept_tokens`: prompt tokens that stay in the KV cache. Empty without compression."""
         sampling = self.continuations[0].sampling
         if sampling.kv_compression is None:
             return {}
@@ -96,7 +99,7 @@ class Job:
 
 
 class Intake:
-    """Turns requests into jobs; raises `ApiError` for everything that the model or the limits rule out."""
+    """Turns requests into jobs. Raises `ApiError` for requests beyond the model or the limits."""
 
     def __init__(self, config: RouterConfig, codec: Codec) -> None:
         self._config = config
@@ -106,18 +109,18 @@ class Intake:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
 
     async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` here, or in one of a few threads if it reads THREAD_TEXT characters or more."""
+        """Call `function`, in a thread if it processes THREAD_TEXT characters or more."""
         if size < THREAD_TEXT:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     async def parse(self, body: bytes, kind: type[RequestT]) -> RequestT:
-        """Validate a request body; raises `ApiError` 400 naming the first field at fault."""
+        """Validate a request body. Raises `ApiError` 400 naming the first field at fault."""
         ignore = self._config.unknown_fields == "ignore"
         return await self.work(len(body), parse, body, kind, ignore_unknown=ignore)
 
     async def completion(self, request: CompletionRequest) -> Job:
-        """A /v1/completions request; text prompts get the tokenizer's special tokens unless told otherwise."""
+        """Return the job of /v1/completions. Special tokens are added to text prompts by default."""
         self._check_model(request.model)
         self._limits.check_choices(request.n or 1, len(request.prompts))
         special = request.add_special_tokens is not False
@@ -126,7 +129,7 @@ class Intake:
         return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo), how=how)
 
     async def chat(self, request: ChatRequest) -> Job:
-        """A /v1/chat/completions request; the template writes the special tokens, so none are added by default."""
+        """Return the job of a chat. The template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
         self._limits.check_choices(request.n or 1, 1)
         template = self._template(request.tool_use)
@@ -144,23 +147,24 @@ class Intake:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen, how=how)
 
-    async def tokens(self, request: TokenizeRequest) -> tuple[Sequence[int], tuple[str, ...]]:
-        """The token ids that a prompt or a chat would be run with, and the names of fields without effect."""
+    async def tokenize(self, request: TokenizeRequest) -> Job:
+        """Return a job whose one prompt is the prompt or chat of /tokenize."""
         self._check_model(request.model)
-        ignored = request.ignored
+        unseen: tuple[str, ...] = ()
+        text, special = request.prompt or "", request.add_special_tokens is not False
         if request.messages is not None:
             chat = request.as_chat()
-            rendered, unseen = await self._rendered(chat, self._template(chat.tool_use))
-            special = bool(chat.add_special_tokens)
-            prompt = await self._prompt(rendered, special=special, echo=False, param="messages")
-            return prompt.token_ids, (*ignored, *unseen)
-        text, special = request.prompt or "", request.add_special_tokens is not False
-        if not text:  # to run it would be an error, to count it is none
-            return tuple(self._codec.encode(text, add_special_tokens=special)), ignored
-        return (await self._prompt(text, special=special, echo=False)).token_ids, ignored
+            text, unseen = await self._rendered(chat, self._template(chat.tool_use))
+            prompt = await self._prompt(text, special=bool(chat.add_special_tokens), echo=False, param="messages")
+        elif text:
+            prompt = await self._prompt(text, special=special, echo=False)
+        else:  # an empty prompt cannot run, but it can be counted
+            prompt = Prompt(token_ids=tuple(self._codec.encode(text, add_special_tokens=special)))
+        ignored = (*request.ignored, *unseen)
+        return Job(chat=True, prompts=(prompt,), echo=bool(request.return_token_strs), ignored=ignored)
 
-    def text(self, request: DetokenizeRequest) -> str:
-        """The text of token ids, special tokens included; as many as a sequence may have."""
+    async def detokenize(self, request: DetokenizeRequest) -> Job:
+        """Return a job whose one prompt has the text of the token ids, special tokens included."""
         self._check_model(request.model)
         count, limit = len(request.tokens), self._config.max_model_len
         if count > limit:
@@ -168,10 +172,11 @@ class Intake:
         self._limits.check_ids(request.tokens, "tokens")
         if not self._codec.has_text:
             raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
-        return self._codec.decode(request.tokens)
+        prompt = Prompt(token_ids=(), text=self._codec.decode(request.tokens))
+        return Job(chat=True, prompts=(prompt,), ignored=request.ignored)
 
     def _template(self, use: ToolUse) -> ChatTemplate:
-        """The template for these tools; raises `ApiError` 400 where there is none."""
+        """Return the template for a chat with or without tools. Raises `ApiError` 400 if there is none."""
         template = self._codec.template if use.shown is None else self._codec.tool_template
         if template is not None:
             return template
@@ -179,13 +184,12 @@ class Intake:
         raise bad_request(f"model '{self._config.model_name}' has no chat template{only}", "messages")
 
     async def _rendered(self, request: ChatRequest, template: ChatTemplate) -> tuple[str, tuple[str, ...]]:
-        """The prompt's text, and what of the request the template has no use for."""
+        """Return the prompt's text, and the names of fields that the template does not use."""
         use = request.tool_use
         check_served(use, self._formats, template.traits)
         size = sum(m.num_chars + _MESSAGE_TEXT for m in request.messages) + use.num_chars
-        # What a template does with variables of its own is unknown here.
-        own = request.chat_template_kwargs or request.chat_template_args
-        size = max(size, THREAD_TEXT) if own else size
+        if request.chat_template_kwargs or request.chat_template_args:
+            size = max(size, THREAD_TEXT)  # the cost of unknown variables is unknown
         text, unseen = await self.work(size, _render, template, request, use)
         if not text:
             raise bad_request("the chat template made an empty prompt of these messages", "messages")
@@ -235,11 +239,11 @@ class Intake:
                 seed = (sampling.seed + choice) % SEEDS
                 seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
                 if choice and not request.stream:
-                    # The first one's are theirs; a stream would have to wait for it.
+                    # Choices of one prompt share the first one's scores. In a stream they would have to wait for them.
                     seeded = dataclasses.replace(seeded, prompt_logprobs=None)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
-        # What a grammar has completed is ended by an end-of-sequence token in any case.
+        # A completed grammar allows only end-of-sequence tokens, even with `ignore_eos`.
         eos = () if request.ignore_eos and grammar is None else self._config.eos_token_ids
         job = Job(
             chat=isinstance(request, ChatRequest),
@@ -252,7 +256,7 @@ class Intake:
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
-            # Where there is no text they are all there is to say.
+            # Without a tokenizer the ids are the only output.
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
             echo=echo,
             logprobs=logprobs,
@@ -268,24 +272,24 @@ class Intake:
 
 
 def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:
-    """The formats of this router's answers; raises `ValueError` for a parser that does not exist or is missing."""
+    """Return the formats of this router's answers. Raises `ValueError` for an unknown or missing parser."""
     return answer_formats(
         codec, tools=config.tool_call_parser, reasoning=config.reasoning_parser, auto=config.enable_auto_tool_choice
     )
 
 
 def _render(template: ChatTemplate, request: ChatRequest, use: ToolUse) -> tuple[str, tuple[str, ...]]:
-    """Return the prompt of a chat, and the fields of the request for which the template has no use."""
-    going_on = bool(request.continue_final_message)
-    asks = request.add_generation_prompt
-    messages, unseen = template_messages(request.messages, template.traits, continued=going_on)
+    """Return a chat's prompt, and the names of fields that the template does not use."""
+    continued = bool(request.continue_final_message)
+    generates = request.add_generation_prompt
+    messages, unseen = template_messages(request.messages, template.traits, continued=continued)
     variables, unused = template_variables(request, template.traits)
     if use.shown is not None:
         variables = {**variables, "tools": use.shown}
     text = template.render(
         messages,
-        add_generation_prompt=not going_on if asks is None else asks,
-        continue_final_message=going_on,
+        add_generation_prompt=not continued if generates is None else generates,
+        continue_final_message=continued,
         variables=variables,
     )
     return text, (*unused, *unseen)

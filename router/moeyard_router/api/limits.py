@@ -1,4 +1,4 @@
-"""What the model and the server allow a request, and its sampling with every field explicit."""
+"""Limits of the model and the server on a request, and its sampling parameters with defaults filled in."""
 
 import secrets
 
@@ -12,13 +12,13 @@ SEEDS = 2**63
 
 
 class RequestLimits:
-    """The limits of one router. Raises `ApiError` for everything that they rule out."""
+    """The limits of one router. Methods raise `ApiError` for requests beyond them."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
 
     def check_choices(self, n: int, num_prompts: int) -> None:
-        """Raise `ApiError` 400 for more sequences than one request may have."""
+        """Refuse more sequences than one request may have."""
         limit = min(self._config.max_choices, self._config.max_inflight)
         if n * num_prompts > limit:
             what = f"n={n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n}"
@@ -26,42 +26,43 @@ class RequestLimits:
             raise bad_request(message, "n" if n > 1 else "prompt")
 
     def check_ids(self, ids: list[int], param: str) -> None:
-        """Raise `ApiError` 400 for an id outside the vocabulary."""
+        """Refuse ids outside the vocabulary."""
         size = self._config.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             outside = next(i for i in ids if not 0 <= i < size)
             raise bad_request(f"'{param}': token id {outside} is outside the vocabulary of {size} ids", param)
 
     def check_logprobs(self, request: CompletionRequest | ChatRequest, logprobs: int | None) -> None:
-        """Raise `ApiError` 400 for more alternatives of a token, of output or prompt, than this server gives."""
-        if logprobs is not None and logprobs > self._config.max_logprobs:
-            field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
-            raise bad_request(f"'{field}': {logprobs} is above the limit of {self._config.max_logprobs}", field)
-        if request.prompt_logprobs is not None and request.prompt_logprobs > self._config.max_logprobs:
-            message = f"'prompt_logprobs': {request.prompt_logprobs} is above the limit of {self._config.max_logprobs}"
-            raise bad_request(message, "prompt_logprobs")
+        """Refuse more alternatives per output or prompt token than this server gives."""
+        field, limit = (
+            "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs",
+            self._config.max_logprobs,
+        )
+        for name, count in ((field, logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            if count is not None and count > limit:
+                raise bad_request(f"'{name}': {count} is above the limit of {limit}", name)
 
     def sampling(
         self, request: CompletionRequest | ChatRequest, prompt_tokens: int, logprobs: int | None, *, echo: bool
     ) -> SamplingParams:
-        """Return sampling with every field explicit: the request's, else the server's default, else neutral."""
+        """Return the sampling parameters: the request's values, else the server's defaults, else neutral ones."""
         scores = [count for count in (request.prompt_logprobs, logprobs if echo else None) if count is not None]
         max_tokens = self._max_tokens(request, prompt_tokens)
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise bad_request(f"'min_tokens': {min_tokens} is above max_tokens {max_tokens}", "min_tokens")
         self.check_ids(request.stop_token_ids or [], "stop_token_ids")
-        usual = self._config.sampling_defaults
-        top_k = int(_first(request.top_k, usual.top_k, 0))
+        defaults = self._config.sampling_defaults
+        top_k = int(_first(request.top_k, defaults.top_k, 0))
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=_first(request.temperature, usual.temperature, 1.0),
-            top_p=_first(request.top_p, usual.top_p, 1.0),
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p, defaults.top_p, 1.0),
             top_k=min(max(top_k, 0), self._config.vocab_size),
-            min_p=_first(request.min_p, usual.min_p, 0.0),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
             seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
-            repetition_penalty=_first(request.repetition_penalty, usual.repetition_penalty, 1.0),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(request.logit_bias or {}),
@@ -74,30 +75,25 @@ class RequestLimits:
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
         limit = self._config.max_model_len
-        asked = request.max_tokens
-        field = "prompt"
+        count, field, most = request.max_tokens, "prompt", DEFAULT_COMPLETION_TOKENS
         if isinstance(request, ChatRequest):
-            asked = request.max_completion_tokens if asked is None else asked
-            field = "messages"
-        room = self.check_room(prompt_tokens, field, least=0 if asked == 0 else 1)
-        if asked is None:
-            usual = self._config.sampling_defaults.max_tokens or room
-            return min(room, usual if isinstance(request, ChatRequest) else min(usual, DEFAULT_COMPLETION_TOKENS))
-        if asked > room:
+            count, field, most = request.max_completion_tokens if count is None else count, "messages", limit
+        available = self.check_room(prompt_tokens, field, least=0 if count == 0 else 1)
+        if count is None:
+            return min(available, self._config.sampling_defaults.max_tokens or available, most)
+        if count > available:
             message = (
-                f"the prompt's {prompt_tokens} tokens and max_tokens={asked} are {prompt_tokens + asked}, "
+                f"the prompt's {prompt_tokens} tokens and max_tokens={count} are {prompt_tokens + count}, "
                 f"above the model's limit of {limit} tokens"
             )
             raise ApiError(400, message, param="max_tokens", reason="prompt_too_long")
-        return asked
+        return count
 
     def check_room(self, prompt_tokens: int, param: str, *, least: int) -> int:
-        """Tokens that a prompt leaves for its answer; raises `ApiError` 400 if these are fewer than `least`."""
+        """Return the tokens that a prompt leaves for its answer, at least `least`."""
         limit = self._config.max_model_len
         if limit - prompt_tokens < least:
-            message = (
-                f"the prompt has {prompt_tokens} tokens, which leaves no room in the model's limit of {limit} tokens"
-            )
+            message = f"the prompt's {prompt_tokens} tokens leave no room in the model's limit of {limit} tokens"
             raise ApiError(400, message, param=param, reason="prompt_too_long")
         return limit - prompt_tokens
 
@@ -111,5 +107,5 @@ class RequestLimits:
         return bias
 
 
-def _first(asked: float | None, usual: float | None, neutral: float) -> float:
-    return asked if asked is not None else usual if usual is not None else neutral
+def _first(given: float | None, default: float | None, neutral: float) -> float:
+    return given if given is not None else default if default is not None else neutral

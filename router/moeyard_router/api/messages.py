@@ -1,4 +1,4 @@
-"""The messages of a chat: what clients send and echo, and what of it a chat template is given."""
+"""Chat messages: the models of what clients send, and their translation to a chat template's variables."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.template import TemplateTraits
 
-INVALID_JSON = "INVALID_JSON"  # the key of arguments that are no object, where an API or a template needs one
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also one that was cut off
+INVALID_JSON = "INVALID_JSON"  # key of arguments that are no JSON object, where an API or template needs one
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # including a truncated string
 _ESCAPES = MappingProxyType({code: f"\\u{code:04x}" for code in range(32)})
 
 
 class TextPart(Strict):
-    """One piece of a message's content, under chat's or the Responses API's names. Images and audio are not served."""
+    """A text part of a message's content, with the type names of both APIs. Images and audio are not served."""
 
     harmless = frozenset(("annotations", "cache_control", "id", "provider_specific_fields"))
 
@@ -37,20 +37,21 @@ class TextPart(Strict):
 
     @property
     def shown(self) -> str | None:
+        """The part's text or refusal."""
         return self.refusal if self.type == "refusal" else self.text
 
 
 class FunctionCall(Strict):
-    """Which function, and its arguments: JSON as text, as OpenAI has it, or the object itself."""
+    """A function's name and arguments: JSON text, as in OpenAI's API, or the object."""
 
-    harmless = frozenset(("parsed_arguments",))  # what OpenAI's `parse` adds, and echoes
+    harmless = frozenset(("parsed_arguments",))  # added by the `parse` helper of OpenAI's client
 
     name: str
     arguments: Annotated[str | dict[str, Any] | None, BeforeValidator(check_depth)] = None
 
 
 class ToolCall(Strict):
-    """One call of a tool by the assistant, as it was answered and is now echoed."""
+    """A tool call by the assistant, which the client sends back."""
 
     inner = ("function",)
     harmless = frozenset(("cache_control", "extra_content", "index", "provider_specific_fields"))
@@ -61,8 +62,9 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. `content` is a string or a list of texts and text parts. Only the assistant's may be absent.
-    `reasoning_content` is DeepSeek's name of `reasoning`, and vLLM's older one.
+    """One message. `content` is a string or a list of strings and text parts, and only the assistant's may be absent.
+
+    `reasoning_content` is the name of `reasoning` in DeepSeek's API and older vLLM.
     """
 
     inner = ("parts", "tool_calls")
@@ -77,7 +79,7 @@ class ChatMessage(Strict):
             "audio": (),
             "function_call": (),
             "images": ([],),
-            "partial": (False,),  # Kimi's and Mistral's words for continue_final_message
+            "partial": (False,),  # Kimi's and Mistral's names of continue_final_message
             "prefix": (False,),
             "type": ("message",),
         }
@@ -113,19 +115,19 @@ class ChatMessage(Strict):
 
     @property
     def texts(self) -> list[str]:
-        """The texts of all parts; a refusal stands for the assistant's text, or behind it."""
+        """The texts of all parts, then the refusal."""
         texts = [self.parts] if isinstance(self.parts, str) else [part.shown for part in self.parts or ()]
         return [*filter(None, texts), self.refusal] if self.refusal else texts
 
     @property
     def content(self) -> str | None:
-        """All texts, joined by newlines as in vLLM; None if there are none."""
+        """All texts joined by newlines, as in vLLM; None without texts."""
         texts = self.texts
         return "\n".join(texts) if texts else None
 
     @property
     def num_chars(self) -> int:
-        """About how much text a template makes of it, in characters."""
+        """The approximate characters that a template writes for the message."""
         calls = sum(len(c.function.name) + len(str(c.function.arguments)) for c in self.tool_calls or ())
         return len(self.content or "") + len(self.reasoning or self.reasoning_content or "") + calls
 
@@ -134,9 +136,10 @@ _PARTS = TypeAdapter(list[TextPart])
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call for templates: an object that also acts as its JSON text.
+    """Arguments of a tool call for templates: an object that also behaves as its JSON text.
 
-    transformers and vLLM pass an object. Some templates (DeepSeek's) add the arguments to text, as OpenAI has them.
+    transformers and vLLM pass an object. Some templates (DeepSeek's) concatenate the arguments with text, the form of
+    OpenAI's API.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -156,11 +159,11 @@ class Arguments(dict[str, Any]):
 def template_messages(
     messages: Sequence[ChatMessage], traits: TemplateTraits, *, continued: bool = False
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return what the template is given, and the names of fields without effect.
+    """Return the template's messages, and the names of fields without effect.
 
-    `developer` is `system` where the template has no such role. System and developer messages become one at the
-    beginning where the template takes no other; with `continued` the last message stays, because it is continued.
-    Raises `ApiError` 400 at a message of a tool, or with calls of tools, where the template knows of none.
+    `developer` becomes `system` if the template lacks the role. System and developer messages are merged into a leading
+    one if the template needs that, except a last message that is `continued`. Raises `ApiError` 400 for messages or
+    calls of tools that the template cannot show.
     """
     ignored: list[str] = []
     given = []
@@ -178,12 +181,12 @@ def template_messages(
 
 
 def _joined_systems(given: list[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Put all system and developer texts into one leading message where the template refuses or omits later ones."""
+    """Merge system and developer messages into a leading one if the template refuses or omits later ones."""
     systems = [(i, message) for i, message in enumerate(given) if message["role"] in ("system", "developer")]
     if not systems:
         return given
     first = systems[0][1]
-    # In front of the first turn they follow each other, so the number of each is its place.
+    # Messages before the first turn follow each other, so their number equals their index.
     beyond = {(first["role"], message["role"], number != i) for number, (i, message) in enumerate(systems) if i}
     if beyond.isdisjoint(traits.alone_first):
         return given
@@ -197,7 +200,7 @@ def _text_of(content: str | list[dict[str, str]] | None) -> str:
 
 
 def _content(texts: Sequence[str], traits: TemplateTraits, role: str, *, is_list: bool) -> str | list[dict[str, str]]:
-    """Texts as the template takes them: as parts if it goes through parts, else as one text."""
+    """Return texts in the form that the template reads: parts if it iterates over parts, else one text."""
     if role in traits.only_parts or (is_list and role in traits.part_roles):
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
@@ -207,7 +210,7 @@ def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: lis
     role = "system" if message.role == "developer" and not traits.knows("developer") else message.role
     content: Any = _content(message.texts, traits, role, is_list=isinstance(message.parts, list))
     if not message.texts:
-        # An empty text is for templates that add texts up, or print the word "None".
+        # Templates that concatenate texts, or would print "None", get an empty text.
         content = None if message.tool_calls and traits.null_content else ""
     out: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
@@ -215,7 +218,7 @@ def _template_message(message: ChatMessage, traits: TemplateTraits, ignored: lis
         ignored += [] if traits.knows("name") else ["name"]
     thoughts = message.reasoning if message.reasoning is not None else message.reasoning_content
     if thoughts is not None:
-        # Templates have either name, clients send either: both, as in vLLM.
+        # Templates read either name and clients send either, so set both, as vLLM does.
         out |= {"reasoning": thoughts, "reasoning_content": thoughts}
         if not (traits.knows("reasoning_content") or traits.knows("reasoning")):
             ignored += [name for name in ("reasoning", "reasoning_content") if getattr(message, name) is not None]
@@ -233,7 +236,7 @@ def _template_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _arguments(given: str | dict[str, Any] | None, traits: TemplateTraits) -> Arguments | str:
-    """Return an object if it is one, else the text that a model wrote, unless the template needs an object."""
+    """Return arguments as an object if they are one. Else return the text, or an object if the template needs one."""
     if isinstance(given, dict):
         return Arguments(given, json.dumps(given, ensure_ascii=False))
     text = given or "{}"
@@ -247,8 +250,8 @@ def _arguments(given: str | dict[str, Any] | None, traits: TemplateTraits) -> Ar
 
 
 def _object_in(text: str) -> dict[str, Any]:
-    """Return the object that a model began to write; text that begins none is the value of INVALID_JSON."""
-    # Models write line breaks into strings, where JSON has them escaped.
+    """Return the object that a text begins. Any other text becomes the value of INVALID_JSON."""
+    # Models write unescaped line breaks into strings, which JSON forbids.
     escaped = _STRING.sub(lambda found: found[0].translate(_ESCAPES), text)
     try:
         values = check_depth(from_json(escaped, allow_partial="trailing-strings"))

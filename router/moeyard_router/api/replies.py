@@ -1,4 +1,4 @@
-"""The bytes of an answer: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
+"""Answers as bytes: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,39 +12,45 @@ from moeyard_router.text.detokenizer import TextOffsets, TokenBytes, prompt_offs
 from moeyard_router.text.events import CallArguments, CallBegin, Content, Reasoning, TextEvent
 from moeyard_worker.protocol import TokenLogprob
 
-_PIECE = 64 * 1024  # bytes
-# Log-probabilities, of prompts or output, above which an answer is written apart from the event loop, its lists item by
-# item: fewer are written faster than a thread is woken.
+PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one call
+# With more log-probabilities than this, of prompts and output, an answer is encoded in a thread, item by item. Encoding
+# fewer takes less time than waking the thread.
 MANY_SCORES = 512
+_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
+_NULL = b"null"
+_DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class LongLists:
-    """The long lists of one answer. `pieces` replaces the placeholder that `add` returns for each.
+    """Long lists of one answer. `add` returns a placeholder, which `pieces` replaces.
 
-    Encoding, joining or freeing all in one call would hold the interpreter lock: orjson 3.13 takes 0.2 s for 13 MB of
-    240,000 log-probabilities, and 13 ms if the items are encoded already (2026-11-22).
+    Encoding, joining or freeing a list in one call would hold the interpreter lock too long. It takes orjson 3.13
+    0.2 s for 13 MB of 240,000 log-probabilities, 13 ms if the items are already encoded (2026-11-22).
     """
 
     def __init__(self) -> None:
         self._lists: list[list[bytes]] = []
 
     def add(self, items: Iterable[bytes]) -> orjson.Fragment:
+        """Store a list of encoded items and return its placeholder."""
         pieces, waiting, size = [b"["], list[bytes](), 0
         for item in items:
             waiting.append(item)
             size += len(item)
-            if size >= _PIECE:
+            if size >= PIECE_BYTES:
                 pieces.append(b",".join(waiting) + b",")
                 waiting, size = [], 0
-        # Pieces end with a comma, but the last: of a list without items that is the bracket.
+        # All pieces but the last end with a comma. In an empty list the only piece is the bracket.
         last = b",".join(waiting) if waiting else pieces.pop()[:-1] if len(pieces) > 1 else b""
         pieces += [last, b"]"]
         self._lists.append(pieces)
-        # No JSON has a zero byte in it, which is \u0000 there.
+        # JSON contains no zero byte: it writes \u0000.
         return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """What was encoded with places of these lists in it, and the lists, which are forgotten."""
+        """Return `data` in pieces, with the lists in place of their placeholders, and drop the lists."""
+        if not self._lists:
+            return [data]
         parts = data.split(b"\0")
         found = parts[:1]
         for number, rest in zip(parts[1::2], parts[2::2], strict=True):
@@ -54,7 +60,7 @@ class LongLists:
 
 
 def chat_deltas(events: Iterable[TextEvent]) -> list[dict[str, Any]]:
-    """The deltas of a stream, one for each event that a client is told of; a call's end it sees by what follows."""
+    """Return the deltas of a stream, one per event. The end of a call has none; the next delta implies it."""
     out: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, Content):
@@ -70,7 +76,7 @@ def chat_deltas(events: Iterable[TextEvent]) -> list[dict[str, Any]]:
 
 
 def chat_message(events: Sequence[TextEvent]) -> dict[str, Any]:
-    """The whole message. `content` is None where there is none beside reasoning or calls."""
+    """Return a whole message. `content` is None if there is only reasoning or calls."""
     content = "".join(e.text for e in events if isinstance(e, Content))
     reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
     calls = [
@@ -93,17 +99,12 @@ def chat_message(events: Sequence[TextEvent]) -> dict[str, Any]:
     return message
 
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
-_NULL = b"null"
-_DONE_EVENT = b"data: [DONE]\n\n"
-
-
 class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
-    `prompt_token_ids` (if `return_token_ids`) stand where vLLM has them: in each choice of a completion, at the top of
-    a chat answer; in streams in a choice's first chunk. So do `prompt_logprobs`, which are not streamed. What `echo`
-    repeats comes with its log-probabilities, of which the first token has none.
+    As in vLLM, `prompt_token_ids` (with `return_token_ids`) are in each choice of a completion, at the top of a chat
+    answer, and in the first chunk of a streamed choice. The same holds for `prompt_logprobs`, which are not streamed.
+    With `echo`, the repeated prompt has log-probabilities too, except for its first token.
     """
 
     def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
@@ -120,13 +121,14 @@ class ReplyWriter:
         head = orjson.dumps({**self._base, "object": part})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
-        # The event of a choice that only says text, but for that text: what a stream sends for nearly every token.
-        self._plain = [] if self._says_tokens else [self._around(c.index) for c in job.continuations]
+        # Both sides of the text in the event of a choice that adds only text: nearly every event of a stream.
+        self._reports_tokens = job.return_token_ids or job.logprobs is not None or job.continuous_usage
+        self._plain = [] if self._reports_tokens else [self._around(c.index) for c in job.continuations]
 
     def chunk(
         self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
     ) -> bytes:
-        """Return the events for what was added to choice `index`; `message` is a chat's delta in place of its text."""
+        """Return the events of a delta of choice `index`. `message` is a chat's delta, which replaces the text."""
         if self._plain and self._started[index] and delta.finish_reason is None and message is None:
             text = _only_text(delta)
             if text is not None:
@@ -134,7 +136,7 @@ class ReplyWriter:
         if delta.events is not None:
             return self._event_chunks(index, delta, choices)
         job, first = self._job, not self._started[index]
-        if not (first or message or delta.text or delta.finish_reason or (delta.token_ids and self._says_tokens)):
+        if not (first or message or delta.text or delta.finish_reason or (delta.token_ids and self._reports_tokens)):
             return b""
         self._started[index] = True
         choice: dict[str, Any] = {"index": index}
@@ -162,7 +164,7 @@ class ReplyWriter:
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
     def texts(self) -> Callable[[int, str], bytes] | None:
-        """What makes the event of a choice's text where that has begun and nothing else was added to it."""
+        """Return the function that makes a begun choice's event of plain text, None if events have more fields."""
         return self._text if self._plain else None
 
     def _text(self, index: int, text: str) -> bytes:
@@ -170,14 +172,13 @@ class ReplyWriter:
         return before + orjson.dumps(text) + behind
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        """What is before and behind the text in an event that says nothing else."""
         said = {"delta": {"content": ""}} if self._job.chat else {"text": ""}
         choice = {"index": index, **said, "logprobs": None, "finish_reason": None, "stop_reason": None}
         before, _, behind = orjson.dumps(choice).partition(b'""')
         return self._head + before, behind + self._tail
 
     def _event_chunks(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
-        """One chunk for each thing of a text that is taken apart, in order: clients expect one kind in each."""
+        """Return one chunk per event of the text, because clients expect one kind of content per chunk."""
         messages = chat_deltas(delta.events or ()) or [{} if self._started[index] else {"content": ""}]
         out = []
         for i, message in enumerate(messages):
@@ -188,21 +189,21 @@ class ReplyWriter:
         return b"".join(out)
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """What `body` or `chunk` gave, with the long lists that they left out."""
+        """Return the bytes of `body` or `chunk` with the long lists that they left out."""
         return self._long.pieces(data)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """The last events of a stream; with `include_usage` one of no choices and all counts is the first of them."""
+        """Return the last events of a stream. With `include_usage` the first has the token counts and no choices."""
         if not self._job.include_usage:
             return _DONE_EVENT
         return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n" + _DONE_EVENT
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        """The event that ends a stream that failed; no [DONE] follows it."""
+        """Return the event that ends a failed stream. No [DONE] follows it."""
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
     def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
-        """The whole answer of a request that was not streamed; `deltas[i]` is everything of choice i."""
+        """Return the answer of a request that is not streamed. `deltas[i]` is the whole output of choice i."""
         job = self._job
         out = []
         for index, delta in enumerate(deltas):
@@ -230,35 +231,31 @@ class ReplyWriter:
         return orjson.dumps(answer)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return token counts; each prompt counts once. Cached tokens are absent until the workers report them."""
+        """Return the token counts, each prompt once. Cached tokens are absent until the workers report them."""
         prompt = sum(len(p.token_ids) for p in self._job.prompts)
         output = sum(c.num_tokens for c in choices)
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         per_prompt = len(choices) // len(self._job.prompts)
         cached = [c.cached_tokens for c in choices[::per_prompt]]
-        details = self._job.kept
+        details = self._job.kept_tokens
         if None not in cached:
             details = {"cached_tokens": sum(c for c in cached if c is not None), **details}
         if details:
             usage["prompt_tokens_details"] = details
         return usage
 
-    @property
-    def _says_tokens(self) -> bool:
-        return self._job.return_token_ids or self._job.logprobs is not None or self._job.continuous_usage
-
     def _prefix(self, index: int) -> str:
         return self._job.prompts[self._job.continuations[index].prompt].text if self._job.echo else ""
 
     def _scores(self, index: int, choices: Sequence[Choice]) -> Iterator[tuple[int, TokenLogprob]]:
-        """The prompt's tokens but the first, with what this choice knows of them, or else the prompt's first one."""
+        """Yield the prompt's tokens after the first with their scores, from this choice or the first of the prompt."""
         per_prompt = len(choices) // len(self._job.prompts)
-        knows = choices[index] if choices[index].num_scores else choices[index - index % per_prompt]
+        scored = choices[index] if choices[index].num_scores else choices[index - index % per_prompt]
         ids = self._job.prompts[choices[index].prompt].token_ids
-        return zip(ids[1:], knows.prompt_scores(), strict=True)
+        return zip(ids[1:], scored.prompt_scores(), strict=True)
 
     def _prompt_logprobs(self, index: int, choices: Sequence[Choice]) -> Iterator[bytes]:
-        """As vLLM has it: of each token a map from ids, its own first; null for the first token."""
+        """Yield vLLM's form: null for the first token, then for each a map from ids to scores, the token's id first."""
         count = self._job.prompt_logprobs
         yield _NULL
         for token_id, entry in self._scores(index, choices):
@@ -271,7 +268,7 @@ class ReplyWriter:
         return {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
 
     def _echoed(self, index: int, choices: Sequence[Choice]) -> dict[str, list[Any]] | None:
-        """Log-probabilities of the prompt that is repeated, in the form of a completion's; None if nobody asked."""
+        """Return the log-probabilities of the echoed prompt in the form of a completion's, None if not requested."""
         if self._job.logprobs is None:
             return None
         prompt = self._job.prompts[choices[index].prompt]
@@ -288,7 +285,7 @@ class ReplyWriter:
         }
 
     def _logprobs(self, index: int, delta: Delta, echoed: dict[str, list[Any]] | None = None) -> dict[str, Any] | None:
-        """Of the delta's tokens, behind those that are echoed."""
+        """Return the log-probabilities of the delta's tokens, after those of the echoed prompt."""
         if self._job.logprobs is None:
             return None
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
@@ -308,9 +305,9 @@ class ReplyWriter:
         return {**joined, "top_logprobs": self._long.add((*echoed["top_logprobs"], *map(orjson.dumps, tops)))}
 
     def _top(self, token_id: int, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the chosen one (as OpenAI). Of tokens with one text the likeliest counts."""
+        """Return the likeliest tokens and the chosen one (as OpenAI). Tokens with one text share the highest value."""
         found: dict[str, float] = {}
-        # Of a prompt more may be known than is asked for here.
+        # A prompt's entry may have more alternatives, which `prompt_logprobs` requested.
         for each, value in (*entry.top[: self._job.logprobs], (token_id, entry.logprob)):
             text = self._spell(each)
             found[text] = max(value, found.get(text, _LOWEST_LOGPROB))
@@ -325,7 +322,7 @@ class ReplyWriter:
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
-        """Spell a token by its text; by `bytes:` and hex if it splits a character, by `token_id:` if it has none."""
+        """Spell a token by its text, by `bytes:` and hex if it splits a character, by `token_id:` if it has no text."""
         raw = self._tokens.of(token_id)
         if not raw:
             return f"token_id:{token_id}"
@@ -336,7 +333,7 @@ class ReplyWriter:
 
 
 def _only_text(delta: Delta) -> str | None:
-    """What a delta says, if that is content and nothing else; None if there is more to be told apart."""
+    """Return the text of a delta that is content alone, else None."""
     events = delta.events
     if events is None:
         return delta.text

@@ -1,20 +1,21 @@
-"""What the scope of one request carries between `http/` and `api/`: its record, and a direct way for its answer."""
+"""The entries of a request's ASGI scope that `http/` and `api/` share: its log record and a direct path for chunks."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from starlette.types import Scope
-
 SCOPE_KEY = "moeyard.record"
+EXTENSION = "moeyard.direct"
+# Set by the gate and read by log formatters, so that every log line of a request has its id.
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request, for the access log. Times are monotonic seconds; None is not known yet.
+    """One request's fields of the access log. Times are monotonic seconds. None means not known yet.
 
-    `reply_id` is the answer's id, `failure` the status of an error after the answer began, `cut` why the connection
-    ended.
+    `reply_id` is the answer's id, `failure` the status of an error after the answer began, `cut` the reason why the
+    server closed the connection.
     """
 
     request_id: str
@@ -29,38 +30,27 @@ class RequestRecord:
     cut: str | None = None
 
 
-def record_of(scope: Any) -> RequestRecord:
-    """The record that the gate put into an ASGI scope."""
-    record = scope[SCOPE_KEY]
-    assert isinstance(record, RequestRecord)
-    return record
-
-
-EXTENSION = "moeyard.direct"
-
-
 class Direct(Protocol):
-    """The body of one answer, between its first piece and its last, which go by `send`."""
+    """A path for the chunks of one streamed body that bypasses ASGI. The first and last chunk go by `send`."""
 
     def ready(self) -> bool:
-        """Whether a piece may be written now: the client is there and has read enough. If not, `send` it, and wait."""
+        """Return whether a chunk may be written now. If not, use `send`, which waits for the client."""
 
     def write(self, data: bytes) -> None:
-        """Take a piece, not empty, after `ready`; it leaves soon, together with those of other answers."""
+        """Queue a chunk, not empty, after `ready`. It leaves soon, together with chunks of other answers."""
 
     def flush(self) -> None:
-        """Let all pieces leave now, before what `send` is given next."""
-
-
-def direct_of(scope: Scope) -> Direct | None:
-    offered: Direct | None = scope.get("extensions", {}).get(EXTENSION)
-    return offered
-
-
-# Set by the gate, read by whoever formats log lines: everything logged within a request names it.
-current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
+        """Send all queued chunks. Call it before `send`, which would overtake them."""
 
 
 def log_context() -> dict[str, str | int]:
+    """Return the fields that every log line of the current request carries."""
     request_id = current_request.get()
     return {} if request_id is None else {"request_id": request_id}
+
+
+def record_of(scope: Any) -> RequestRecord:
+    """Return the record that the gate put into an ASGI scope."""
+    record = scope[SCOPE_KEY]
+    assert isinstance(record, RequestRecord)
+    return record

@@ -1,7 +1,7 @@
-"""Tools of the Responses API, and the functions that the model is offered in their place.
+"""Tools of the Responses API, and their translation to functions, the only tools of chat templates.
 
-Chat templates know functions only. A custom tool, whose input is free text, becomes a function with one text parameter.
-The tools of a namespace become functions whose names begin with it. Tools that run on OpenAI's servers are left out.
+A custom tool, whose input is free text, becomes a function with one text parameter. The tools of a namespace become
+functions whose names begin with it. Tools that run on OpenAI's servers are left out.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class FunctionTool(Strict):
-    """A function that the model may call. All tools are shown at once, deferred ones too."""
+    """A function. Deferred functions are shown at once too."""
 
     harmless = frozenset(("defer_loading", "output_schema"))
     unserved = _UNSERVED
@@ -38,7 +38,7 @@ class FunctionTool(Strict):
 
 
 class CustomTool(Strict):
-    """A tool whose input is text. The model reads what its format says; nothing holds it to that."""
+    """A tool whose input is text. The model sees its format, but nothing enforces it."""
 
     harmless = frozenset(("defer_loading",))
     unserved = _UNSERVED
@@ -50,7 +50,7 @@ class CustomTool(Strict):
 
 
 class HostedTool(Strict):
-    """A tool that runs on OpenAI's servers. No model here can call it, so it is left out and named."""
+    """A tool that runs on OpenAI's servers. It is left out and named as ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -85,8 +85,6 @@ ResponseTool = Annotated[FunctionTool | CustomTool | NamespaceTool | HostedTool,
 
 
 class ChosenTool(Strict):
-    """The one tool that must be called."""
-
     type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
@@ -94,7 +92,7 @@ class ChosenTool(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One tool in the client's terms: number `index` of the tools, and of its namespace if it is in one."""
+    """One tool as the client wrote it. `index` is its place in the tools, and in its namespace if it has one."""
 
     name: str
     namespace: str | None
@@ -109,14 +107,15 @@ class Offer:
 
     @property
     def address(self) -> tuple[str | None, str]:
+        """Namespace and name."""
         return self.namespace, self.name
 
     def function(self, name: str) -> dict[str, Any]:
-        """The function of this name that the model is offered in its place."""
+        """Return the function that the model sees, under this name."""
         description = self.preface + (self.tool.get("description") or "")
         if not self.custom:
-            known = given(parameters=self.tool.get("parameters"), strict=self.tool.get("strict"))
-            return {"name": name, **given(description=description or None), **known}
+            given_fields = given(parameters=self.tool.get("parameters"), strict=self.tool.get("strict"))
+            return {"name": name, **given(description=description or None), **given_fields}
         form = self.tool.get("format") or {}
         if form.get("type") == "grammar":
             description += f"\n\nThe input follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
@@ -130,7 +129,7 @@ class Offer:
 
 
 def plain_tools(tools: Sequence[Strict]) -> list[dict[str, Any]]:
-    """Those that run at the client, as it wrote them; an answer repeats them."""
+    """Return the tools that run at the client, as it wrote them. The answer repeats them."""
     plain: list[dict[str, Any]] = []
     for tool in tools:
         if isinstance(tool, NamespaceTool):
@@ -144,7 +143,7 @@ def plain_tools(tools: Sequence[Strict]) -> list[dict[str, Any]]:
 
 
 def offers_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Offer]:
-    """What the model is offered for `plain_tools`, by the names under which it calls them."""
+    """Return the tools of `plain_tools` by the function names under which the model calls them."""
     offers: dict[str, Offer] = {}
     for offer in _each(tools):
         first = name = offer.name if offer.namespace is None else flat_name(offer.namespace, offer.name)
@@ -170,7 +169,7 @@ def _each(tools: Sequence[Mapping[str, Any]]) -> Iterator[Offer]:
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """The name of a function that stands for a tool of a namespace; a long one ends with a digest."""
+    """Return the function name of a tool in a namespace. A long name ends with a digest."""
     joined = _NOT_IN_NAMES.sub("_", f"{namespace}{'' if namespace.endswith('__') else '__'}{name}")
     if len(joined) <= _MAX_NAME:
         return joined
@@ -178,12 +177,12 @@ def flat_name(namespace: str, name: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """The input of a custom tool as arguments of the function that stands for it."""
+    """Return a custom tool's input as the arguments of its function."""
     return exact_json.dumps({"input": text}).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """Return a custom tool's input from arguments: `input`, else the object's only text, else all that was written."""
+    """Return a custom tool's input from arguments: `input`, else the object's only text, else all the text."""
     try:
         values = exact_json.loads(arguments)
     except ValueError:

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API: the request body of /v1/responses, its translation to a chat, and the answers.
+"""OpenAI's Responses API: the body of /v1/responses, its translation to a chat, and the answers.
 
-Nothing is kept between requests. A field that refers to an earlier one (`previous_response_id`, `conversation`,
-items by reference) is refused by name.
+The server stores no responses. Fields that refer to earlier ones (`previous_response_id`, `conversation`, items by
+reference) are refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import orjson
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from moeyard_router.api.blocks import AnswerBlock, BlockWriter, sse
+from moeyard_router.api.blocks import AnswerBlock, BlockWriter
 from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Job
@@ -35,11 +35,11 @@ from moeyard_router.api.translation import Translation, given, one_of, text_or, 
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 
-_ECHOED = frozenset(("id", "status"))  # of items that come back as they were answered
+_ECHOED = frozenset(("id", "status"))  # of items of an answer that the client sends back
 
 
 class ResponsePart(TextPart):
-    """Text of an item, also as it was answered."""
+    """Text of an item, possibly of an earlier answer."""
 
     harmless = TextPart.harmless | {"logprobs", "parsed", "prompt_cache_breakpoint"}
 
@@ -83,8 +83,6 @@ class CustomCallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What a function or a custom tool returned."""
-
     inner = ("output",)
     harmless = _ECHOED | {"caller", "name", "namespace"}
 
@@ -94,20 +92,20 @@ class CallOutputItem(Strict):
 
 
 class HostedItem(HostedTool):
-    """A call, or its result, of a tool of OpenAI's servers. No template can show it, so it is left out and named."""
+    """A call or result of a tool on OpenAI's servers. No template can show it, so it is left out and named."""
 
     type: Literal["image_generation_call", "tool_search_call", "tool_search_output", "web_search_call"]
 
 
 class ReasoningText(Strict):
-    """A piece of what the assistant thought, or of its summary."""
+    """A piece of reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(Strict):
-    """What the assistant thought before what follows: its content, else its summary. Ciphertext is another server's."""
+    """Reasoning before the next item: its content, else its summary. Encrypted content of other servers is ignored."""
 
     harmless = _ECHOED | {"encrypted_content"}
 
@@ -117,6 +115,7 @@ class ReasoningItem(Strict):
 
     @property
     def text(self) -> str:
+        """All pieces."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -139,12 +138,10 @@ _NAMES = MappingProxyType(
 
 
 class TextFormat(Strict):
-    """The form of the answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    # The answer repeats it, and what writes JSON has its own limit.
+    # The answer repeats the schema, and the JSON encoder has a depth limit.
     schema_: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -156,7 +153,7 @@ class TextConfig(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """OpenAI pads its events, so that their lengths tell a listener less. The last event has token counts anyway."""
+    """Options without effect. The last event always has token counts."""
 
     harmless = frozenset(("include_obfuscation", "include_usage"))
 
@@ -179,7 +176,7 @@ class ResponsesRequest(ThinkingFields, SamplingFields, Strict):
         }
     )
 
-    input: Annotated[str | list[Item], text_or(one_of(*get_args(Item), usual="message"))]
+    input: Annotated[str | list[Item], text_or(one_of(*get_args(Item), default="message"))]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[ResponseTool], BeforeValidator(check_tools)] | None = None
@@ -212,14 +209,14 @@ class ResponsesRequest(ThinkingFields, SamplingFields, Strict):
     @field_validator("include", mode="after")
     @classmethod
     def _include(cls, value: list[str] | None) -> list[str] | None:
-        # What else may be asked for is of tools that are not served, or ciphertext.
+        # Other values concern tools that are not served, or encrypted content.
         if value and "message.output_text.logprobs" in value:
             raise PydanticCustomError("include", "log-probabilities are given by chat completions only")
         return value
 
 
 def translated(request: ResponsesRequest) -> Translation:
-    """A request as a chat."""
+    """Translate a request to a chat."""
     tools = plain_tools(request.tools or ())
     offers = offers_of(tools)
     names = {offer.address: name for name, offer in offers.items()}
@@ -242,21 +239,25 @@ def translated(request: ResponsesRequest) -> Translation:
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif choice is not None:
         chat["tool_choice"] = choice
-    places, asked = _places(request, offers), _asked(request, tools)
     return Translation(
-        chat=chat, origins=origins, tool_origins=places, names=_NAMES, ignored=request.ignored, asked=asked
+        chat=chat,
+        origins=origins,
+        tool_origins=_places(request, offers),
+        names=_NAMES,
+        ignored=request.ignored,
+        repeated=_repeated(request, tools),
     )
 
 
 def _places(request: ResponsesRequest, offers: Mapping[str, Offer]) -> tuple[str, ...]:
-    """Where the client has each tool that the model is offered."""
-    own = [index for index, tool in enumerate(request.tools or ()) if not isinstance(tool, HostedTool)]
-    indices = ((own[offer.index[0]], *offer.index[1:]) for offer in offers.values())
+    """Return the client's place of each tool that the model sees."""
+    plain = [index for index, tool in enumerate(request.tools or ()) if not isinstance(tool, HostedTool)]
+    indices = ((plain[offer.index[0]], *offer.index[1:]) for offer in offers.values())
     return tuple(".".join(f"tools.{index}" for index in place) for place in indices)
 
 
-def _asked(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the answer repeats of the request."""
+def _repeated(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of the request that the answer repeats."""
     form, choice = None if request.text is None else request.text.format, request.tool_choice
     shown = {"type": "text"} if form is None else given(**form.model_dump(exclude={"dropped"}, by_alias=True))
     chosen = given(**choice.model_dump(exclude={"dropped"})) if isinstance(choice, ChosenTool) else choice or "auto"
@@ -277,7 +278,7 @@ def _asked(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, 
 def _messages(
     request: ResponsesRequest, names: Mapping[tuple[str | None, str], str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the chat's messages and where each came from. `names` maps (namespace, name) of a tool to its function."""
+    """Return the chat's messages and their origins. `names` maps (namespace, name) of a tool to its function."""
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
 
@@ -286,11 +287,11 @@ def _messages(
         origins.append(origin)
         return message
 
-    def turn(origin: str, *taken: str) -> dict[str, Any]:
-        """The assistant's message that is being put together, unless it has one of these already."""
+    def turn(origin: str, *absent: str) -> dict[str, Any]:
+        """Return the assistant's message to extend: the last one if it lacks the fields `absent`, else a new one."""
         last = messages[-1] if messages else {"role": ""}
-        open_turn = last["role"] == "assistant" and not any(name in last for name in taken)
-        return last if open_turn else add(origin, role="assistant")
+        extends = last["role"] == "assistant" and not any(name in last for name in absent)
+        return last if extends else add(origin, role="assistant")
 
     if request.instructions is not None:
         add("instructions", role="system", content=request.instructions)
@@ -304,7 +305,7 @@ def _messages(
                 turn(origin, "reasoning_content", "content", "tool_calls")["reasoning_content"] = item.text
         elif isinstance(item, CallItem | CustomCallItem):
             name = names.get((item.namespace, item.name))
-            if name is None:  # not a tool of this request any more
+            if name is None:  # no longer a tool of this request
                 name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
             arguments = item.arguments if isinstance(item, CallItem) else custom_arguments(item.input)
             function = {"name": name, "arguments": arguments}
@@ -327,43 +328,37 @@ def _text(parts: "str | list[ResponsePart]") -> "str | list[dict[str, Any]]":
 
 _CODES = MappingProxyType({400: "invalid_prompt", 429: "rate_limit_exceeded"})
 _PREFIXES = MappingProxyType({"content": "msg", "reasoning": "rs", "call": "fc"})
-# Of a block's pieces: the event's name, without its ending.
-_PIECES = MappingProxyType(
-    {
-        "content": "response.output_text",
-        "reasoning": "response.reasoning_text",
-        "call": "response.function_call_arguments",
-    }
-)
+# Prefixes of the names of a block's events.
+_PIECES = MappingProxyType({"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"})
 
 
 class ResponseWriter(BlockWriter):
-    """Writes numbered events of items. An answer without text is a message of an empty text."""
+    """Writes numbered events of items. An answer without blocks is a message with an empty text."""
 
     _sequence = 0
     _head = _middle = _tail = b""
 
     def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
         super().__init__(job, reply_id=reply_id, model=model, created=created, tokens=tokens)
-        self._offers = offers_of((job.asked or {}).get("tools", ()))
+        self._offers = offers_of((job.repeated or {}).get("tools", ()))
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
         response = self._response("in_progress", choices)
-        return self._event("created", response=response) + self._event("in_progress", response=response)
+        return self.event("created", response=response) + self.event("in_progress", response=response)
 
     def opened(self, block: AnswerBlock) -> bytes:
         item = self._item(block, "in_progress")
-        added = self._event("output_item.added", output_index=block.index, item=item)
+        added = self.event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return added
-        return added + self._event("content_part.added", **self._place(block), part=_part(block))
+        return added + self.event("content_part.added", **self._place(block), part=_part(block))
 
     def added(self, block: AnswerBlock, text: str) -> bytes:
-        """Write one token's event. Its fixed parts are made once per block; custom input comes whole at the end."""
+        """Return one token's event. Its fixed parts are made once per block. Custom input is sent whole at the end."""
         if self._is_custom(block):
             return b""
         if len(block.pieces) == 1:
-            kind = f"{_PIECES[block.kind]}.delta"
+            kind = f"response.{_PIECES[block.kind]}.delta"
             self._head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'.encode()
             self._middle = b"," + orjson.dumps(self._place(block))[1:-1] + b',"delta":'
             self._tail = b',"logprobs":[]}\n\n' if block.kind == "content" else b"}\n\n"
@@ -372,44 +367,41 @@ class ResponseWriter(BlockWriter):
 
     def closed(self, block: AnswerBlock) -> bytes:
         place, item = self._place(block), self._item(block, _status(block))
-        done, name = self._event, f"{_PIECES[block.kind]}.done"
+        event, name = self.event, f"{_PIECES[block.kind]}.done"
         if self._is_custom(block):
-            text, name = custom_input(block.text), "response.custom_tool_call_input"
-            out = self._named(f"{name}.delta", **place, delta=text) if text else b""
-            out += self._named(f"{name}.done", **place, input=text)
+            text = custom_input(block.text)
+            out = event("custom_tool_call_input.delta", **place, delta=text) if text else b""
+            out += event("custom_tool_call_input.done", **place, input=text)
         elif block.kind == "call":
-            out = self._named(name, **place, name=item["name"], arguments=block.text)
+            out = event(name, **place, name=item["name"], arguments=block.text)
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
-            out = self._named(name, **place, text=block.text, **more)
-            out += done("content_part.done", **place, part=_part(block))
-        return out + done("output_item.done", output_index=block.index, item=item)
+            out = event(name, **place, text=block.text, **more)
+            out += event("content_part.done", **place, part=_part(block))
+        return out + event("output_item.done", output_index=block.index, item=item)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        missing = self._some()
+        missing = self._empty_message()
         status = "incomplete" if self.cut else "completed"
-        return missing + self._event(status, response=self._response(status, choices))
+        return missing + self.event(status, response=self._response(status, choices))
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
-        return self._event("failed", response=self._response("failed", choices, error=error))
+        return self.event("failed", response=self._response("failed", choices, error=error))
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        self._some()
+        self._empty_message()
         return self._response("incomplete" if self.cut else "completed", choices)
 
-    def _some(self) -> bytes:
+    def _empty_message(self) -> bytes:
         if self.blocks:
             return b""
         block = AnswerBlock(kind="content", index=0, cut=self.cut)
         self.blocks.append(block)
         return self.opened(block) + self.closed(block)
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        return self._named(f"response.{kind}", **data)
-
-    def _named(self, kind: str, **data: Any) -> bytes:
+    def event(self, kind: str, **data: Any) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
-        return sse(kind, {"type": kind, "sequence_number": number, **data})
+        return super().event(f"response.{kind}", sequence_number=number, **data)
 
     def _id(self, block: AnswerBlock) -> str:
         prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
@@ -458,16 +450,16 @@ class ResponseWriter(BlockWriter):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "usage": None if running else self._usage(choices),
-            **(self.job.asked or {}),
+            **(self.job.repeated or {}),
         }
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Token counts; cached ones are 0 until the worker has told them, with the first token."""
+        """Return the token counts. Cached tokens are 0 until the worker reports them, with the first token."""
         (choice,) = choices
         prompt, cached = len(self.job.prompts[0].token_ids), choice.cached_tokens or 0
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **self.job.kept},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **self.job.kept_tokens},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": prompt + choice.num_tokens,

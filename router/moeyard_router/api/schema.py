@@ -1,7 +1,7 @@
-"""The request bodies of completions, chat completions and /tokenize: strict types and explicit ranges.
+"""Request bodies of completions, chat completions, /tokenize and /detokenize: strict types and explicit ranges.
 
-Names, defaults and ranges are OpenAI's, those of extensions vLLM's. A null field takes its default. A field that is
-unknown, or not served here, is an error that names it, unless it cannot change the answer (fields.py).
+Names, defaults and ranges are OpenAI's, and vLLM's for extensions. A null field takes its default. Unknown fields are
+errors unless they cannot change the answer (fields.py).
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,12 +17,12 @@ from moeyard_router.api.tools import Tool, ToolUse, check_tool_choice, check_too
 from moeyard_router.api.validation import validate
 from moeyard_worker.protocol import MAX_LOGPROBS, KvCompression
 
-# Beyond all prompts, and within what goes over the wire.
+# More than any prompt has, and within the wire format.
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class KvCompressionField(Strict):
-    """`method` "none" keeps all where the server's default does not; "snapkv" keeps `budget` tokens of the prompt."""
+    """`method` "none" keeps the whole prompt whatever the server's default is; "snapkv" keeps `budget` tokens of it."""
 
     method: Literal["snapkv", "none"]
     budget: _Count | None = None
@@ -34,7 +34,7 @@ class KvCompressionField(Strict):
             return self
         if self.budget is None:
             raise PydanticCustomError("budget", "method snapkv needs a budget, in tokens of the prompt")
-        window = self.asked().window
+        window = self.compression().window
         if window > self.budget:
             raise PydanticCustomError(
                 "window",
@@ -43,18 +43,19 @@ class KvCompressionField(Strict):
             )
         return self
 
-    def asked(self) -> KvCompression:
-        """What the worker is told, of a method other than "none"."""
-        assert self.budget is not None, "checked above"
+    def compression(self) -> KvCompression:
+        """Return the worker's parameters of a method other than "none"."""
+        assert self.budget is not None, "the validator checks it"
         if self.window is None:
             return KvCompression(method=self.method, budget=self.budget)
         return KvCompression(method=self.method, budget=self.budget, window=self.window)
 
 
-def compression_of(field: KvCompressionField | None, usual: KvCompression | None) -> KvCompression | None:
+def compression_of(field: KvCompressionField | None, default: KvCompression | None) -> KvCompression | None:
+    """Return a request's KV compression, else the server's default."""
     if field is None:
-        return usual
-    return None if field.method == "none" else field.asked()
+        return default
+    return None if field.method == "none" else field.compression()
 
 
 MAX_STOP_STRINGS = 16
@@ -67,23 +68,22 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Strict):
-    """`include_usage`: a last chunk with the token counts; `continuous_usage_stats`: counts in every chunk (vLLM)."""
+    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: counts in every chunk (vLLM)."""
 
-    # OpenAI pads its events, so that their lengths tell a listener less.
-    harmless = frozenset(("include_obfuscation",))
+    harmless = frozenset(("include_obfuscation",))  # OpenAI's padding of events against eavesdroppers
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class UsageOptions(Strict):
-    """OpenRouter's spelling of `include_usage`. Answers that are not streamed have their token counts anyway."""
+    """OpenRouter's name of `include_usage`. Answers that are not streamed always have token counts."""
 
     include: bool | None = None
 
 
 class SamplingFields(BaseModel):
-    """What every API that generates takes alike."""
+    """The fields that all APIs that generate share."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -145,23 +145,24 @@ class _Generation(StructuredFields, SamplingFields, Strict):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the fields that were given and have no effect, as paths: `stream_options.include_obfuscation`."""
+        """Paths of the given fields without effect, for example `stream_options.include_obfuscation`."""
         usage = ("usage",) if self.usage is not None and not self.stream else ()
         return (*super().ignored, *usage)
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
         options, usage = self.stream_options, self.usage
         return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings, without repetitions; () for none."""
+        """The stop strings without duplicates."""
         return self.stop or ()
 
 
 class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `max_tokens` 0 serves `echo` and `prompt_logprobs`, or warms the prefix cache."""
+    """Body of POST /v1/completions. `max_tokens` may be 0 for `echo`, `prompt_logprobs` or warming the prefix cache."""
 
     harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
 
@@ -185,13 +186,14 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> "list[str | list[int]]":
+        """The prompts, each as text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
 
 def _all(value: Any, kind: type) -> bool:
-    """Whether `value` is a list with at least one element, all exactly of type `kind` (a bool is no int)."""
+    """Return whether `value` is a non-empty list of elements of exactly type `kind` (a bool is no int)."""
     return isinstance(value, list) and bool(value) and all(type(v) is kind for v in value)
 
 
@@ -212,13 +214,13 @@ class ChatRequest(ThinkingFields, _Generation):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the fields without effect. Without tools there are no calls that could be parallel."""
+        """Names of the fields without effect, `parallel_tool_calls` among them if there are no tools."""
         idle = ("parallel_tool_calls",) if self.parallel_tool_calls is not None and not self.tools else ()
         return (*super().ignored, *idle)
 
     @property
     def tool_use(self) -> ToolUse:
-        """What is asked of tools; raises `ApiError` 400 if the three fields do not fit together."""
+        """The tools and tool choice. Raises `ApiError` 400 if the three fields contradict each other."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @model_validator(mode="after")
@@ -238,7 +240,7 @@ class ChatRequest(ThinkingFields, _Generation):
 
 
 class TokenizeRequest(ThinkingFields, Strict):
-    """Body of POST /tokenize: a prompt, which gets special tokens by default, or all that makes a chat's prompt."""
+    """Body of POST /tokenize: a prompt, which gets special tokens by default, or the fields of a chat's prompt."""
 
     harmless = IGNORED
     inner = THINKING_OBJECTS
@@ -259,7 +261,7 @@ class TokenizeRequest(ThinkingFields, Strict):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """The chat whose prompt is asked for; raises `ApiError` 400 if it could not be sent."""
+        """Return the chat whose prompt is counted. Raises `ApiError` 400 for an invalid chat."""
         names = {"messages", "add_special_tokens", "add_generation_prompt", "continue_final_message"}
         chat = {name: getattr(self, name) for name in names | ThinkingFields.model_fields.keys()}
         tools = None if self.tools is None else [tool.given for tool in self.tools]

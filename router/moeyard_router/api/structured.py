@@ -1,7 +1,7 @@
 """Structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and the older `guided_*`, as one grammar.
 
-A request has one of them at most. What can be said against it without a compiler is said here, by the field's name; the
-worker compiles it, and what it says then comes back as a 400 too.
+A request has at most one of them. Errors that need no compiler are found here. The worker compiles the grammar, and its
+errors become a 400 too.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,8 @@ from moeyard_router.text import exact_json
 from moeyard_router.text.answer_grammar import lost_integer
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
-# No blanks between the parts of a JSON text, in llguidance's own words.
-_COMPACT = (("whitespace_flexible", False),)
-# A field's name and what it asks for.
-_Named = tuple[str, Grammar]
+_COMPACT = (("whitespace_flexible", False),)  # llguidance's option for JSON without white space
+_Named = tuple[str, Grammar]  # a field's name and its grammar
 
 
 class _Part(BaseModel):
@@ -25,7 +23,7 @@ class _Part(BaseModel):
 
 
 class JsonSchema(_Part):
-    """`response_format.json_schema`: the schema holds whatever `strict` says, name and description change nothing."""
+    """`response_format.json_schema`. The schema applies whatever `strict` is. Name and description have no effect."""
 
     name: str
     description: str | None = None
@@ -34,14 +32,14 @@ class JsonSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """`response_format`, as OpenAI has it."""
+    """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(_Part):
-    """`structured_outputs`, as vLLM has it; `json` is a schema, as JSON or as its text."""
+    """vLLM's `structured_outputs`. `json` is a schema, as JSON or as its text."""
 
     json_: Any = Field(default=None, alias="json")
     regex: str | None = None
@@ -50,12 +48,11 @@ class StructuredOutputs(_Part):
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    # Of vLLM's own backends; there is one here, and it never falls back.
-    disable_fallback: bool | None = None
+    disable_fallback: bool | None = None  # of vLLM's backends; here is one, without a fallback
 
 
 class StructuredFields(BaseModel):
-    """What a request may say about the form of its answer."""
+    """The fields of a request that constrain the answer's form."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -68,7 +65,7 @@ class StructuredFields(BaseModel):
 
 
 def grammar_of(request: StructuredFields) -> Grammar | None:
-    """The one constraint that is asked for; raises `ApiError` 400 for several, or for one that cannot be meant."""
+    """Return the request's constraint. Raises `ApiError` 400 for several, or for an invalid one."""
     found = [*_format(request.response_format), *_outputs(request.structured_outputs), *_guided(request)]
     if not found:
         return None
@@ -112,7 +109,7 @@ def _guided(request: StructuredFields) -> list[_Named]:
 
 
 def _each(prefix: str, fields: Mapping[str, Any], *, compact: bool) -> list[_Named]:
-    """Return the constraints that are given, with the names of their fields; an empty pattern means `compact`."""
+    """Return the given constraints with their fields' names. An empty `whitespace_pattern` means `compact`."""
     found: list[_Named] = []
     pattern, schema, choice = (fields[name] for name in ("whitespace_pattern", "json", "choice"))
     if pattern is not None and schema is None:
@@ -139,7 +136,7 @@ def _each(prefix: str, fields: Mapping[str, Any], *, compact: bool) -> list[_Nam
 
 
 def check_constants(schema: Any, name: str) -> None:
-    """Raise `ApiError` 400 naming a field whose schema has a constant that no grammar can hold an answer to."""
+    """Raise `ApiError` 400 naming a field whose schema has an integer constant that grammars cannot enforce."""
     lost = lost_integer(schema)
     if lost is not None:
         message = f"'{name}': no grammar can hold an answer to the constant {lost!s:.80}: its digits exceed a double"
@@ -147,7 +144,7 @@ def check_constants(schema: Any, name: str) -> None:
 
 
 def _schema(name: str, given: Any, blanks: dict[str, Any]) -> _Named:
-    """A schema, as JSON or as its text (vLLM takes both); how to write blanks is said in it."""
+    """Return the grammar of a schema, given as JSON or as its text (as in vLLM), with its white space options."""
     schema = given
     if isinstance(given, str):
         try:

@@ -1,8 +1,7 @@
-"""Switches of thinking: the fields in which clients ask for it, and what they tell the chat template.
+"""Request fields that control thinking, and the chat template variables that they set.
 
-`reasoning_effort` is OpenAI's, `enable_thinking` is Qwen's, and `think` is Ollama's. `thinking` is Anthropic's, and
-DeepSeek, GLM and Kimi have it too. `reasoning` is OpenRouter's and OpenAI's. `chat_template_args` is Baseten's name of
-`chat_template_kwargs`.
+`reasoning_effort` is OpenAI's, `enable_thinking` Qwen's, `think` Ollama's. `thinking` is Anthropic's, DeepSeek's, GLM's
+and Kimi's. `reasoning` is OpenRouter's and OpenAI's. `chat_template_args` is Baseten's `chat_template_kwargs`.
 """
 
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from moeyard_router.api.fields import Strict
 from moeyard_router.text.template import TemplateTraits
 
-# Names of a template's switch: Qwen3's and others' first, DeepSeek-V3.1's and Kimi's second.
+# Template variables that switch thinking: of Qwen3 and others, and of DeepSeek-V3.1 and Kimi.
 _TEMPLATE_SWITCHES = ("enable_thinking", "thinking")
 THINKING_OBJECTS = ("thinking", "reasoning")
 THINKING_FIELDS = frozenset(("reasoning_effort", "enable_thinking", "thinking", "think", "reasoning"))
@@ -31,7 +30,7 @@ class Thinking(Strict):
 
 
 class ReasoningConfig(Strict):
-    """`reasoning` of a request. There are no summaries: thoughts are shown as the model wrote them."""
+    """The field `reasoning`. Answers contain the model's own reasoning, never a summary."""
 
     harmless = frozenset(("generate_summary", "summary", "max_tokens"))
     unserved = MappingProxyType({"context": ("auto",), "mode": ("standard",)})
@@ -56,7 +55,7 @@ def _bool_or_effort(value: Any) -> Any:
 
 
 class ThinkingFields(BaseModel):
-    """What a request may say about thinking. Fields that contradict each other are an error."""
+    """The fields of a request that control thinking. They must not contradict each other."""
 
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
@@ -83,40 +82,44 @@ class ThinkingFields(BaseModel):
     @property
     def switches(self) -> dict[str, bool]:
         """Fields that switch thinking on or off."""
-        given: dict[str, bool | None] = {"enable_thinking": self.enable_thinking}
-        if isinstance(self.thinking, Thinking):
-            given["thinking"] = {"enabled": True, "disabled": False}.get(self.thinking.type)
-        else:
-            given["thinking"] = self.thinking
-        given["think"] = self.think if isinstance(self.think, bool) else None
-        given["reasoning.enabled"] = None if self.reasoning is None else self.reasoning.enabled
+        thinking = self.thinking
+        if isinstance(thinking, Thinking):
+            thinking = {"enabled": True, "disabled": False}.get(thinking.type)
+        given = {
+            "enable_thinking": self.enable_thinking,
+            "thinking": thinking,
+            "think": self.think if isinstance(self.think, bool) else None,
+            "reasoning.enabled": None if self.reasoning is None else self.reasoning.enabled,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def efforts(self) -> dict[str, str]:
-        """Fields that say how much to think."""
-        given = {"reasoning_effort": self.reasoning_effort}
-        given["reasoning.effort"] = None if self.reasoning is None else self.reasoning.effort
-        given["think"] = self.think if isinstance(self.think, str) else None
+        """Fields that set the effort."""
+        given = {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": None if self.reasoning is None else self.reasoning.effort,
+            "think": self.think if isinstance(self.think, str) else None,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def clears_thoughts(self) -> bool | None:
-        """Whether thoughts of earlier turns are left out of the prompt (GLM)."""
+        """Whether reasoning of earlier turns is left out of the prompt (GLM)."""
         return self.thinking.clear_thinking if isinstance(self.thinking, Thinking) else None
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the answer contains the model's thoughts."""
+        """Whether the answer contains the reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude is True
         return self.include_reasoning is not False and not excluded
 
 
 def template_variables(request: ThinkingFields, traits: TemplateTraits) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the template's variables beside the messages, and the fields for which it has none.
+    """Return the template's variables, and the names of fields that it does not use.
 
-    `chat_template_kwargs` win, then an explicit switch, then the effort: "none" turns the switch off, any other on. A
-    template without a switch gets the effort "none" or "medium" for an explicit switch.
+    `chat_template_kwargs` take precedence, then an explicit switch, then the effort. The effort "none" turns the switch
+    off, any other turns it on. A template without a switch gets the effort "none" or "medium" instead.
     """
     own = {**(request.chat_template_args or {}), **(request.chat_template_kwargs or {})}
     switches, efforts = request.switches, request.efforts

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what may be asked of them, and how the answer is then made and read."""
+"""Tools of a chat request: their validation, and how answers that may call them are constrained and parsed."""
 
 import re
 import secrets
@@ -29,12 +29,12 @@ from moeyard_router.text.tool_formats import JSON_CALLS, TOOL_FORMATS
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_TOOLS = 128  # as OpenAI
-MAX_DEPTH = 64  # of nested objects and lists in a tool; a schema of people has a dozen
+MAX_DEPTH = 64  # nested objects and lists in a tool; schemas written by people have about a dozen
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Function(BaseModel):
-    """One function. What else its object says is for the model to read: the template is given all of it."""
+    """One function. Other fields of its object are passed to the template, for the model to read."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -77,7 +77,7 @@ class Tool(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """As the template gets it: what the client sent, in that order, without nulls."""
+        """The object for the template: the client's fields in their order, without nulls."""
         return self._given
 
 
@@ -97,20 +97,20 @@ class ToolChoice(BaseModel):
 
 
 def check_tools(value: Any) -> Any:
-    """Raise `PydanticCustomError` for more tools, or deeper ones, than are taken; before they are looked at closer."""
+    """Raise `PydanticCustomError` for too many or too deep tools, before their validation."""
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise PydanticCustomError(
             "tools", "{count} tools, at most {limit} are allowed", {"count": len(value), "limit": MAX_TOOLS}
         )
-    return check_depth(value, around=2)  # the list and the tool's own object
+    return check_depth(value, outer=2)  # the list and the tool's object
 
 
-def check_depth(value: Any, *, around: int = 0) -> Any:
-    """Raise `PydanticCustomError` for JSON that is nested deeper than tools may be, levels `around` it not counted."""
+def check_depth(value: Any, *, outer: int = 0) -> Any:
+    """Raise `PydanticCustomError` for JSON deeper than MAX_DEPTH levels, not counting `outer` levels around it."""
     layer, depth = [value], 0
     while layer:
         nested = [v for v in layer if isinstance(v, dict | list)]
-        if nested and depth >= MAX_DEPTH + around:
+        if nested and depth >= MAX_DEPTH + outer:
             raise PydanticCustomError("tools", "nested deeper than {limit} levels", {"limit": MAX_DEPTH})
         layer = [each for v in nested for each in (v.values() if isinstance(v, dict) else v)]
         depth += 1
@@ -118,7 +118,7 @@ def check_depth(value: Any, *, around: int = 0) -> Any:
 
 
 def check_tool_choice(value: Any) -> Any:
-    """A word, or a `ToolChoice`; raises `PydanticCustomError` for anything else."""
+    """Return "none", "auto", "required" or a `ToolChoice`. Raises `PydanticCustomError` for anything else."""
     if value in ("none", "auto", "required"):
         return value
     try:
@@ -132,7 +132,7 @@ def check_tool_choice(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What one request asks of tools. `choice` is "none" where it has none; `name` is set for "named" only."""
+    """A request's tools and tool choice. `choice` is "none" without tools; only "named" has a `name`."""
 
     tools: tuple[Tool, ...] = ()
     choice: Literal["none", "auto", "required", "named"] = "none"
@@ -141,12 +141,12 @@ class ToolUse:
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given: nothing where no tool may be called, so that the model calls none."""
+        """The tools for the chat template. None if no tool may be called, so that the model calls none."""
         return None if self.choice == "none" else [tool.given for tool in self.tools]
 
     @property
     def num_chars(self) -> int:
-        """About how much text a template makes of them, in characters."""
+        """The approximate characters that a template writes for the tools."""
         return 0 if self.choice == "none" else len(exact_json.dumps(self.shown))
 
     @property
@@ -155,54 +155,50 @@ class ToolUse:
 
     @property
     def strict(self) -> bool:
-        """Whether the model decides on calls, and the arguments of some function must be as its schema says."""
+        """Whether the model may call and some function has `strict`, so its arguments must follow its schema."""
         return self.choice == "auto" and any(tool.function.strict for tool in self.tools)
 
     def callable_functions(self, *, only_strict: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return name and schema of each callable function; `only_strict`: the others may have any arguments."""
+        """Return name and schema of each callable function. `only_strict`: others accept any arguments."""
         found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
         given = [(f.name, {} if only_strict and not f.strict else f.parameters or {}) for f in found]
         return [(name, {"type": "object", **schema}) for name, schema in given]
 
 
 def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None) -> ToolUse:
-    """Put the three fields of a request together; raises `ApiError` 400 if they do not fit."""
-    names = [tool.function.name for tool in tools or ()]
+    """Combine the three fields of a request. Raises `ApiError` 400 if they contradict each other."""
     if not tools:
         if isinstance(choice, ToolChoice) or choice == "required":
             raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
         return ToolUse()
-    one_call = parallel is False
     if isinstance(choice, ToolChoice):
         name = choice.function.name
-        if name not in names:
+        if all(tool.function.name != name for tool in tools):
             raise bad_request(f"'tool_choice': no function of 'tools' is named '{name:.64}'", "tool_choice")
         return ToolUse(tools=tuple(tools), choice="named", name=name, one_call=True)
     if choice == "none":
         return ToolUse(tools=tuple(tools))
-    return ToolUse(tools=tuple(tools), choice="required" if choice == "required" else "auto", one_call=one_call)
+    return ToolUse(
+        tools=tuple(tools), choice="required" if choice == "required" else "auto", one_call=parallel is False
+    )
 
 
 def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -> None:
-    """Raise `ApiError` 400 if the template or the parsers cannot do this. A required call needs neither."""
+    """Raise `ApiError` 400 if the template or parsers do not support these tools. Forced calls need neither."""
     if use.choice != "auto":
         return
     if "tools" not in traits.variables:
         raise bad_request("'tools': the chat template of this model takes no tools", "tools")
     if formats.tools is None:
-        known = ", ".join(TOOL_FORMATS)
-        raise bad_request(
-            "'tools': the format of this model's tool calls is not known; whoever serves it names it with "
-            f"--tool-call-parser: {known}",
-            "tools",
-        )
+        message = "the format of this model's tool calls is unknown; start the server with --tool-call-parser"
+        raise bad_request(f"'tools': {message}: {', '.join(TOOL_FORMATS)}", "tools")
     if not formats.auto_tools:
         raise bad_request("'tool_choice': \"auto\" needs --enable-auto-tool-choice on this server", "tool_choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """How the answers to one prompt are taken apart (None: they are content, nothing else), and their grammar."""
+    """How the answers to one prompt are parsed (None: all is content), and their grammar."""
 
     extraction: Extraction | None
     grammar: Grammar | None
@@ -221,19 +217,19 @@ def answering(
     """Return how the answers to `prompt`, continued from `begun`, are parsed and constrained.
 
     Without a known format, or if the template shows no tools (`shown`), a required call is a JSON list, or the
-    arguments of the named function (vLLM). `body` constrains content behind the reasoning and where no tool is called.
+    arguments of the named function (vLLM). `body` constrains content after the reasoning if no tool is called.
     Raises `ApiError` 400.
     """
     tools = None if use.choice == "none" else formats.tools
     named = None
     if use.choice in ("required", "named") and not (shown and tools is not None):
         named, tools = (use.name, None) if use.choice == "named" else (None, JSON_CALLS)
-    # A grammar in words of its own is for the whole of the answer.
+    # A grammar that the client wrote applies to the whole answer.
     reasoning = formats.reasoning if body is None or can_be_part(body) else None
     if tools is None and named is None and reasoning is None:
         return Answering(extraction=None, grammar=body)
     if use.choice in ("required", "named"):
-        body = _arguments_of(use) if named is not None else None  # there will be no content
+        body = _arguments_of(use) if named is not None else None  # no content is possible
     elif tools is not None and body is not None and not can_be_part(body):
         raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
     must = body is not None or use.choice != "auto"
@@ -247,7 +243,7 @@ def answering(
         schemas={} if tools is None else use.schemas,
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
-        # A grammar of calls takes what is within the block for thoughts.
+        # A grammar of calls treats everything in the block as reasoning.
         calls_end_reasoning=not forced,
         ends_as_tool_calls=use.choice != "named",
         id_seed=secrets.token_hex(8),
@@ -270,7 +266,7 @@ def answering(
 
 
 def _arguments_of(use: ToolUse) -> Grammar:
-    """The arguments of the one function that may be called, as a JSON text."""
+    """Return the grammar of the arguments of the only callable function, as a JSON text."""
     ((_, schema),) = use.callable_functions()
     check_constants(schema, "tools")
     written = {"x-guidance": {"whitespace_pattern": BLANKS_OF_ARGUMENTS}, **schema}

@@ -1,4 +1,4 @@
-"""A request of another API said in the words of chat completions, run as one, and its errors said back."""
+"""Translate requests of other APIs to chat completions, and the errors back to the client's field names."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ _TOOL = re.compile(r"tools\.(\d+)(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A chat completion's body, and the client's own names for its parts.
+    """The body of a chat completion, and how its fields map to those of the client's request.
 
-    `origins` and `tool_origins` place each message and tool in the client's request, `names` maps patterns of fields.
-    `ignored` are fields without effect, `asked` is repeated by the answer.
+    `origins` and `tool_origins` are the client's places of each message and tool. `names` maps patterns of field names.
+    `ignored` are fields without effect; `repeated` are fields that the answer repeats.
     """
 
     chat: dict[str, Any]
@@ -31,58 +31,58 @@ class Translation:
     names: Mapping[str, str]
     tool_origins: Sequence[str] = ()
     ignored: tuple[str, ...] = ()
-    asked: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[str, Any] = field(default_factory=dict)
 
-    def theirs(self, name: str) -> str:
-        """The client's name of a field of `chat`."""
+    def client_name(self, name: str) -> str:
+        """Return the client's name of a field of `chat`."""
         message = _MESSAGE.fullmatch(name)
         if message is not None and int(message[1]) < len(self.origins):
             return self.origins[int(message[1])]
         tool = _TOOL.fullmatch(name)
         if tool is not None and int(tool[1]) < len(self.tool_origins):
             name = self.tool_origins[int(tool[1])] + tool[2]
-        for pattern, words in self.names.items():
+        for pattern, replacement in self.names.items():
             found = re.fullmatch(pattern, name)
             if found is not None:
-                return found.expand(words)
+                return found.expand(replacement)
         return name
 
     async def job(self, intake: Intake) -> Job:
-        """The job; raises `ApiError` that names the client's own fields."""
+        """Return the job. Raises `ApiError` with the client's field names."""
         try:
             job = await intake.chat(validate(self.chat, ChatRequest))
         except ApiError as error:
-            raise self._said_back(error) from error
-        ignored = dict.fromkeys((*self.ignored, *map(self.theirs, job.ignored)))
-        return replace(job, ignored=tuple(ignored), asked=self.asked)
+            raise self._translated(error) from error
+        ignored = dict.fromkeys((*self.ignored, *map(self.client_name, job.ignored)))
+        return replace(job, ignored=tuple(ignored), repeated=self.repeated)
 
-    def _said_back(self, error: ApiError) -> ApiError:
+    def _translated(self, error: ApiError) -> ApiError:
         if error.param is None:
             return error
-        param = self.theirs(error.param)
+        param = self.client_name(error.param)
         message = error.message.replace(f"'{error.param}'", f"'{param}'").replace(f"{error.param}=", f"{param}=")
         return ApiError(error.status, message, param=param, reason=error.reason, retry_after=error.retry_after)
 
 
-def chosen(value: Any, kinds: Mapping[str, type[Strict]], usual: str | None = None) -> Strict:
-    """Validate an object by the class that its `type` names (`usual` if it has none): errors are of that one."""
+def chosen(value: Any, kinds: Mapping[str, type[Strict]], default: str | None = None) -> Strict:
+    """Validate an object by the class of its `type` (`default` if it has none), so that errors are of that class."""
     if not isinstance(value, dict):
         raise PydanticCustomError("object", "expected an object")
     kind = value.get("type")
-    kind = usual if kind is None else kind
+    kind = default if kind is None else kind
     if not isinstance(kind, str) or kind not in kinds:
         refuse("type", kind, f"is not served here; expected one of {', '.join(kinds)}")
     return kinds[kind].model_validate(value)
 
 
-def one_of(*classes: type[Strict], usual: str | None = None) -> BeforeValidator:
-    """Return a validator that chooses among `classes` by what their `type` may be, as `chosen` does."""
+def one_of(*classes: type[Strict], default: str | None = None) -> BeforeValidator:
+    """Return a validator that chooses among `classes` by `type`, as `chosen` does."""
     kinds = {name: each for each in classes for name in get_args(each.model_fields["type"].annotation)}
-    return BeforeValidator(lambda value: chosen(value, kinds, usual))
+    return BeforeValidator(lambda value: chosen(value, kinds, default))
 
 
 def text_or(each: type[Strict] | BeforeValidator) -> BeforeValidator:
-    """Return a validator that takes text, or a list of what `each` takes; errors name the object at fault."""
+    """Return a validator of text or a list of objects that `each` validates. Errors name the object at fault."""
     item: Any = Annotated[Any, each] if isinstance(each, BeforeValidator) else each
     parts: TypeAdapter[Any] = TypeAdapter(list[item])
 
@@ -97,12 +97,12 @@ def text_or(each: type[Strict] | BeforeValidator) -> BeforeValidator:
 
 
 def text_parts(content: "str | list[Any] | None", text: Callable[[Any], str]) -> "str | list[dict[str, Any]]":
-    """The content of a chat's message, of text or of parts whose text `text` finds."""
+    """Return the content of a chat message. `text` returns the text of a part."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": text(part)} for part in content or ()] or ""
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """Those fields that have a value."""
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

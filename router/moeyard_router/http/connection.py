@@ -1,15 +1,14 @@
-"""A client's connection: uvicorn's protocol over httptools, with limits, and a shorter way for streamed pieces.
+"""A client's connection: uvicorn's protocol over httptools, with limits and a direct path for streamed chunks.
 
-uvicorn limits idle connections only. Here the head of a request has a size and a time limit, and its body a time limit,
-so that unfinished requests hold no connections or memory. An offered upgrade (`Upgrade: h2c` of `curl --http2` and
-Java's client, `websocket`) is declined as RFC 9110, 7.8, requires: the request is answered. llhttp, the parser, takes
-every upgrade for accepted and passes on no body behind it.
+uvicorn limits idle connections only. Here a request's head has a size and a time limit, and its body a time limit, so
+that incomplete requests do not hold connections or memory. Upgrades (`h2c` of `curl --http2` and Java's client, and
+`websocket`) are declined by answering the request (RFC 9110, section 7.8). The parser llhttp assumes that upgrades are
+accepted, and drops the body.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
@@ -17,40 +16,47 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from moeyard_router.api.request_scope import EXTENSION, SCOPE_KEY
+from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
+from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.refusals import Refusals
 
-# Few enough that the first ones of a large step need not wait for its last, enough that sending stays cheap.
+# Chunks per flush. More would delay the first ones of a large step, fewer would make sending expensive.
 _TOGETHER = 16
+_HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
+# Connections above the limit that get their refusal after they have sent something. Further ones are refused at once.
+REFUSED_AT_ONCE = 16
+_CROWDED = "{} connections are open, as many as this server's limit of open files allows"
 
 
 class ChunkOutbox:
-    """Writes the pieces of all connections that were made in one turn of the event loop, several behind one another.
+    """Batches the chunks that all connections write in one turn of the event loop.
 
-    To send between making two pieces took 17 to 25 us of CPU for each, to send them behind one another 11 to 14: their
-    readers and the kernel stay awake (64 streams of 15 ms, 2026-11-22, two shared cores, in turn in one process).
+    A chunk took 17 to 25 us of CPU when sent at once, and 11 to 14 in a batch, because readers and kernel stay awake.
+    (64 streams of 15 ms, 2026-11-22, two shared cores, alternating in one process.)
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[asyncio.Transport, bytes]] = []
+        self._chunks: list[tuple[asyncio.Transport, bytes]] = []
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
-        if not self._pieces:
+        """Queue a chunk until the end of this turn of the loop, or until the batch is full."""
+        if not self._chunks:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._pieces.append((transport, data))
-        if len(self._pieces) == _TOGETHER:
+        self._chunks.append((transport, data))
+        if len(self._chunks) == _TOGETHER:
             self.flush()
 
     def flush(self) -> None:
-        """Write all pieces now. uvloop refuses to write to a connection that has broken since."""
-        pieces, self._pieces = self._pieces, []
-        for transport, data in pieces:
+        """Write all chunks. Closed connections are skipped, because uvloop refuses to write to them."""
+        chunks, self._chunks = self._chunks, []
+        for transport, data in chunks:
             if not transport.is_closing():
                 transport.write(data)
 
 
-class Pieces:
-    """An answer's `Direct`, in chunks: for answers without a Content-Length."""
+class DirectChunks:
+    """The `Direct` of one chunked answer."""
 
     __slots__ = ("_cycle", "_outbox")
 
@@ -59,21 +65,23 @@ class Pieces:
         self._outbox = outbox
 
     def ready(self) -> bool:
-        """As the transport says: it asks for a pause when 64 KiB wait for a client that does not read."""
+        """Return whether the client keeps up. The transport requests a pause when 64 KiB are unsent."""
         cycle = self._cycle
         return cycle.chunked_encoding is True and not (
             cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
         )
 
     def write(self, data: bytes) -> None:
+        """Queue one chunk."""
         self._outbox.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(data), data))
 
     def flush(self) -> None:
+        """Send all queued chunks."""
         self._outbox.flush()
 
 
 class SlowReader:
-    """Watches one connection's unsent bytes. `cut` is called once, before the connection is aborted."""
+    """Aborts a connection whose client does not read for `seconds`. `cut` is called before."""
 
     __slots__ = ("_answers", "_cut", "_loop", "_seconds", "_timer", "_transport")
 
@@ -88,21 +96,24 @@ class SlowReader:
         self._answers = 0
 
     def paused(self) -> None:
-        """The client has fallen behind: more is unsent than the transport takes."""
-        self._unset()
+        """Start the timer: more is unsent than the transport's limit."""
+        self.resumed()
         self._timer = self._loop.call_later(self._seconds, self._late)
 
     def resumed(self) -> None:
-        self._unset()
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def answered(self) -> None:
-        """An answer is complete. What is unsent of it is too little to pause for, and may keep a closed socket open."""
+        """Start a timer for the rest of a complete answer, which causes no pause but may keep a closed socket open."""
         self._answers += 1
         if self._timer is None and self._transport.get_write_buffer_size():
             self._loop.call_later(self._seconds, self._late_at_end, self._answers)
 
     def _late_at_end(self, answers: int) -> None:
-        # With another answer behind it the bytes may be that one's, which has its own time.
+        # After a further answer the unsent bytes may be that one's, which has its own timer.
         if answers == self._answers and self._timer is None and self._transport.get_write_buffer_size():
             self._late()
 
@@ -111,73 +122,45 @@ class SlowReader:
         self._cut()
         self._transport.abort()
 
-    def _unset(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-_HOP_BY_HOP = frozenset((b"upgrade", b"http2-settings"))
-# Connections beyond the limit that are refused once they have sent something. Further ones are refused at once.
-REFUSED_AT_ONCE = 16
-_CROWDED = "{} connections are open, as many as this server's limit of open files allows"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """`header_bytes`: request line and headers. `header_seconds`: from a connection, or a request's first byte, to the
-    end of its headers. `body_seconds`: from there to the end of its body. `send_seconds`: see `SlowReader`.
-    `connections`: open at once, over all clients; None for any number."""
-
-    header_bytes: int
-    header_seconds: float
-    body_seconds: float
-    send_seconds: float
-    connections: int | None
-
 
 class _TooLong(Exception):
-    """The head of a request is longer than allowed; httptools wraps it."""
+    """A request's head exceeds the limit. httptools wraps this error."""
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """One connection. `refused` gets the status of answers without an endpoint, `cut` the reason of an abort."""
+    """One connection.
+
+    `header_timeout` runs from the connection or a request's first byte to the end of its headers, `body_timeout` from
+    there to the end of its body. `max_connections` counts those of all clients. `send_timeout`: see `SlowReader`.
+    """
 
     def __init__(
-        self,
-        *,
-        limits: ConnectionLimits,
-        refused: Callable[[int], None],
-        cut: Callable[[str], None],
-        refusals: Refusals,
-        outbox: ChunkOutbox,
-        **given: Any,
+        self, *, limits: RouterConfig, metrics: RouterMetrics, refusals: Refusals, outbox: ChunkOutbox, **given: Any
     ) -> None:
         super().__init__(**given)
+        self._metrics = metrics
         self._refusals = refusals
-        self._crowded = False  # there are too many
+        self._crowded = False  # this connection is above the limit
         self._outbox = outbox
         self._limits = limits
-        self._refused = refused
-        self._cut = cut
         self._in_head = True
         self._in_body = False
-        self._head_bytes = 0  # of the chunks in which the head arrived
-        self._exact_bytes = 0  # of the names, values and URL in it
+        self._head_bytes = 0  # of the received chunks that contain the head
+        self._exact_bytes = 0  # of its URL, header names and values
         self._deadline: asyncio.TimerHandle | None = None
-        self._waits_for: tuple[str, int] | None = None  # what the deadline is for, and of which request
+        self._waits_for: tuple[str, int] | None = None  # the deadline's part ("headers" or "body") and request number
         self._num_requests = 0
-        self._unanswered: deque[RequestResponseCycle] = deque()  # the first of them is being answered
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._reader = SlowReader(self.loop, transport, seconds=self._limits.send_seconds, cut=self._cut_off)
+        self._reader = SlowReader(self.loop, transport, seconds=self._limits.send_timeout, cut=self._cut_off)
         self._watch()
         self._check_number()
 
     def _check_number(self) -> None:
-        """Refuse what comes beyond the limit: once the client has sent something, or at once, which it may not read."""
-        most = self._limits.connections
+        """Refuse a connection above the limit when it sends something, or at once, which its client may not read."""
+        most = self._limits.max_connections
         if most is None or len(self.connections) <= most:
             return
         self._crowded = True
@@ -188,7 +171,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self._refuse(503, _CROWDED.format(most))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more. uvicorn tells the last request only, and one before it may be answered yet."""
+        """Tell all unanswered requests that the client has left. uvicorn would tell only the last one."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -213,33 +196,33 @@ class ConnectionProtocol(HttpToolsProtocol):
         record: Any = None if self.cycle is None else self.cycle.scope.get(SCOPE_KEY)
         if record is not None:
             record.cut = "slow_reader"
-        self._cut("slow_reader")
+        self._metrics.cut("slow_reader")
 
     def data_received(self, data: bytes) -> None:
-        """Parse; what cannot become a request is answered here, and the connection closed."""
+        """Parse. Invalid requests are answered here, and the connection is closed."""
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
         if self._crowded:
-            self._refuse(503, _CROWDED.format(self._limits.connections))
+            self._refuse(503, _CROWDED.format(self._limits.max_connections))
             return
         if not self._in_body and not self._in_head:
             self._begin_head()
         if self._in_head:
             self._head_bytes += len(data)
+        limit, too_long = self._limits.max_header_bytes, False
         try:
             self._feed(data)
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, _TooLong):
-                raise  # a bug of ours or uvicorn's
-            self._refuse_head()
-            return
+                raise  # a bug in this class or uvicorn
+            too_long = True
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is not an HTTP request: {error}")
             return
-        # The end of the head is exact: what came behind it in the same chunk is body.
-        if self._in_head and self._head_bytes > self._limits.header_bytes:
-            self._refuse_head()
+        # `_head_bytes` may include body bytes of the last chunk, so only an incomplete head is refused by it.
+        if too_long or (self._in_head and self._head_bytes > limit):
+            self._refuse(431, f"the request's headers are longer than {limit} bytes")
             return
         self._watch()
 
@@ -257,7 +240,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self._feed(rest)
 
     def _head_without_upgrade(self) -> bytes:
-        """The head that was parsed, once more, as a client writes it that offers no upgrade."""
+        """Return the parsed head as bytes, without its upgrade."""
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
@@ -270,7 +253,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
-        if not self._in_head:  # behind another one, in the same chunk
+        if not self._in_head:  # the previous request ended in the same chunk
             self._begin_head()
         self._exact_bytes = 0
         super().on_message_begin()
@@ -284,13 +267,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request goes to the app, unless it comes again without its upgrade."""
+        """Pass the request to the app, unless `_feed` parses it again without its upgrade."""
         if self.parser.should_upgrade():
             return
         self._in_head, self._in_body = False, True
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        extensions: Any = {EXTENSION: Pieces(self.cycle, self._outbox)}
+        extensions: Any = {EXTENSION: DirectChunks(self.cycle, self._outbox)}
         self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
@@ -306,21 +289,20 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._exact_bytes += size
-        if self._exact_bytes > self._limits.header_bytes:
+        if self._exact_bytes > self._limits.max_header_bytes:
             raise _TooLong
 
     # Deadlines
 
     def _watch(self) -> None:
-        """Let a deadline run for what is awaited of the client, and for nothing else."""
-        awaited = "headers" if self._in_head else "body" if self._in_body else None
-        if awaited is None or self.transport.is_closing():
+        """Set the deadline of the part of the request that is incomplete, if any."""
+        part = "headers" if self._in_head else "body" if self._in_body else None
+        if part is None or self.transport.is_closing():
             self._unwatch()
-        elif self._waits_for != (awaited, self._num_requests):
+        elif self._waits_for != (part, self._num_requests):
             self._unwatch()
-            self._waits_for = (awaited, self._num_requests)
-            limits = self._limits
-            seconds = limits.header_seconds if awaited == "headers" else limits.body_seconds
+            self._waits_for = (part, self._num_requests)
+            seconds = self._limits.header_timeout if part == "headers" else self._limits.body_timeout
             self._deadline = self.loop.call_later(seconds, self._late)
 
     def _unwatch(self) -> None:
@@ -330,20 +312,17 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._deadline = self._waits_for = None
-        if self._in_head and self.cycle is not None and not self.cycle.response_complete:
-            self._watch()  # an earlier request of this connection is still being answered
-        elif self._in_head:
-            self._refuse(408, f"the request's headers were not complete after {self._limits.header_seconds:g} s")
+        if not self._in_head:
+            self._refuse(408, f"the request's body was not complete after {self._limits.body_timeout:g} s")
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self._watch()  # an earlier request of this connection is still being answered, so wait longer
         else:
-            self._refuse(408, f"the request's body was not complete after {self._limits.body_seconds:g} s")
+            self._refuse(408, f"the request's headers were not complete after {self._limits.header_timeout:g} s")
 
     # Answers
 
-    def _refuse_head(self) -> None:
-        self._refuse(431, f"the request's headers are longer than {self._limits.header_bytes} bytes")
-
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, unless another answer is on its way or has been given, and close."""
+        """Send an error, unless another answer has begun, and close the connection."""
         self._unwatch()
         cycle = self.cycle
         if self._in_body:
@@ -351,7 +330,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         else:
             unanswered = cycle is None or cycle.response_complete
         if unanswered:
-            self._refused(status)
+            self._metrics.answered("other", status)
             self.transport.write(self._answer(status, message))
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True

@@ -1,4 +1,4 @@
-"""API keys and the TLS certificate: checked before anything starts, and read again when their files change."""
+"""API keys and the TLS certificate: checked at start, and reloaded when their files change."""
 
 import asyncio
 import hashlib
@@ -8,20 +8,18 @@ import re
 import secrets
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moeyard_router.config import DoorConfig
 
 log = logging.getLogger(__name__)
 
-FileStamp = tuple[int, int, int]
-
 _CHECK_SECONDS = 2.0
 
 
-def stamp(path: Path) -> FileStamp:
-    """Return what changes when a file is written, replaced or made readable; zeros if there is none."""
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return values that change when a file is written, replaced or made readable; zeros if it does not exist."""
     try:
         stat = path.stat()
     except OSError:
@@ -30,42 +28,42 @@ def stamp(path: Path) -> FileStamp:
 
 
 class WatchedFiles:
-    """Files that may change while the router runs. `load` reads them and returns words for the log.
+    """Files that may change while the router runs. `load` reads them and returns a text for the log.
 
-    `load` raises `ValueError` for files that cannot be used, or do not fit each other yet. That is logged once for each
-    change, with `kept`, and what was read before stays.
+    `load` raises `ValueError` for unusable files, or for files that do not match yet. The error is logged once per
+    change with the text `fallback`, and the earlier contents remain in use.
     """
 
-    def __init__(self, files: Sequence[Path], load: Callable[[], str], *, kept: str) -> None:
+    def __init__(self, files: Sequence[Path], load: Callable[[], str], *, fallback: str) -> None:
         self._files = files
         self._load = load
-        self._kept = kept
+        self._fallback = fallback
         self._lock = threading.Lock()
-        self._stamps = [stamp(path) for path in files]
+        self._stamps = [_stamp(path) for path in files]
 
     def refresh(self) -> None:
-        """Read the files again if they have changed. From any thread."""
+        """Reload the files if they have changed. Any thread may call this."""
         with self._lock:
-            stamps = [stamp(path) for path in self._files]
+            stamps = [_stamp(path) for path in self._files]
             if stamps == self._stamps:
                 return
             self._stamps = stamps
             try:
                 log.warning("%s: read again%s", self._files[0], self._load())
             except ValueError as error:
-                log.error("%s; %s", error, self._kept)
+                log.error("%s; %s", error, self._fallback)
 
 
 async def keep_fresh(refresh: Sequence[Callable[[], None]]) -> None:
-    """Call each of `refresh` every 2 s, in a thread: their files may lie on a network."""
+    """Call each of `refresh` every 2 s, in a thread because the files may be on a network file system."""
     while refresh:
         await asyncio.sleep(_CHECK_SECONDS)
         for each in refresh:
             await asyncio.to_thread(each)
 
 
-MAX_FILE_BYTES = 4 * 1024 * 1024  # some 50,000 keys with names
-MAX_KEY_BYTES = 512  # of a presented key; hashing a longer one would be work done for a stranger
+_MAX_FILE_BYTES = 4 * 1024 * 1024  # about 50,000 keys with names
+_MAX_KEY_BYTES = 512  # longer keys of clients are not hashed, which would cost time before authentication
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]+")  # visible ASCII: what a header can carry
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
@@ -80,24 +78,25 @@ class KeyRing:
     """
 
     def __init__(self, door: DoorConfig) -> None:
-        # What is looked up is a digest under a secret of this process: whoever guesses keys cannot know it, so the time
-        # that a lookup among any number of keys takes says nothing about how near the guess was.
+        # Lookups use a digest keyed by a secret of this process. An attacker cannot predict it, so the time of a lookup
+        # does not reveal how close a guess was.
         self._secret = secrets.token_bytes(32)
         self._file = door.api_key_file
         self._fixed = [_entry(key, f"API key {i + 1} of the environment") for i, key in enumerate(door.api_keys)]
         self._names: dict[bytes, str] | None = None
         files = () if self._file is None else (self._file,)
-        self.refresh = WatchedFiles(files, self._load, kept="the API keys stay as they were").refresh
+        self.refresh = WatchedFiles(files, self._load, fallback="the previous API keys remain valid").refresh
         if door.asks_for_key:
             self._load()
 
     @property
-    def asks(self) -> bool:
+    def needs_key(self) -> bool:
+        """Whether requests need a key."""
         return self._names is not None
 
     def name_of(self, key: bytes) -> str | None:
-        """The name of a key, None if it opens nothing."""
-        if self._names is None or len(key) > MAX_KEY_BYTES:
+        """Return the name of a key, None for an unknown key."""
+        if self._names is None or len(key) > _MAX_KEY_BYTES:
             return None
         return self._names.get(self._seal(hashlib.sha256(key).digest()))
 
@@ -107,7 +106,7 @@ class KeyRing:
         for name, digest, where in entries:
             sealed = self._seal(digest)
             if sealed in names:
-                raise ValueError(f"{where}: the same key stands there already, as '{names[sealed]}'")
+                raise ValueError(f"{where}: the key is a duplicate of '{names[sealed]}'")
             names[sealed] = name
         self._names = names
         return f", {len(names)} API keys"
@@ -117,33 +116,27 @@ class KeyRing:
 
 
 def _read_file(path: Path) -> list[tuple[str, bytes, str]]:
-    """(name, SHA-256, place) of every key in a file."""
+    """Return (name, SHA-256, place) of every key in a file."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
     try:
         text = data.decode()
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text file in UTF-8") from None
-    entries = list(_entries(path, text.splitlines()))
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    entries = [_entry(line, f"{path}, line {number}") for number, line in lines if line and not line.startswith("#")]
     if not entries:
         raise ValueError(f"{path}: no API key in it; give one per line")
     return entries
 
 
-def _entries(path: Path, lines: Iterable[str]) -> Iterable[tuple[str, bytes, str]]:
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
-        if line and not line.startswith("#"):
-            yield _entry(line, f"{path}, line {number}")
-
-
 def _entry(text: str, where: str) -> tuple[str, bytes, str]:
-    """Read `KEY`, `NAME:KEY`, `sha256:HEX` or `NAME:sha256:HEX`. The first colon ends a name."""
+    """Parse `KEY`, `NAME:KEY`, `sha256:HEX` or `NAME:sha256:HEX`. The first colon ends a name."""
     name, key = "", text
     if ":" in text and not text.startswith(_HASHED):
         name, _, key = text.partition(":")
@@ -152,27 +145,27 @@ def _entry(text: str, where: str) -> tuple[str, bytes, str]:
             raise ValueError(f"{where}: a key's name is 1 to 64 letters, digits and . _ @ - before a colon")
     if key.startswith(_HASHED):
         if not _DIGEST.fullmatch(key[len(_HASHED) :]):
-            raise ValueError(f"{where}: after sha256: come 64 hex digits")
+            raise ValueError(f"{where}: expected 64 hex digits after sha256:")
         digest = bytes.fromhex(key[len(_HASHED) :])
-    elif not _KEY.fullmatch(key) or len(key) > MAX_KEY_BYTES:
-        raise ValueError(f"{where}: a key is 1 to {MAX_KEY_BYTES} visible ASCII characters without spaces")
+    elif not _KEY.fullmatch(key) or len(key) > _MAX_KEY_BYTES:
+        raise ValueError(f"{where}: a key is 1 to {_MAX_KEY_BYTES} visible ASCII characters without spaces")
     else:
         digest = hashlib.sha256(key.encode()).digest()
     return name or f"key-{digest.hex()[:8]}", digest, where
 
 
 class Certificate:
-    """TLS 1.2 or newer from PEM files, HTTP/1.1 by ALPN. Raises `ValueError` naming the file at fault."""
+    """TLS 1.2 or newer from PEM files, with HTTP/1.1 by ALPN. Raises `ValueError` naming the file at fault."""
 
     def __init__(self, door: DoorConfig) -> None:
         assert door.ssl_certfile is not None
         self._keyfile = door.ssl_keyfile
         self._ca_certs = door.ssl_ca_certs
         self._files = (door.ssl_certfile, *([] if door.ssl_keyfile is None else [door.ssl_keyfile]))
-        self.refresh = WatchedFiles(self._files, self._load, kept="the certificate stays as it was").refresh
+        self.refresh = WatchedFiles(self._files, self._load, fallback="the previous certificate remains in use").refresh
         self._newest = self.context = self._open()
-        # OpenSSL takes certificate and key one after the other; a handshake in between would fail. So a context that is
-        # in use is never loaded again: every handshake is given the newest one.
+        # OpenSSL loads certificate and key one after the other, and a handshake in between would fail. So contexts in
+        # use are never reloaded; this callback gives every handshake the newest context.
         self.context.sni_callback = self._choose
 
     def _load(self) -> str:
@@ -183,11 +176,11 @@ class Certificate:
         connection.context = self._newest
 
     def _open(self) -> ssl.SSLContext:
-        """A context of the files as they are now."""
+        """Return a context of the current files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        for path in self._files:  # OpenSSL does not say which one it could not open
+        for path in self._files:  # OpenSSL does not name the file that it could not open
             try:
                 path.open("rb").close()
             except OSError as error:
@@ -199,14 +192,14 @@ class Certificate:
         if self._ca_certs is not None:
             try:
                 context.load_verify_locations(cafile=self._ca_certs)
-            except OSError as error:  # ssl.SSLError among them
+            except OSError as error:  # including ssl.SSLError
                 raise ValueError(f"{self._ca_certs}: {_reason(error)}; PEM certificates are expected") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
 
 def open_certificate(door: DoorConfig) -> Certificate | None:
-    """The certificate of this door, None for plain HTTP; raises `ValueError` naming the file at fault."""
+    """Return the TLS certificate, None for plain HTTP. Raises `ValueError` naming the file at fault."""
     if door.ssl_certfile is not None:
         return Certificate(door)
     if door.ssl_keyfile is not None or door.ssl_ca_certs is not None:
@@ -219,7 +212,7 @@ def _no_password() -> str:
 
 
 def _reason(error: OSError) -> str:
-    """OpenSSL's words for a bad file are its internal ones."""
+    """Return a readable form of OpenSSL's internal error messages."""
     if not isinstance(error, ssl.SSLError):
         return error.strerror or str(error)
     if error.reason == "KEY_VALUES_MISMATCH":

@@ -1,6 +1,6 @@
-"""What every request passes on its way in: its id, its origin, its key, its type; and the line written when it is over.
+"""The checks of every request (origin, API key, content type), its id, its metrics and its access log line.
 
-One plain ASGI wrapper: it looks at headers once, and of a stream's messages only at the first.
+One ASGI wrapper: it reads the headers once, and only the first message of each answer.
 """
 
 import logging
@@ -16,36 +16,42 @@ from moeyard_router.api.request_scope import SCOPE_KEY, RequestRecord, current_r
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.http.credentials import KeyRing
+from moeyard_router.http.live import STATIC
 from moeyard_router.http.origins import Headers, Origins, preflight_headers
 from moeyard_router.metrics import RouterMetrics
 
 access_log = logging.getLogger("moeyard.access")
 
-# For probes, which carry no key and no Host that means something.
+MODELS = "/v1/models"
+# Probes carry no key and no meaningful Host header.
 PROBES = frozenset(("/livez", "/readyz", "/health", "/ping"))
 METRICS = frozenset(("/metrics", "/metrics/targets"))
-# Pages that a browser loads without a key, and that hold nothing but this program's own text. What they fetch is asked
-# for its key like everything else.
+# Browsers load these pages and /static/ without a key. They contain only this program's text; the data that they fetch
+# needs a key.
 PAGES = frozenset(("/", "/dashboard", "/docs", "/openapi.json"))
-STATIC = "/static/"  # and their files
+_STATIC_FILES = STATIC.partition("{")[0]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@=+/-]{1,128}")
-_NOT_IN_ADDRESS = re.compile(r"[^0-9A-Za-z.:%_-]")  # a proxy's X-Forwarded-For may say anything
-_LONGEST_PATH = 100  # characters of a path that is no route, in the access log
+_NOT_IN_ADDRESS = re.compile(r"[^0-9A-Za-z.:%_-]")  # X-Forwarded-For of a proxy may contain anything
+_MAX_PATH = 100  # bytes of the path in the access log
 _NOT_JSON = "the Content-Type of a POST must be application/json (curl: -H 'Content-Type: application/json')"
-_CLIENT_LEFT = 499  # nginx's status for a client that did not wait for its answer
+_CLIENT_LEFT = 499  # nginx's status for a client that closed its connection before the answer
 
 
 class RequestGate:
-    """Refuses requests by 401 (key), 403 (origin, or another server's name) and 415 (a POST that is not JSON)."""
+    """Refuses requests by 401 (key), 403 (origin or Host header) and 415 (a POST that is not JSON).
+
+    Answers are counted by route (`paths`) and status. Unknown paths share the label "other".
+    """
 
     def __init__(
-        self, app: ASGIApp, *, config: RouterConfig, keys: KeyRing, origins: Origins, metrics: RouterMetrics
+        self, app: ASGIApp, *, config: RouterConfig, keys: KeyRing, metrics: RouterMetrics, paths: frozenset[str]
     ) -> None:
         self._app = app
         self._keys = keys
-        self._origins = origins
+        self._origins = Origins(config.door.allowed_origins, host=config.host, needs_key=keys.needs_key)
         self._metrics = metrics
+        self._paths = paths
         self._keyless = PROBES | PAGES | (frozenset() if config.door.protect_metrics else METRICS)
         self._log = config.door.access_log
 
@@ -56,12 +62,13 @@ class RequestGate:
         record = scope[SCOPE_KEY] = RequestRecord(request_id=request_id, key_name=None, began=time.monotonic())
         current_request.set(request_id)
         added: Headers = [(b"x-request-id", request_id.encode())]
-        status = _CLIENT_LEFT
+        status, route = _CLIENT_LEFT, self._route(scope["path"])
 
-        def sending(message: Message) -> Awaitable[None]:  # no coroutine of its own: a stream passes here per token
+        def sending(message: Message) -> Awaitable[None]:  # not a coroutine, because it runs once per streamed token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                self._metrics.answered(route, status)
                 message = {**message, "headers": [*message["headers"], *added]}
             return send(message)
 
@@ -77,20 +84,29 @@ class RequestGate:
                 if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
                     raise ApiError(415, _NOT_JSON, reason="not_json")
             await self._app(scope, receive, sending)
-        except ApiError as error:  # of the checks above; the app answers its own
+        except ApiError as error:  # raised by the checks above; the app answers its own errors
             self._metrics.rejected(error.reason)
             await send_error(sending, error, scope["path"])
         finally:
+            self._metrics.http_took(route, time.monotonic() - record.began)
             if self._log:
                 self._write(scope, record, status)
 
+    def _route(self, path: str) -> str:
+        """Return the label of a path in metrics."""
+        if path.startswith(f"{MODELS}/"):
+            return f"{MODELS}/{{id}}"
+        if path.startswith(_STATIC_FILES):
+            return STATIC
+        return path if path in self._paths else "other"
+
     def _check_origin(self, headers: dict[bytes, bytes]) -> Headers:
-        """What the page that calls needs in the answer, if it is one; raises `ApiError` 403 if it may not call."""
+        """Return the CORS headers for a request of a web page. Raises `ApiError` 403 for a page that is not allowed."""
         host, origin = headers.get(b"host", b""), headers.get(b"origin")
         if not self._origins.is_ours(host):
             name = host.decode("latin-1")
             message = (
-                f"the Host header names '{name:.80}', and this server listens on loopback only, under no such name; "
+                f"the Host header names '{name:.80}', but this server listens on loopback only and has no such name; "
                 f"behind a proxy, start it with --allowed-origins https://{name:.80}, or with API keys"
             )
             raise ApiError(403, message, reason="foreign_host")
@@ -99,14 +115,14 @@ class RequestGate:
         if not self._origins.permits(origin, host):
             message = (
                 f"requests of web pages from '{origin.decode('latin-1'):.80}' are not allowed here; "
-                "the server's --allowed-origins names those that are"
+                "the server's --allowed-origins lists the allowed origins"
             )
             raise ApiError(403, message, reason="foreign_origin")
         return self._origins.headers(origin)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """Return the name of the bearer or `x-api-key` key, None where none is needed; raises `ApiError` 401."""
-        if not self._keys.asks or path in self._keyless or path.startswith(STATIC):
+        """Return the name of the bearer or `x-api-key` key, None if no key is needed. Raises `ApiError` 401."""
+        if not self._keys.needs_key or path in self._keyless or path.startswith(_STATIC_FILES):
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
@@ -126,21 +142,25 @@ class RequestGate:
         if not access_log.isEnabledFor(level):
             return
         now = time.monotonic()
-        # As it came, percent signs and all: decoded it may hold anything, and the query is the client's business.
+        # The undecoded path, because a decoded one may contain anything. Without the query, which may hold secrets.
         raw = scope.get("raw_path") or path.encode()
         fields: dict[str, str | int | float] = {
             "client": _NOT_IN_ADDRESS.sub("?", (scope.get("client") or ("-",))[0])[:64],
             "method": scope["method"],
-            "path": raw[:_LONGEST_PATH].decode("ascii", "backslashreplace"),
+            "path": raw[:_MAX_PATH].decode("ascii", "backslashreplace"),
             "status": status,
             "ms": round((now - record.began) * 1e3, 1),
         }
         if record.first_token is not None:
             fields["ttft_ms"] = round((record.first_token - record.began) * 1e3, 1)
         known = {
-            **{name: getattr(record, name) for name in ("prompt_tokens", "output_tokens", "failure")},
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "failure": record.failure,
             "left": 1 if record.client_left else None,
-            **{name: getattr(record, name) for name in ("cut", "request_id", "reply_id")},
+            "cut": record.cut,
+            "request_id": record.request_id,
+            "reply_id": record.reply_id,
             "key": record.key_name,
         }
         fields |= {name: value for name, value in known.items() if value is not None}
@@ -152,8 +172,8 @@ def _is_preflight(scope: Scope, headers: dict[bytes, bytes]) -> bool:
 
 
 def _is_json(content_type: bytes) -> bool:
-    """Whether a Content-Type is JSON's or absent.
+    """Return whether a Content-Type is JSON or absent.
 
-    Browsers send forms and text/plain elsewhere without asking; a POST without a type is stopped by its Origin.
+    Browsers send forms and text/plain to other origins without a preflight. The Origin check covers an absent type.
     """
     return content_type.partition(b";")[0].strip().lower() in (b"application/json", b"")

@@ -1,7 +1,7 @@
-"""The dashboard at / and its data: the fleet now, running totals, the latest requests. Made when asked for.
+"""The dashboard at / and its data: the fleet now, running totals, the latest requests.
 
-The files hold no secret and are free to all; their data under /v1 asks for a key like any route. Every number is one of
-/metrics: the page makes rates and quantiles from two answers, as Prometheus does from two scrapes.
+The files need no key; their data under /v1 does. All numbers are those of /metrics. The page computes rates and
+quantiles from two answers, as Prometheus does from two scrapes.
 """
 
 import gzip
@@ -18,15 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moeyard_router.config import RouterConfig
+from moeyard_router.api.endpoints import Services
 from moeyard_router.fleet.collector import kv_usage, total
-from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.loads import rows_of_ranks
 from moeyard_router.fleet.records import RECENT
 from moeyard_router.http.siblings import Siblings, merged
-from moeyard_router.metrics import RouterMetrics
-from moeyard_router.text.chat import Codec
 
 STATIC = "/static/{name}"
 _FOLDER = Path(__file__).with_name("static")
@@ -40,7 +37,7 @@ _KINDS: Mapping[str, str] = MappingProxyType(
         ".txt": "text/plain; charset=utf-8",
     }
 )
-# No script, style or connection but from here, no frame around it, no form that leaves it.
+# Scripts, styles and connections only of this server, no frames around the page, no forms.
 _HEADERS: Mapping[str, str] = MappingProxyType(
     {
         "content-security-policy": (
@@ -49,7 +46,7 @@ _HEADERS: Mapping[str, str] = MappingProxyType(
         ),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",  # kept, but asked for again: a new version of the server has new files
+        "cache-control": "no-cache",  # revalidated each time, because a new server version has new files
         "vary": "accept-encoding",
     }
 )
@@ -66,7 +63,7 @@ class _File:
         }
 
     def answer(self, request: Request) -> Response:
-        """200, or 304 to whoever has it already."""
+        """Return 200, or 304 if the client has the current file."""
         if request.headers.get("if-none-match") == self.headers["etag"]:
             return Response(status_code=304, headers=self.headers)
         if "gzip" in request.headers.get("accept-encoding", ""):
@@ -75,7 +72,7 @@ class _File:
 
 
 def page_routes() -> list[Route]:
-    """The page and its files, which are read now."""
+    """Return the routes of the page and its files, which are read at this call."""
     files = {path.name: _File(path) for path in _FOLDER.iterdir() if path.suffix in _KINDS}
 
     async def index(request: Request) -> Response:
@@ -96,7 +93,7 @@ _HISTOGRAMS = (
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
 )
-_FIGURES_PAGE = "figures"  # what siblings are asked for
+_FIGURES_PAGE = "figures"  # its name among sibling routers
 _COUNTERS = ("prompt_tokens", "output_tokens", "request_success", "rejections")
 _FLEET_SUMS = (
     "num_running",
@@ -114,38 +111,26 @@ _FLEET_SUMS = (
 
 
 class LiveView:
-    """Answers /v1/fleet/live and /v1/fleet/experts. Keeps nothing and does nothing between two questions."""
+    """The data of the dashboard and of /v1/fleet. Stateless: each request reads the fleet and the metrics."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        fleet: Fleet,
-        *,
-        codec: Codec,
-        metrics: RouterMetrics,
-        health: Health,
-        siblings: Siblings | None,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._metrics = metrics
+    def __init__(self, services: Services, health: Health, siblings: Siblings | None) -> None:
+        self._config = services.config
+        self._fleet = services.fleet
+        self._codec = services.codec
         self._health = health
-        self._text = codec.has_text
-        self._chat = codec.template is not None
         names = [f"moeyard_{name}_{part}" for name in _HISTOGRAMS for part in ("bucket", "sum", "count")]
         names += [f"moeyard_{name}_total" for name in _COUNTERS]
-        self._registry = metrics.registry.restricted_registry(names)
+        self._registry = services.metrics.registry.restricted_registry(names)
         self._siblings = siblings
         if siblings is not None:
-            siblings.offer(_FIGURES_PAGE, lambda: orjson.dumps(self._own()))
+            siblings.offer(_FIGURES_PAGE, lambda: orjson.dumps(self._own_figures()))
 
     async def fleet(self) -> dict[str, Any]:
-        """State and latest snapshot of every rank, and what the routers have sent them."""
-        fleet = self._fleet.describe() if self._siblings is None else self._described(await self._figures())
-        return {**fleet, "unready": self._health.unready()}
+        """Return state and latest snapshot of every rank, with what all routers have in flight there."""
+        return {**self._described(await self._figures()), "unready": self._health.unready()}
 
     async def now(self) -> dict[str, Any]:
-        """The fleet and the routers' totals. Times are seconds; a figure that nobody knows is null or absent."""
+        """Return the fleet and the routers' totals. Times are seconds. Unknown figures are null or absent."""
         figures = await self._figures()
         fleet = self._described(figures)
         workers = fleet["workers"]
@@ -156,67 +141,75 @@ class LiveView:
             "monotonic": time.monotonic(),
             "model": self._config.model_name,
             "max_model_len": self._config.max_model_len,
-            "has_text": self._text,
-            "has_chat": self._chat,
+            "has_text": self._codec.has_text,
+            "has_chat": self._codec.template is not None,
             "unready": self._health.unready(),
             **fleet,
             "generation": self._fleet.generation,
             "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
-            **{name: figures[name] for name in ("counters", "histograms", "requests")},
+            **_counters_and_histograms(figures["samples"]),
+            "requests": figures["requests"],
         }
 
-    def _described(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """The fleet as this router sees it, with what all of them have in flight."""
-        fleet = self._fleet.describe() | {"inflight": figures["inflight"]}
-        for worker, count in zip(fleet["workers"], figures["router_inflight"], strict=False):
-            worker["router_inflight"] = count
-        return fleet
-
-    async def _figures(self) -> dict[str, Any]:
-        """What is counted here, of all routers on the port; one alone asks nobody."""
-        own = self._own()
-        if self._siblings is None:
-            return own
-        others = [orjson.loads(page) for page in await self._siblings.ask(_FIGURES_PAGE)]
-        return merged(orjson.loads(orjson.dumps(own)), others, num_requests=RECENT)
-
-    def _own(self) -> dict[str, Any]:
-        described = self._fleet.describe()
-        return {
-            "inflight": described["inflight"],
-            "router_inflight": [worker["router_inflight"] for worker in described["workers"]],
-            **self._router_figures(),
-            "requests": self._fleet.recent.latest(),
-        }
-
-    def _router_figures(self) -> dict[str, Any]:
-        """Counters by label, and histograms with cumulative `buckets` [upper bound or null for infinity, count]."""
-        counters: dict[str, Any] = {}
-        histograms: dict[str, Any] = {}
-        for metric in self._registry.collect():
-            name = metric.name.removeprefix("moeyard_")
-            for sample in metric.samples:
-                part = sample.name.removeprefix(metric.name)
-                if part == "_total":
-                    labels = [value for key, value in sample.labels.items() if key != "model_name"]
-                    if labels:
-                        counters.setdefault(name, {})[labels[0]] = sample.value
-                    else:
-                        counters[name] = sample.value
-                    continue
-                histogram = histograms.setdefault(name, {"buckets": []})
-                if part == "_bucket":
-                    bound = sample.labels["le"]
-                    histogram["buckets"].append([None if bound == "+Inf" else float(bound), sample.value])
-                else:
-                    histogram[part[1:]] = sample.value
-        return {"counters": counters, "histograms": histograms}
+    async def incidents(self) -> dict[str, Any]:
+        """Return the latest losses and how the fleet recovered."""
+        return {"time": time.time(), "incidents": self._fleet.incidents.latest()}
 
     async def experts(self) -> dict[str, Any]:
-        """Rows that each expert has computed, per rank: `rows[i]` of layer `layers[i]`, by the expert of `experts`."""
+        """Return the rows that each expert computed, per rank: `rows[i]` of layer `layers[i]`, in `experts` order."""
         loads = await self._fleet.loads.read()
         ranks = [
             {"rank": each.rank, "layers": each.layers, "experts": each.experts, "rows": rows}
             for each, rows in zip(loads, rows_of_ranks(loads), strict=True)
         ]
         return {"time": time.time(), "generation": self._fleet.generation, "ranks": ranks}
+
+    def _described(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Return the fleet as this router sees it, with the in-flight counts of all routers."""
+        fleet = self._fleet.describe() | {"inflight": figures["inflight"]}
+        for worker, count in zip(fleet["workers"], figures["router_inflight"], strict=False):
+            worker["router_inflight"] = count
+        return fleet
+
+    async def _figures(self) -> dict[str, Any]:
+        """Return the figures of this router, or their sums over all routers on the port."""
+        figures = self._own_figures()
+        if self._siblings is None:
+            return figures
+        pages = [orjson.dumps(figures), *await self._siblings.ask(_FIGURES_PAGE)]
+        return merged([orjson.loads(page) for page in pages], num_requests=RECENT)
+
+    def _own_figures(self) -> dict[str, Any]:
+        described = self._fleet.describe()
+        samples = {}
+        for metric in self._registry.collect():
+            for sample in metric.samples:
+                labels = [value for name, value in sample.labels.items() if name != "model_name"]
+                samples[" ".join((sample.name, *labels))] = sample.value
+        return {
+            "inflight": described["inflight"],
+            "router_inflight": [worker["router_inflight"] for worker in described["workers"]],
+            "samples": samples,
+            "requests": self._fleet.recent.latest(),
+        }
+
+
+def _counters_and_histograms(samples: Mapping[str, float]) -> dict[str, Any]:
+    """Return counters by label, and histograms with cumulative `buckets` [upper bound or null for infinity, count]."""
+    counters: dict[str, Any] = {}
+    histograms: dict[str, Any] = {}
+    for key, value in samples.items():
+        sample, _, label = key.removeprefix("moeyard_").partition(" ")
+        name, _, part = sample.rpartition("_")
+        if part == "total":
+            if label:
+                counters.setdefault(name, {})[label] = value
+            else:
+                counters[name] = value
+            continue
+        histogram = histograms.setdefault(name, {"buckets": []})
+        if part == "bucket":
+            histogram["buckets"].append([None if label == "+Inf" else float(label), value])
+        else:
+            histogram[part] = value
+    return {"counters": counters, "histograms": histograms}

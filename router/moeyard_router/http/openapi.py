@@ -1,7 +1,7 @@
 """/openapi.json and /docs: every route with its requests, answers and statuses.
 
-Requests are described by the models that validate them, and by `narrow` where these check by code. A wider description
-would lead programs to requests that get a 400. Answers are in documents/replies.json, which tests check.
+The models that validate requests also describe them. `narrow` adds the checks that are code, because programs would
+otherwise generate requests that get a 400. documents/replies.json describes the answers; tests check it.
 """
 
 import base64
@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +38,7 @@ _ROLES = ("system", "developer", "user", "tool")
 
 
 def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
-    """Put into `schemas`, generated from the models, what these check besides; more schemas may appear."""
+    """Add the checks that are code to the `schemas` of the models, in place."""
     schemas.setdefault("TextPart", _closed({"type": {"const": "text"}, "text": {"type": "string"}}))
     for (model, field), shape in _fields(vocab_size).items():
         schemas[model]["properties"][field] = shape
@@ -50,7 +49,7 @@ def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
 
 
 def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """(model, field) and what is let in."""
+    """Return the schemas of fields, by (model, field)."""
     null, text = {"type": "null"}, {"type": "string", "minLength": 1}
     tool_name = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
     arguments = {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": True}
@@ -80,19 +79,14 @@ def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _by_role(schemas: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """A message as one of two: the assistant's, or another's, who has content and neither calls nor refusals."""
-    own, other, null = message["properties"], dict(message["properties"]), {"type": "null"}
-    for name in ("tool_calls", "refusal"):
-        other[name] = null
-    content = {"anyOf": [shape for shape in own["content"]["anyOf"] if shape != null]}
-    schemas["AssistantMessage"] = {
-        **message,
-        "properties": own | {"role": {"const": "assistant"}},
-        "title": "AssistantMessage",
-    }
-    schemas["OtherMessage"] = {
-        **message,
-        "properties": other | {"role": {"enum": list(_ROLES)}, "content": content},
+    """Return a message as one of two: the assistant's, or another role's with content and no calls or refusal."""
+    fields, null = message["properties"], {"type": "null"}
+    content = {"anyOf": [shape for shape in fields["content"]["anyOf"] if shape != null]}
+    assistant = fields | {"role": {"const": "assistant"}}
+    other = fields | {"tool_calls": null, "refusal": null, "role": {"enum": list(_ROLES)}, "content": content}
+    schemas["AssistantMessage"] = message | {"properties": assistant, "title": "AssistantMessage"}
+    schemas["OtherMessage"] = message | {
+        "properties": other,
         "required": ["role", "content"],
         "title": "OtherMessage",
     }
@@ -100,7 +94,7 @@ def _by_role(schemas: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]
 
 
 def _by_kind(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of the Responses API as one of two: text, or a refusal, each under its own name."""
+    """Return a part of the Responses API as one of two: text, or a refusal, each in the field of its name."""
     kinds = []
     for names, field in ((["text", "input_text", "output_text"], "text"), (["refusal"], "refusal")):
         properties = part["properties"] | {"type": {"enum": names}, field: {"type": "string"}}
@@ -123,15 +117,15 @@ def _closed(properties: dict[str, Any]) -> dict[str, Any]:
 _FILES = Path(__file__).parent / "documents"
 _STATUSES: Mapping[int, str] = MappingProxyType(
     {
-        400: "The request is not valid, or asks for something that the model or its limits rule out.",
-        401: "An API key is needed and none, or none that is known here, was sent.",
-        403: "A web page of an origin that is not allowed, or (on loopback, without keys) another server's name.",
-        404: "There is no such model, or no such page.",
-        408: "The body did not come within the time for it.",
+        400: "The request is invalid, or not possible with this model and its limits.",
+        401: "The API key is missing or unknown.",
+        403: "The web page's origin is not allowed, or (on loopback, without keys) the Host is another server's.",
+        404: "There is no such model or page.",
+        408: "The body did not arrive in time.",
         413: "The body is too large.",
-        415: "The body is not declared as application/json.",
-        429: "The server is full; Retry-After says in how many seconds to try again.",
-        500: "A mistake of this server or of a worker; the server's log has it.",
+        415: "The Content-Type is not application/json.",
+        429: "The server is full; retry after the seconds in Retry-After.",
+        500: "An error in this server or a worker; see the server's log.",
         503: "The fleet is not ready, has failed or is shutting down.",
     }
 )
@@ -143,7 +137,7 @@ _JSON, _TEXT, _HTML, _EVENTS = "application/json", "text/plain", "text/html", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one route. `reply` names a schema of documents/replies.json (None: text), `errors` statuses."""
+    """One method of one route. `reply` names a schema of documents/replies.json (None: text), `errors` are statuses."""
 
     path: str
     text: str
@@ -156,59 +150,47 @@ class Operation:
     needs_key: bool = True
 
 
-def _probe(path: str, text: str, method: str = "get") -> Operation:
-    return Operation(path=path, text=text, method=method, reply="State", errors=(503,), needs_key=False)
-
-
-def _post(path: str, text: str, *, body: type[BaseModel], reply: str, streams: bool = False) -> Operation:
-    errors = _GENERATE if streams else _BODY
-    return Operation(path=path, text=text, method="post", body=body, reply=reply, streams=streams, errors=errors)
-
-
-_generating = partial(_post, streams=True)
-
+# POST routes: path, summary, request, answer, whether it generates.
+_POSTS: tuple[tuple[str, str, type[BaseModel], str, bool], ...] = (
+    ("/v1/chat/completions", "Answer a chat, whole or as a stream.", ChatRequest, "ChatCompletion", True),
+    ("/v1/completions", "Continue texts or token ids, whole or as a stream.", CompletionRequest, "Completion", True),
+    ("/v1/responses", "OpenAI's Responses API, whole or as a stream.", ResponsesRequest, "Response", True),
+    ("/v1/messages", "Anthropic's Messages API, whole or as a stream.", MessagesRequest, "Message", True),
+    ("/v1/messages/count_tokens", "Count the tokens of such a prompt.", CountTokensRequest, "TokenCount", False),
+    ("/tokenize", "The token ids of a prompt or a chat.", TokenizeRequest, "Tokens", False),
+    ("/detokenize", "The text of token ids.", DetokenizeRequest, "Text", False),
+)
+_STATES = (
+    ("/livez", "get", "200 while the router runs and the fleet may recover."),
+    ("/readyz", "get", "200 if a request would run now."),
+    ("/health", "get", "/readyz under vLLM's name."),
+    ("/ping", "get", "/readyz under SageMaker's name."),
+    ("/ping", "post", "/readyz under SageMaker's name."),
+)
 OPERATIONS = (
-    _generating(
-        "/v1/chat/completions", "Answer a chat, whole or as a stream.", body=ChatRequest, reply="ChatCompletion"
+    *(
+        Operation(
+            path=path,
+            text=text,
+            method="post",
+            body=body,
+            reply=reply,
+            streams=streams,
+            errors=_GENERATE if streams else _BODY,
+        )
+        for path, text, body, reply, streams in _POSTS
     ),
-    _generating(
-        "/v1/completions",
-        "Continue texts or token ids, whole or as a stream.",
-        body=CompletionRequest,
-        reply="Completion",
-    ),
-    _generating(
-        "/v1/responses",
-        "Answer items of OpenAI's Responses API, whole or as a stream.",
-        body=ResponsesRequest,
-        reply="Response",
-    ),
-    _generating(
-        "/v1/messages",
-        "Answer messages of Anthropic's API, whole or as a stream.",
-        body=MessagesRequest,
-        reply="Message",
-    ),
-    _post(
-        "/v1/messages/count_tokens",
-        "The size of the prompt of such messages.",
-        body=CountTokensRequest,
-        reply="TokenCount",
-    ),
-    _post("/tokenize", "The token ids of a prompt or a chat.", body=TokenizeRequest, reply="Tokens"),
-    _post("/detokenize", "The text of token ids.", body=DetokenizeRequest, reply="Text"),
-    Operation(path="/v1/models", text="The model that is served.", reply="ModelList"),
+    Operation(path="/v1/models", text="The served model.", reply="ModelList"),
     Operation(path="/v1/models/{id}", text="A model by its name.", reply="Model", errors=(*_GUARDED, 404)),
     Operation(path="/v1/fleet", text="State and latest snapshot of every rank.", reply="Fleet"),
-    Operation(path="/v1/fleet/live", text="What the page at / shows: fleet, totals, last requests.", reply="Live"),
-    Operation(path="/v1/fleet/experts", text="Rows that each expert has computed, per rank.", reply="Experts"),
-    Operation(path="/v1/fleet/incidents", text="The latest losses, and how the fleet went on.", reply="Incidents"),
+    Operation(path="/v1/fleet/live", text="The data of the dashboard: fleet, totals, last requests.", reply="Live"),
+    Operation(path="/v1/fleet/experts", text="Rows that each expert computed, per rank.", reply="Experts"),
+    Operation(path="/v1/fleet/incidents", text="The latest losses, and how the fleet recovered.", reply="Incidents"),
     Operation(path="/version", text="The version of this program.", reply="Version"),
-    _probe("/livez", "200 as long as the router runs and the fleet may come back."),
-    _probe("/readyz", "200 if a request sent now would be decoded."),
-    _probe("/health", "/readyz under vLLM's name."),
-    _probe("/ping", "/readyz under SageMaker's name."),
-    _probe("/ping", "/readyz under SageMaker's name.", method="post"),
+    *(
+        Operation(path=path, text=text, method=method, reply="State", errors=(503,), needs_key=False)
+        for path, method, text in _STATES
+    ),
     Operation(path="/metrics", text="The router's metrics for Prometheus.", content=_TEXT),
     Operation(path="/metrics/targets", text="The workers' metrics, for Prometheus' discovery.", reply="MetricsTargets"),
     Operation(path="/openapi.json", text="This description.", errors=(403,), needs_key=False),
@@ -220,7 +202,7 @@ OPERATIONS = (
 
 
 def describe(config: RouterConfig) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a router; with API keys it says where they are needed."""
+    """Return the OpenAPI 3.1 document of a router. With API keys it has the routes that need them."""
     models = [op.body for op in OPERATIONS if op.body is not None]
     _, generated = models_json_schema([(m, "validation") for m in models], ref_template=f"{REF}{{model}}")
     schemas = generated["$defs"] | json.loads((_FILES / "replies.json").read_text(encoding="utf-8"))
@@ -251,15 +233,15 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     content = {op.content: {"schema": {"$ref": REF + op.reply} if op.reply else schema}}
     if op.streams:
         event = {"event": {"type": "string"}, "data": {"type": "string"}}
-        words = "The data of each event is JSON in the shape of the API; docs/api.md says which events there are."
+        note = "The data of each event is JSON in the form of the API; docs/api.md lists the events."
         content[_EVENTS] = {
-            "schema": {"type": "object", "description": words, "properties": event, "required": ["data"]}
+            "schema": {"type": "object", "description": note, "properties": event, "required": ["data"]}
         }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in op.errors:
         if status == 401 and not guarded:
             continue
-        # A probe's 503 says what a 200 says: the state.
+        # A probe's 503 has the same body as its 200: the state.
         name = op.reply if not op.needs_key and op.reply else _error(op.path, status)
         responses[str(status)] = {
             "description": _STATUSES[status],
@@ -283,12 +265,12 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
 
 
 def _error(path: str, status: int) -> str:
-    """The schema of what a path says of an error. A 408 comes of the connection, which knows no paths."""
+    """Return the schema of a path's errors. The connection sends 408, in OpenAI's shape for every path."""
     return "AnthropicError" if path.startswith(ANTHROPIC_PATH) and status != 408 else "Error"
 
 
 class Documents:
-    """The two pages, made once. They hold nothing that a stranger may not know, and nothing from other servers."""
+    """The two pages, made once. They contain nothing secret and load nothing from other servers."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._openapi = orjson.dumps(describe(config))

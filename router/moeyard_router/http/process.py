@@ -1,8 +1,7 @@
-"""A router process, which may share its port with others, and what it says to the process that started it.
+"""A router process, which may share its port with others, and its messages to and from the launcher.
 
-It sends `Ready` once every worker has decoded, `WorkerLost` when one is lost, `Replaced` when it has taken other
-workers, `Drained` to every `Drain`, and takes `Replace`, `GiveUp` and `Stop`. When whoever started it is gone, so are
-the workers soon: what is open ends by name, and so does it.
+It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each `Drain`. It receives `Replace`, `Drain`,
+`GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an error and exits.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """This router has lost a worker, at which endpoint, and why."""
+    """This router has lost the worker at `endpoint`."""
 
     rank: int
     endpoint: str
@@ -38,12 +37,12 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """The workers of the last `Replace` are the ones in use."""
+    """The workers of the last `Replace` are in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Go on with these workers; `incident` is what the launcher knows of why."""
+    """Continue with these workers. `incident` describes why, for /v1/fleet/incidents."""
 
     workers: tuple[WorkerAddress, ...]
     incident: Mapping[str, Any] | None = None
@@ -51,26 +50,26 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Nothing will bring the fleet back, and why: end all requests, then yourself."""
+    """The fleet cannot recover: end all requests with `reason`, then exit."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The last `Drain` was carried out, and this router has so many sequences at its rank."""
+    """The last `Drain` took effect; this router still has `sequences` sequences at the draining ranks."""
 
     sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Begin an orderly end; a second one ends open streams at once."""
+    """Shut down gracefully; a second `Stop` ends open streams at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedAddress:
-    """What several sockets of several processes can be bound to. `only_ipv6` is of an IPv6 address alone."""
+    """An address that sockets of several processes can share. `only_ipv6` concerns IPv6 addresses only."""
 
     family: int
     address: tuple[Any, ...]
@@ -78,14 +77,15 @@ class SharedAddress:
 
     @classmethod
     def of(cls, sock: socket.socket) -> "SharedAddress":
+        """Return the address of a bound socket."""
         is_ipv6 = sock.family == socket.AF_INET6
         only = is_ipv6 and bool(sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY))
         return cls(family=sock.family, address=sock.getsockname(), only_ipv6=only)
 
     def bound(self, *, closing: bool = True) -> socket.socket:
-        """Return another bound socket that does not listen yet; raises `OSError`.
+        """Return another bound socket that does not listen yet. Raises `OSError`.
 
-        `closing`: also while connections of any ended server close; without it only this kind of socket can share.
+        `closing` allows an address on which connections of an ended server still close.
         """
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         try:
@@ -102,7 +102,7 @@ class SharedAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one process: `index` of `count`, the address that all listen on, the directory of their sockets."""
+    """One process: `index` of `count`, the common address, and the directory of the `Siblings` sockets."""
 
     index: int
     count: int
@@ -111,15 +111,15 @@ class Seat:
 
 
 def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> None:
-    """Run a router process to its end. Signals reach it through its parent: heard twice, they would end streams."""
+    """Run a router process. Signals reach it as messages of its parent; received twice, they would end streams."""
     ending = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     for number in ending:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
     sock = seat.address.bound()
     if seat.count == 1:
-        # Connections wait while this process starts. Where there are other routers, these answer them at once: then
-        # uvicorn listens, after the tokenizer is there.
+        # Connections queue while this process starts. With other routers, which answer at once, uvicorn listens later,
+        # after the tokenizer is loaded.
         sock.listen(1024)
     server = RouterServer(
         config,
@@ -129,7 +129,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         siblings=None if seat.count == 1 else Siblings(seat.directory, index=seat.index, count=seat.count),
     )
 
-    def told() -> None:
+    def receive() -> None:
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -145,8 +145,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             server.stop()
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pipe.fileno(), told)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), receive)
         await server.serve()
 
     freeze_start_up()

@@ -1,4 +1,4 @@
-"""The router as a program inside a program: uvicorn on a socket that is already bound, and an orderly end."""
+"""The router as an embeddable server: uvicorn on a bound socket, with a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from moeyard_router.api.endpoints import Services
 from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
 from moeyard_router.config import RouterConfig, WorkerAddress
@@ -24,37 +25,36 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.orders import Drain
 from moeyard_router.http.app import create_app
-from moeyard_router.http.connection import ChunkOutbox, ConnectionLimits, ConnectionProtocol
+from moeyard_router.http.connection import ChunkOutbox, ConnectionProtocol
 from moeyard_router.http.credentials import Certificate, KeyRing, keep_fresh, open_certificate
 from moeyard_router.http.siblings import Siblings
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.chat import open_codec
 from moeyard_worker.refusals import Refusals
 
-# libuv takes one connection of a listening socket per turn of the event loop (since 1.45). With turns of 5 ms, 200
-# connections that came at once took 1.1 s, and 0.2 s with eight listeners (2026-11-22, uvloop 0.23). They wait in the
-# kernel until then, which no metric shows. A listener without a connection costs one system call per turn.
+# libuv accepts one connection per listening socket and turn of the event loop (since 1.45). With turns of 5 ms, 200
+# simultaneous connections took 1.1 s, and 0.2 s with eight listeners (2026-11-22, uvloop 0.23). Until then they wait in
+# the kernel, which no metric shows. An idle listener costs one system call per turn.
 LISTENERS = 16
 
 
 def listeners(sock: socket.socket) -> list[socket.socket]:
-    """The socket and duplicates of it, for one loop to listen on all of them; the caller closes them."""
+    """Return the socket and duplicates of it for one event loop. The caller closes them."""
     return [sock, *(sock.dup() for _ in range(LISTENERS - 1))]
 
 
 log = logging.getLogger(__name__)
 
-# What ends a router; SIGHUP is a terminal that was closed.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Python gives a thread that computes 5 ms before the event loop gets its turn, at every turn of the loop again.
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+# The event loop waits this long for a thread that computes, at each of its turns. Python's default is 5 ms.
 _SWITCH_SECONDS = 0.001
 _STOPPING = "the router is shutting down"
 
 
 class RouterServer:
-    """One router. `serve` runs it in the current event loop until `stop`, which any thread may call.
+    """One router. `serve` runs it in the current event loop until `stop`. Any thread may call the other methods.
 
-    `on_ready` is called once, in the loop, when every worker has decoded, `on_lost` with rank and reason for each lost
+    The loop calls `on_ready` once, when every worker has decoded, and `on_lost` with rank and reason for each lost
     worker. Requests then wait `config.recovery_timeout` seconds for `replace_workers`, or until `give_up`. Raises
     `ValueError` for an unusable tokenizer, chat template, parser, key or certificate.
     """
@@ -85,7 +85,7 @@ class RouterServer:
         self._fleet: Fleet | None = None
 
     async def serve(self) -> None:
-        """Serve until stopped or given up. Open streams then get `shutdown_grace` seconds, and a named error."""
+        """Serve until `stop` or `give_up`. Open streams then have `shutdown_grace` seconds, then an error."""
         self._loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         fleet = self._fleet = Fleet(self._config, self._metrics, on_change=changed.set, on_lost=self._on_lost)
@@ -95,19 +95,10 @@ class RouterServer:
             self._metrics.aliases.register(VllmAliases(self._metrics))
             self._metrics.fleet.register(VllmFleetAliases(fleet))
         bodies = Bodies(self._config, self._formats)
-        app = create_app(
-            self._config,
-            fleet,
-            codec=self._codec,
-            metrics=self._metrics,
-            health=health,
-            bodies=bodies,
-            keys=self._keys,
-            siblings=self._siblings,
-        )
-        grace = self._config.shutdown_grace
+        services = Services(config=self._config, fleet=fleet, codec=self._codec, metrics=self._metrics, bodies=bodies)
+        app = create_app(services, health=health, keys=self._keys, siblings=self._siblings)
         self._server = _UvicornServer(
-            _uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, grace
+            _uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, self._config.shutdown_grace
         )
         try:
             if self._siblings is not None:
@@ -137,7 +128,7 @@ class RouterServer:
                 self._siblings.close()
         for task in (watching, freshening):
             if not task.cancelled():
-                task.result()  # a bug in the watching task must not pass unseen
+                task.result()  # raise a bug of the task
 
     def _files(self) -> list[Callable[[], None]]:
         refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
@@ -145,17 +136,18 @@ class RouterServer:
 
     @property
     def workers(self) -> tuple[WorkerAddress, ...]:
+        """The workers in use."""
         return self._config.workers if self._fleet is None else self._fleet.addresses
 
     def _in_loop(self, call: Callable[[], None]) -> None:
-        """Call this in the event loop, if that runs. From any thread."""
+        """Call this in the event loop if it runs."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 
     def replace_workers(
         self, workers: tuple[WorkerAddress, ...], then: Callable[[], None], incident: Mapping[str, Any] | None = None
     ) -> None:
-        """Continue with these workers and call `then` in the loop. From any thread. `incident` is shown as JSON."""
+        """Continue with these workers, then call `then` in the loop. `incident` describes why, as JSON."""
 
         def replace() -> None:
             if self._fleet is not None:
@@ -165,7 +157,7 @@ class RouterServer:
         self._in_loop(replace)
 
     def drain(self, order: Drain, then: Callable[[int], None]) -> None:
-        """Stop or resume new sequences at ranks; call `then` in the loop with those still there. From any thread."""
+        """Stop or resume new sequences at ranks. Then call `then` in the loop with the number that still run there."""
 
         def drain() -> None:
             then(0 if self._fleet is None else self._fleet.drain(order))
@@ -173,7 +165,7 @@ class RouterServer:
         self._in_loop(drain)
 
     def give_up(self, reason: str) -> None:
-        """End everything in flight with this error, then `serve`. Safe from any thread and before `serve`."""
+        """End all requests with this error, then `serve`. It may be called before `serve`."""
         self._given_up = self._given_up or reason
         self._in_loop(self._give_up_now)
 
@@ -183,7 +175,7 @@ class RouterServer:
             self._server.request_exit(at_once=False)
 
     def stop(self) -> None:
-        """Begin an orderly end; a second call ends open streams at once. Safe from any thread and before `serve`."""
+        """Shut down gracefully; a second call ends open streams at once. It may be called before `serve`."""
         self._stop_requests += 1
         self._in_loop(self._stop_now)
 
@@ -193,7 +185,7 @@ class RouterServer:
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and with an end that streams can follow."""
+    """uvicorn without its signal handlers, with a shutdown that ends streams with an error."""
 
     def __init__(self, config: uvicorn.Config, fleet: Fleet, grace: float) -> None:
         super().__init__(config)
@@ -202,7 +194,7 @@ class _UvicornServer(uvicorn.Server):
         self._hurry = asyncio.Event()
 
     def request_exit(self, *, at_once: bool) -> None:
-        """Leave the main loop; `at_once` also ends what still streams."""
+        """Leave the main loop. `at_once` also ends open streams."""
         self._fleet.stop(_STOPPING)
         self.should_exit = True
         if at_once:
@@ -210,11 +202,11 @@ class _UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to whoever embeds this server."""
+        """Handle no signals: the embedding program does."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, give open ones their grace, then end them with a named error."""
+        """Refuse new requests, give open ones their grace period, then end them with an error."""
         self._fleet.stop(_STOPPING)
         ending = asyncio.create_task(self._end_requests())
         try:
@@ -224,7 +216,7 @@ class _UvicornServer(uvicorn.Server):
             await asyncio.wait([ending])
 
     async def _end_requests(self) -> None:
-        with contextlib.suppress(TimeoutError):  # boundary: the grace is over, as expected
+        with contextlib.suppress(TimeoutError):  # boundary: the grace period is over
             async with asyncio.timeout(self._grace):
                 await self._hurry.wait()
         self._fleet.end_all(_STOPPING)
@@ -233,58 +225,43 @@ class _UvicornServer(uvicorn.Server):
 def _uvicorn_config(
     app: ASGIApp, settings: RouterConfig, metrics: RouterMetrics, certificate: Certificate | None
 ) -> uvicorn.Config:
-    """uvicorn with httptools, in the event loop in which the fleet's sockets live, and limits of our own
-    (`ConnectionProtocol`): httptools has none for a request's head.
-    """
-    limits = ConnectionLimits(
-        header_bytes=settings.max_header_bytes,
-        header_seconds=settings.header_timeout,
-        body_seconds=settings.body_timeout,
-        send_seconds=settings.send_timeout,
-        connections=settings.max_connections,
-    )
+    """Return uvicorn's configuration, with `ConnectionProtocol` for the limits that uvicorn lacks."""
     protocol = functools.partial(
-        ConnectionProtocol,
-        limits=limits,
-        refused=functools.partial(metrics.answered, "other"),
-        cut=metrics.cut,
-        refusals=Refusals(log),
-        outbox=ChunkOutbox(),
+        ConnectionProtocol, limits=settings, metrics=metrics, refusals=Refusals(log), outbox=ChunkOutbox()
     )
     config = uvicorn.Config(
-        cast(Any, app),  # starlette's and uvicorn's names for the same protocol
+        cast(Any, app),  # starlette and uvicorn declare the ASGI protocol each
         http=cast(Any, protocol),
-        timeout_keep_alive=cast(Any, settings.keep_alive_timeout),  # handed to call_later, which takes fractions too
+        timeout_keep_alive=cast(Any, settings.keep_alive_timeout),  # call_later takes fractions too
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         log_level="warning",
         server_header=False,
-        # Streams end by themselves after the grace; this is for clients that do not read their last bytes.
+        # Streams end after the grace period. This limit is for clients that do not read the last bytes.
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 2,
     )
     config.load()
-    # Its own way to a context takes neither one that can be renewed nor a word about an encrypted key.
+    # uvicorn's own SSL options allow neither a renewable context nor a clear error for an encrypted key.
     config.ssl = None if certificate is None else certificate.context
     return config
 
 
 def freeze_start_up() -> None:
-    """What is there now stays: a full collection that looked through it, 30 ms, would hold all streams up."""
+    """Exempt all present objects from garbage collection. A full collection of them would block streams for 30 ms."""
     gc.collect()
     gc.freeze()
 
 
 def run_router(server: RouterServer) -> None:
-    """Run a router until SIGINT, SIGTERM or SIGHUP, which only the main thread handles; a second one ends streams."""
+    """Run a router until SIGINT, SIGTERM or SIGHUP, if this is the main thread; a second signal ends streams."""
     mine = threading.current_thread() is threading.main_thread()
-    before = {s: signal.getsignal(s) for s in ENDING} if mine else {}
-    # `nohup` has SIGHUP ignored, and means it.
+    before = {s: signal.getsignal(s) for s in _END_SIGNALS} if mine else {}
+    # `nohup` starts programs with SIGHUP ignored, which must remain so.
     before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
 
     freeze_start_up()
-
     sys.setswitchinterval(_SWITCH_SECONDS)
 
     async def main() -> None:
@@ -296,5 +273,5 @@ def run_router(server: RouterServer) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
     finally:
-        for signum, handler in before.items():  # a closing event loop leaves the system's defaults behind
+        for signum, handler in before.items():  # a closing event loop restores the system's default handlers instead
             signal.signal(signum, handler)

@@ -1,13 +1,13 @@
-"""Router processes that share a port: each answers the others over a Unix socket, and sums what all of them count.
+"""Router processes that share a port exchange pages over Unix sockets, and sum their counts.
 
-A question is a line with the name of a page; the answer is the page's size in bytes, then the page. A process that is
-gone, or does not answer within a second, is left out.
+A query is a line with a page's name. The answer is the page's size in bytes, then the page. Processes that have ended,
+or do not answer within a second, are left out.
 """
 
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _ANSWER_SECONDS = 1.0
-_MAX_NAME = 64  # bytes of a question
+_MAX_NAME = 64  # bytes of a query
 _SIZE = struct.Struct("<Q")
 
 
 class Siblings:
-    """What process `index` of `count` is asked and asks. Lives in one event loop: `start` it there, and `close` it."""
+    """The sockets of process `index` of `count`. It lives in one event loop: `start` it there, and `close` it."""
 
     def __init__(self, directory: Path, *, index: int, count: int) -> None:
         self._directory = directory
@@ -34,22 +34,23 @@ class Siblings:
         self._pages: dict[str, Callable[[], bytes]] = {}
 
     def offer(self, name: str, page: Callable[[], bytes]) -> None:
-        """Have a page to be asked for; it is made when it is."""
+        """Offer a page to the siblings. `page` runs at each query."""
         self._pages[name] = page
 
     async def start(self) -> None:
-        """Answer from now on; a socket left by a process that took this place before is replaced."""
+        """Listen for queries. A stale socket of an earlier process with this index is replaced."""
         path = self._path(self._index)
         path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._answer, path, limit=_MAX_NAME)
 
     def close(self) -> None:
+        """Stop listening and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._path(self._index).unlink(missing_ok=True)
 
     async def ask(self, name: str) -> list[bytes]:
-        """The others' pages of this name."""
+        """Return the siblings' pages of this name."""
         answers = await asyncio.gather(*(self._ask(index, name) for index in self._others))
         return [answer for answer in answers if answer is not None]
 
@@ -64,10 +65,10 @@ class Siblings:
                 finally:
                     writer.close()
         except (OSError, EOFError, TimeoutError):
-            return None  # it ended, or is being started again
+            return None  # it has ended or is restarting
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError, TimeoutError):  # boundary: who asked has left or wrote nonsense
+        with contextlib.suppress(OSError, ValueError, TimeoutError):  # boundary: the peer left or sent nonsense
             async with asyncio.timeout(_ANSWER_SECONDS):
                 name = (await reader.readline()).decode("ascii", "replace").strip()
                 if name in self._pages:
@@ -80,59 +81,34 @@ class Siblings:
         return self._directory / f"router-{index}.sock"
 
 
-Figures = Mapping[str, Any]
-
-
-def merged(own: Figures, others: Iterable[Figures], *, num_requests: int) -> dict[str, Any]:
-    """One router's figures for all; of requests the last `num_requests` to end, latest first."""
-    every = (own, *others)
+def merged(figures: Sequence[Mapping[str, Any]], *, num_requests: int) -> dict[str, Any]:
+    """Sum the figures of several routers. Keep the last `num_requests` requests to end, latest first."""
+    samples: dict[str, float] = {}
+    for each in figures:
+        for name, value in each["samples"].items():
+            samples[name] = samples.get(name, 0.0) + value
+    requests = [request for each in figures for request in each["requests"]]
     return {
-        "inflight": sum(each["inflight"] for each in every),
-        "router_inflight": [sum(counts) for counts in zip(*(each["router_inflight"] for each in every), strict=False)],
-        "counters": _counters(each["counters"] for each in every),
-        "histograms": _histograms(each["histograms"] for each in every),
-        "requests": sorted(
-            (request for each in every for request in each["requests"]), key=lambda r: r["ended"], reverse=True
-        )[:num_requests],
+        "inflight": sum(each["inflight"] for each in figures),
+        "router_inflight": [
+            sum(counts) for counts in zip(*(each["router_inflight"] for each in figures), strict=False)
+        ],
+        "samples": samples,
+        "requests": sorted(requests, key=lambda request: request["ended"], reverse=True)[:num_requests],
     }
 
 
-def _counters(every: Iterable[Figures]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for counters in every:
-        for name, value in counters.items():
-            if not isinstance(value, Mapping):
-                found[name] = found.get(name, 0.0) + value
-                continue
-            labels = found.setdefault(name, {})
-            for label, count in value.items():
-                labels[label] = labels.get(label, 0.0) + count
-    return found
-
-
-def _histograms(every: Iterable[Figures]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for histograms in every:
-        for name, histogram in histograms.items():
-            known = found.setdefault(name, {"buckets": [[bound, 0.0] for bound, _ in histogram["buckets"]]})
-            for bucket, (_, count) in zip(known["buckets"], histogram["buckets"], strict=True):
-                bucket[1] += count
-            for part in ("sum", "count"):
-                known[part] = known.get(part, 0.0) + histogram[part]
-    return found
-
-
-_TIMES = ("_created", "_start_time_seconds")  # Unix times at which a series, or a process, began
+_TIMES = ("_created", "_start_time_seconds")  # Unix times at which a series or process began
 
 
 def summed(pages: Iterable[bytes]) -> bytes:
-    """Sum every sample over pages in the text format; of times of creation take the earliest. Raises `ValueError`."""
+    """Sum all samples of pages in Prometheus' text format. Take the earliest creation times. Raises `ValueError`."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for page in pages:
         for family in text_string_to_metric_families(page.decode()):
-            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            samples = values.setdefault(known.name, {})
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            samples = values.setdefault(family.name, {})
             for sample in family.samples:
                 key = (sample.name, tuple(sample.labels.items()))
                 if sample.name.endswith(_TIMES):
@@ -140,17 +116,13 @@ def summed(pages: Iterable[bytes]) -> bytes:
                 else:
                     samples[key] = samples.get(key, 0.0) + sample.value
     for name, family in families.items():
-        family.samples = [Sample(*key_of(key), value) for key, value in values[name].items()]
+        family.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in values[name].items()]
     registry = CollectorRegistry()
-    registry.register(_Found(families.values()))
+    registry.register(_Collected(families.values()))
     return generate_latest(registry)
 
 
-def key_of(key: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, dict[str, str]]:
-    return key[0], dict(key[1])
-
-
-class _Found(Collector):
+class _Collected(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
