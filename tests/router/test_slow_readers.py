@@ -72,6 +72,19 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
             sock.close()
 
 
+def test_the_line_of_the_answer_that_was_cut_says_so(start, wait_for, lines):
+    """Not that of a request behind it on the same connection, which has no answer yet."""
+    service = start(1, send_timeout=TIMEOUT, door=DoorConfig(access_log=True))
+    [worker] = service.workers
+    worker.pace = 0.03
+    service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with ask(service) as sock:
+        sock.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        service.wait_idle()
+        wait_for(lines, "a line is written")
+        assert [line.get("cut") for line in lines()] == ["slow_reader"]
+
+
 def unchunked(body):
     data = b""
     while body:

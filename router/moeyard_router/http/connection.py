@@ -193,7 +193,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._reader.answered()
 
     def _cut_off(self) -> None:
-        record: Any = None if self.cycle is None else self.cycle.scope.get(SCOPE_KEY)
+        # With pipelining, `self.cycle` is the request that was parsed last, not the one that is being answered.
+        cycle = self._unanswered[0] if self._unanswered else self.cycle
+        record: Any = None if cycle is None else cycle.scope.get(SCOPE_KEY)
         if record is not None:
             record.cut = "slow_reader"
         self._metrics.cut("slow_reader")
