@@ -180,7 +180,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_told(chosen):
     writer = ReplyWriter(job, reply_id="x", model="m", created=0, tokens=tokens)
     choice = Choice(job, index=0, tokens=tokens)
     delta = choice.tokens(Tokens(request_id="r", start=0, token_ids=(chosen,), logprobs=(score,)))
-    told = json.loads(b"".join(writer.pieces(writer.body([delta], [choice]))))["choices"][0]["logprobs"]
+    told = json.loads(b"".join(writer.body([delta], [choice])))["choices"][0]["logprobs"]
     assert told["top_logprobs"] == [{"0": -0.5, "1": -1.0}]
     assert told["token_logprobs"] == [score.logprob]
     # Where the other is not among those that are told, the chosen one is.

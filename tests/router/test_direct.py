@@ -342,14 +342,14 @@ def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain
         fleet = fleet_of_one()
         bad = Answer(fleet, tool_codec, job, "completion", "bad", with_direct=True)
         good = Answer(fleet, tool_codec, job, "completion", "good", with_direct=True)
-        whole = bad.writer.texts() if plain else bad.writer.chunk
+        whole = bad.writer.text_event if plain else bad.writer.chunk
 
         def broken(*added):
             if bad.pieces == 3:
                 raise ZeroDivisionError
             return whole(*added)
 
-        monkeypatch.setattr(bad.writer, "texts", lambda: broken if plain else None)
+        monkeypatch.setattr(bad.writer, "text_event", broken if plain else None)
         if not plain:
             monkeypatch.setattr(bad.writer, "chunk", broken)
         for step, token_id in enumerate(ids[:8]):

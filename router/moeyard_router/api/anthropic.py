@@ -1,6 +1,8 @@
 """Anthropic's Messages API: bodies of /v1/messages and count_tokens, their translation to chats, and the answers."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
@@ -109,6 +111,7 @@ class AnthropicMessage(Strict):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
+_text = attrgetter("text")
 _PASSED = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "kv_compression", "stream"),
     *ThinkingFields.model_fields,
@@ -289,26 +292,16 @@ def _arguments(block: ToolUseBlock) -> str | dict[str, Any]:
 def _others(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Return the messages of the user or the system, and one message per tool result."""
     made: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
-
-    def flush() -> None:
-        if texts:
-            made.append({"role": message.role, "content": text_parts(list(texts), _text)})
-            texts.clear()
-
-    for block in message.blocks:
-        if isinstance(block, ToolResultBlock):
-            flush()
-            content = text_parts(block.content, _text)
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-        elif isinstance(block, TextBlock):
-            texts.append(block)
-    flush()
+    for kind, blocks in groupby(message.blocks, type):
+        if kind is TextBlock:
+            made.append({"role": message.role, "content": text_parts(list(blocks), _text)})
+            continue
+        made += [
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_parts(block.content, _text)}
+            for block in blocks
+            if isinstance(block, ToolResultBlock)
+        ]
     return made or [{"role": message.role, "content": ""}]
-
-
-def _text(block: TextBlock | ToolReferenceBlock) -> str:
-    return block.text
 
 
 _DELTAS = MappingProxyType(

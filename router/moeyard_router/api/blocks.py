@@ -49,25 +49,19 @@ class BlockWriter(ABC):
         self.open_block: AnswerBlock | None = None
         self._begun = False
 
-    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
+    text_event = None  # no event consists of text alone: see `ReplyWriter.text_event`
+
+    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> list[bytes]:
         """Return the events of a delta."""
         out = [] if self._begun else [self.begin(choices)]
         self._begun = True
         self._take(delta, out)
-        return b"".join(out)
+        return [b"".join(out)]
 
-    def texts(self) -> None:
-        """Return None: no event can be made of a text alone, because events belong to blocks and may be numbered."""
-        return
-
-    def pieces(self, data: bytes) -> list[bytes]:
-        """Return the bytes of `chunk` or `body` unchanged."""
-        return [data]
-
-    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
+    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> list[bytes]:
         """Return the answer of a request that is not streamed."""
         self._take(deltas[0], [])
-        return exact_json.dumps(self.whole(choices))
+        return [exact_json.dumps(self.whole(choices))]
 
     def _take(self, delta: Delta, out: list[bytes]) -> None:
         if delta.finish_reason is not None:

@@ -156,7 +156,7 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
             collected[index].extend(delta)
 
     def write() -> list[bytes]:
-        pieces = writer.pieces(writer.body(collected, generation.choices))
+        pieces = writer.body(collected, generation.choices)
         for delta in collected:
             delta.logprobs.clear()  # in this thread and one by one: freeing many takes as long as encoding them
         return pieces
@@ -173,14 +173,10 @@ async def _stream(
     The headers wait for the first event, so a refusal keeps its own status. Events go by `direct` while the client
     keeps up. The first, the last and those that must wait go by `send`.
     """
-    num_scores, event_of = job.num_scores, writer.texts()
+    num_scores = job.num_scores
 
     def encode(deltas: dict[int, Delta]) -> list[bytes]:
-        return [
-            piece
-            for index, delta in deltas.items()
-            for piece in writer.pieces(writer.chunk(index, delta, generation.choices))
-        ]
+        return [piece for i, delta in deltas.items() for piece in writer.chunk(i, delta, generation.choices)]
 
     async def events(deltas: dict[int, Delta]) -> bytes:
         if not _many_scores(job, num_scores, deltas.values()):
@@ -198,7 +194,7 @@ async def _stream(
                 await _send_pieces(send, [data], more=True)
                 data = b""
             if direct is not None and num_scores < MANY_SCORES:
-                await generation.push(direct, encode, event_of)
+                await generation.push(direct, encode, writer.text_event)
                 direct.flush()
             if not generation.finished:
                 data = await events(await generation.step())
@@ -236,7 +232,7 @@ def _client_name(client: str | None) -> str | None:
 
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:
     """Return each choice's rank, the reason for it, and the prompt tokens expected in that rank's cache."""
-    routes = [f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.routes]
+    routes = [f"rank={r.rank};reason={r.reason};cached={r.cached_tokens}" for r in generation.ticket.routes]
     if len(routes) > _MAX_ROUTES:
         routes[_MAX_ROUTES:] = [f"more={len(routes) - _MAX_ROUTES}"]
     return b"x-moeyard-route", ", ".join(routes).encode()

@@ -39,7 +39,7 @@ IGNORED = frozenset(
 # chats, `functions` and `tools` are of completions.
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # `best_of` may equal `n`: see _asks_nothing. Requests with a `cache_salt` must not share prefixes without it.
+        # `best_of` may equal `n`: see _is_neutral. Requests with a `cache_salt` must not share prefixes without it.
         **dict.fromkeys(("allowed_token_ids", "audio", "best_of", "cache_salt", "chat_template"), ()),
         **dict.fromkeys(("guided_decoding_backend", "logprob_token_ids", "prompt_embeds", "prompt_logprobs"), ()),
         **dict.fromkeys(("repetition_detection", "structural_tag", "web_search_options"), ()),
@@ -87,14 +87,14 @@ class Strict(BaseModel):
     def _sift(cls, data: Any) -> Any:
         if not isinstance(data, dict) or (data.keys() <= cls.plain and None not in data.values()):
             return data
-        kept, dropped = sift(
+        remaining, dropped = sift(
             data, served=cls.plain | cls.model_fields.keys(), harmless=cls.harmless, unserved=cls.unserved
         )
-        if "dropped" in kept:
+        if "dropped" in remaining:
             raise ValidationError.from_exception_data(
-                "request", [InitErrorDetails(type="extra_forbidden", loc=("dropped",), input=kept["dropped"])]
+                "request", [InitErrorDetails(type="extra_forbidden", loc=("dropped",), input=remaining["dropped"])]
             )
-        return {**kept, "dropped": dropped}
+        return {**remaining, "dropped": dropped}
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def sift(
     A harmless field that is also `served` stays. Raises `ValidationError` at an `unserved` field that asks for a
     feature.
     """
-    kept: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     ignored = []
     for name, value in data.items():
         if value is None:
@@ -129,13 +129,13 @@ def sift(
             if name not in served:
                 continue
         elif name in unserved and name not in served:
-            if not _asks_nothing(name, data, unserved[name]):
+            if not _is_neutral(name, data, unserved[name]):
                 refuse(name, value, "is not served here; leave it out")
             if name in _NAMED:
                 ignored.append(name)
             continue
-        kept[name] = value
-    return kept, tuple(ignored)
+        remaining[name] = value
+    return remaining, tuple(ignored)
 
 
 def refuse(name: str, value: Any, message: str) -> NoReturn:
@@ -144,7 +144,7 @@ def refuse(name: str, value: Any, message: str) -> NoReturn:
     raise ValidationError.from_exception_data("request", [error])
 
 
-def _asks_nothing(name: str, data: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
+def _is_neutral(name: str, data: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
     """Return whether a field's value gives the same answer as leaving it out."""
     value = data[name]
     if name == "best_of":

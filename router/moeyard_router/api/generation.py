@@ -10,7 +10,6 @@ from moeyard_router.api.request_scope import Direct, RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.instructions import Event, Lost
-from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.records import Phases
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
@@ -60,15 +59,10 @@ class Generation:
         self._unfinished = set(range(len(job.continuations)))
         self._error: ApiError | None = None
         self._gone = False
-        self._ticket: Ticket = fleet.submit(
+        self.ticket: Ticket = fleet.submit(
             reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client, key=key
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
-
-    @property
-    def routes(self) -> list[Route]:
-        """The rank of each choice, and why it was chosen."""
-        return self._ticket.routes
 
     @property
     def finished(self) -> bool:
@@ -83,18 +77,18 @@ class Generation:
                 raise ClientGone
             if self._error is not None:
                 raise self._error
-            self._take_all(await self._ticket.events(), deltas)
+            self._take_all(await self.ticket.events(), deltas)
         return deltas
 
     async def push(
         self,
         direct: Direct,
         encode: Callable[[dict[int, Delta]], list[bytes]],
-        event_of: Callable[[int, str], bytes] | None,
+        text_event: Callable[[int, str], bytes] | None,
     ) -> None:
         """Write chunks to `direct` as tokens arrive, without waking a task.
 
-        `event_of`, if given, makes the chunk of plain text of a choice that has begun: nearly every token of a stream.
+        `text_event`, if given, makes the chunk of text added to a begun choice: nearly every token of a stream.
         Returns when `direct` is not ready, when all choices are finished, or when `step` has an error to raise.
         """
         if self._gone or self._error is not None:
@@ -104,8 +98,8 @@ class Generation:
         def read() -> None:
             try:
                 if direct.ready():
-                    events = self._ticket.take()
-                    if event_of is not None and len(events) == 1 and self._write_text(*events[0], direct, event_of):
+                    events = self.ticket.take()
+                    if text_event is not None and len(events) == 1 and self._write_text(*events[0], direct, text_event):
                         return
                     deltas: dict[int, Delta] = {}
                     self._take_all(events, deltas)
@@ -115,21 +109,21 @@ class Generation:
                         return
             except Exception as fault:  # boundary: raised in this answer's task, not in the fleet
                 faults.append(fault)
-            self._ticket.wake()
+            self.ticket.wake()
 
-        await self._ticket.push(read)
+        await self.ticket.push(read)
         if faults:
             raise faults[0]
 
     def disconnect(self) -> None:
         """Abort the sequences because the client has left; `step` then raises `ClientGone`."""
         self._gone = True
-        self._ticket.close()
-        self._ticket.wake()
+        self.ticket.close()
+        self.ticket.wake()
 
     def close(self) -> None:
         """Abort what still runs at the workers."""
-        self._ticket.close()
+        self.ticket.close()
         now = time.monotonic()
         for index in self._unfinished:
             self._ended(now, index, "abort" if self._error is None else "error", None)
@@ -143,7 +137,7 @@ class Generation:
         record.failure = None if self._error is None else self._error.status
 
     def _write_text(
-        self, now: float, index: int, event: Event, direct: Direct, event_of: Callable[[int, str], bytes]
+        self, now: float, index: int, event: Event, direct: Direct, text_event: Callable[[int, str], bytes]
     ) -> bool:
         """Write an event that adds only text to a choice. Return False, with nothing done, for any other event."""
         timing = self._timings[index]
@@ -154,7 +148,7 @@ class Generation:
             return False
         timing.tokens(now, len(event.token_ids))
         if text:
-            direct.write(event_of(index, text))
+            direct.write(text_event(index, text))
         return True
 
     def _take_all(self, events: list[tuple[float, int, Event]], deltas: dict[int, Delta]) -> None:
@@ -187,7 +181,7 @@ class Generation:
             return
         if delta.finish_reason is not None:
             self._unfinished.discard(index)
-            self._ticket.abort(index)  # its worker does not know of stop strings
+            self.ticket.abort(index)  # its worker does not know of stop strings
             self._ended(now, index, delta.finish_reason, event if isinstance(event, Done) else None)
         if index in deltas:
             deltas[index].extend(delta)
@@ -211,7 +205,7 @@ class Generation:
                 id=self._id,
                 index=index,
                 kind="chat" if self._job.chat else "completion",
-                rank=self._ticket.routes[index].rank,
+                rank=self.ticket.routes[index].rank,
                 ended=time.time(),
                 reason=reason,
                 prompt_tokens=num_prompt,

@@ -15,7 +15,7 @@ from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moeyard_router.api.structured import grammar_of
 from moeyard_router.api.thinking import template_variables
-from moeyard_router.api.tools import Answering, ToolUse, answering, check_served
+from moeyard_router.api.tools import ToolUse, answering, check_served
 from moeyard_router.api.validation import RequestT, parse
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import bad_request, unknown_model
@@ -23,7 +23,7 @@ from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.template import ChatTemplate
-from moeyard_worker.protocol import SamplingParams, TokenIds
+from moeyard_worker.protocol import Grammar, SamplingParams, TokenIds
 
 THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times the cost of waking a thread
 _THREADS = 2
@@ -122,11 +122,10 @@ class Intake:
     async def completion(self, request: CompletionRequest) -> Job:
         """Return the job of /v1/completions. Special tokens are added to text prompts by default."""
         self._check_model(request.model)
-        self._limits.check_choices(request.n or 1, len(request.prompts))
+        self._limits.check_choices(request.n or 1, len(request.prompt))
         special = request.add_special_tokens is not False
-        prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompts]
-        how = Answering(extraction=None, grammar=grammar_of(request))
-        return self._job(request, prompts, logprobs=request.logprobs, echo=bool(request.echo), how=how)
+        prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompt]
+        return self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, grammar=grammar_of(request))
 
     async def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat. The template writes the special tokens, so none are added by default."""
@@ -134,7 +133,7 @@ class Intake:
         self._limits.check_choices(request.n or 1, 1)
         template = self._template(request.tool_use)
         text, unseen = await self._rendered(request, template)
-        how = answering(
+        extraction, grammar = answering(
             request.tool_use,
             self._formats,
             shown="tools" in template.traits.variables,
@@ -145,7 +144,8 @@ class Intake:
         )
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._job(request, [prompt], logprobs=logprobs, echo=False, unseen=unseen, how=how)
+        job = self._job(request, [prompt], logprobs=logprobs, grammar=grammar)
+        return dataclasses.replace(job, ignored=(*job.ignored, *unseen), extraction=extraction)
 
     async def tokenize(self, request: TokenizeRequest) -> Job:
         """Return a job whose one prompt is the prompt or chat of /tokenize."""
@@ -222,25 +222,22 @@ class Intake:
         prompts: list[Prompt],
         *,
         logprobs: int | None,
-        echo: bool,
-        how: Answering,
-        unseen: tuple[str, ...] = (),
+        grammar: Grammar | None,
+        echo: bool | None = False,
     ) -> Job:
         self._limits.check_logprobs(request, logprobs)
-        if request.stops and not self._codec.has_text:
+        if request.stop and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
-        grammar = how.grammar
         if grammar is not None and not self._codec.has_text:
             raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
-            sampling = self._limits.sampling(request, len(prompt.token_ids), logprobs, echo=echo)
+            sampling = self._limits.sampling(request, len(prompt.token_ids), logprobs, echo=bool(echo))
             for choice in range(request.n or 1):
                 seed = (sampling.seed + choice) % SEEDS
-                seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar)
-                if choice and not request.stream:
-                    # Choices of one prompt share the first one's scores. In a stream they would have to wait for them.
-                    seeded = dataclasses.replace(seeded, prompt_logprobs=None)
+                # Choices of one prompt share the first one's scores. In a stream they would have to wait for them.
+                scores = None if choice and not request.stream else sampling.prompt_logprobs
+                seeded = dataclasses.replace(sampling, seed=seed, grammar=grammar, prompt_logprobs=scores)
                 continuations.append(Continuation(index=len(continuations), prompt=i, sampling=seeded))
         stream_options = request.stream_options
         # A completed grammar allows only end-of-sequence tokens, even with `ignore_eos`.
@@ -249,7 +246,7 @@ class Intake:
             chat=isinstance(request, ChatRequest),
             prompts=tuple(prompts),
             continuations=tuple(continuations),
-            stops=request.stops,
+            stops=request.stop,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             stop_ids=frozenset(eos) | frozenset(request.stop_token_ids or ()),
@@ -258,11 +255,10 @@ class Intake:
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
             # Without a tokenizer the ids are the only output.
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
-            echo=echo,
+            echo=bool(echo),
             logprobs=logprobs,
             client=request.user,
-            ignored=(*request.ignored, *unseen),
-            extraction=how.extraction,
+            ignored=request.ignored,
             prompt_logprobs=request.prompt_logprobs,
         )
         if job.num_scores > _MAX_SCORES:

@@ -21,8 +21,8 @@ class RequestLimits:
         """Refuse more sequences than one request may have."""
         limit = min(self._config.max_choices, self._config.max_inflight)
         if n * num_prompts > limit:
-            what = f"n={n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n}"
-            message = f"{what} makes {n * num_prompts} sequences, at most {limit} are allowed in one request"
+            cause = f"n={n}" if num_prompts == 1 else f"{num_prompts} prompts with n={n}"
+            message = f"{cause} makes {n * num_prompts} sequences, at most {limit} are allowed in one request"
             raise bad_request(message, "n" if n > 1 else "prompt")
 
     def check_ids(self, ids: list[int], param: str) -> None:

@@ -124,11 +124,17 @@ class ReplyWriter:
         # Both sides of the text in the event of a choice that adds only text: nearly every event of a stream.
         self._reports_tokens = job.return_token_ids or job.logprobs is not None or job.continuous_usage
         self._plain = [] if self._reports_tokens else [self._around(c.index) for c in job.continuations]
+        # Makes the event of text that is added to a choice that has begun. None: events have more than text.
+        self.text_event: Callable[[int, str], bytes] | None = self._text if self._plain else None
 
-    def chunk(
+    def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> list[bytes]:
+        """Return the events of a delta of choice `index`, in pieces."""
+        return self._long.pieces(self._chunk(index, delta, choices))
+
+    def _chunk(
         self, index: int, delta: Delta, choices: Sequence[Choice], message: dict[str, Any] | None = None
     ) -> bytes:
-        """Return the events of a delta of choice `index`. `message` is a chat's delta, which replaces the text."""
+        """Return the events of a delta without long lists. `message` is a chat's delta, which replaces the text."""
         if self._plain and self._started[index] and delta.finish_reason is None and message is None:
             text = _only_text(delta)
             if text is not None:
@@ -141,8 +147,8 @@ class ReplyWriter:
         self._started[index] = True
         choice: dict[str, Any] = {"index": index}
         if job.chat:
-            said = {"content": delta.text} if message is None else message
-            choice["delta"] = {"role": "assistant", "content": None, **said} if first else said
+            added = {"content": delta.text} if message is None else message
+            choice["delta"] = {"role": "assistant", "content": None, **added} if first else added
         else:
             choice["text"] = self._prefix(index) + delta.text if first else delta.text
         echoed = self._echoed(index, choices) if first and job.echo else None
@@ -163,19 +169,15 @@ class ReplyWriter:
             more["usage"] = self.usage(choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
-    def texts(self) -> Callable[[int, str], bytes] | None:
-        """Return the function that makes a begun choice's event of plain text, None if events have more fields."""
-        return self._text if self._plain else None
-
     def _text(self, index: int, text: str) -> bytes:
-        before, behind = self._plain[index]
-        return before + orjson.dumps(text) + behind
+        before, after = self._plain[index]
+        return before + orjson.dumps(text) + after
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        said = {"delta": {"content": ""}} if self._job.chat else {"text": ""}
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": None, "stop_reason": None}
-        before, _, behind = orjson.dumps(choice).partition(b'""')
-        return self._head + before, behind + self._tail
+        empty = {"delta": {"content": ""}} if self._job.chat else {"text": ""}
+        choice = {"index": index, **empty, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        before, _, after = orjson.dumps(choice).partition(b'""')
+        return self._head + before, after + self._tail
 
     def _event_chunks(self, index: int, delta: Delta, choices: Sequence[Choice]) -> bytes:
         """Return one chunk per event of the text, because clients expect one kind of content per chunk."""
@@ -185,12 +187,8 @@ class ReplyWriter:
             part = Delta(token_ids=delta.token_ids, logprobs=delta.logprobs) if i == 0 else Delta()
             if delta.finish_reason is not None and i == len(messages) - 1:
                 part.finish_reason, part.stop_reason = choices[index].reported_reason, delta.stop_reason
-            out.append(self.chunk(index, part, choices, message))
+            out.append(self._chunk(index, part, choices, message))
         return b"".join(out)
-
-    def pieces(self, data: bytes) -> list[bytes]:
-        """Return the bytes of `body` or `chunk` with the long lists that they left out."""
-        return self._long.pieces(data)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """Return the last events of a stream. With `include_usage` the first has the token counts and no choices."""
@@ -202,8 +200,8 @@ class ReplyWriter:
         """Return the event that ends a failed stream. No [DONE] follows it."""
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
-    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> bytes:
-        """Return the answer of a request that is not streamed. `deltas[i]` is the whole output of choice i."""
+    def body(self, deltas: Sequence[Delta], choices: Sequence[Choice]) -> list[bytes]:
+        """Return the answer of a request that is not streamed, in pieces. `deltas[i]` is all of choice i."""
         job = self._job
         out = []
         for index, delta in enumerate(deltas):
@@ -228,7 +226,7 @@ class ReplyWriter:
             answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
         if job.chat and job.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._long.add(self._prompt_logprobs(0, choices))
-        return orjson.dumps(answer)
+        return self._long.pieces(orjson.dumps(answer))
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the token counts, each prompt once. Cached tokens are absent until the workers report them."""
@@ -291,8 +289,8 @@ class ReplyWriter:
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
         many = self._job.output_scores(len(pairs)) >= MANY_SCORES
         if self._job.chat:
-            said = (self._chat_logprob(i, lp) for i, lp in pairs)
-            return {"content": self._long.add(map(orjson.dumps, said)) if many else list(said)}
+            scores = (self._chat_logprob(i, lp) for i, lp in pairs)
+            return {"content": self._long.add(map(orjson.dumps, scores)) if many else list(scores)}
         tops = (self._top(i, lp) for i, lp in pairs)
         found: dict[str, list[Any]] = {
             "text_offset": self._offsets[index].of(delta.token_ids),

@@ -5,6 +5,7 @@ reference) are refused by name.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
@@ -56,29 +57,28 @@ class MessageItem(Strict):
     content: Parts
 
 
-class CallItem(Strict):
-    """A call of a function by the assistant; `arguments` is JSON as text."""
-
-    harmless = _ECHOED | {"caller", "parsed_arguments"}
-    unserved = MappingProxyType({"async": (False,)})
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
-    arguments: str
-
-
-class CustomCallItem(Strict):
-    """A call of a custom tool by the assistant; `input` is text."""
-
+class _Call(Strict):
     harmless = _ECHOED | {"caller"}
     unserved = MappingProxyType({"async": (False,)})
 
-    type: Literal["custom_tool_call"]
     call_id: str
     name: str
     namespace: str | None = None
+
+
+class CallItem(_Call):
+    """A call of a function by the assistant; `arguments` is JSON as text."""
+
+    harmless = _Call.harmless | {"parsed_arguments"}
+
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomCallItem(_Call):
+    """A call of a custom tool by the assistant; `input` is text."""
+
+    type: Literal["custom_tool_call"]
     input: str
 
 
@@ -122,6 +122,7 @@ class ReasoningItem(Strict):
 Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
 
 
+_shown = attrgetter("shown")
 _PASSED = (*SamplingFields.model_fields, *ThinkingFields.model_fields, "parallel_tool_calls")
 _NAMES = MappingProxyType(
     {
@@ -257,7 +258,6 @@ def _places(request: ResponsesRequest, offers: Mapping[str, Offer]) -> tuple[str
 
 
 def _repeated(request: ResponsesRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of the request that the answer repeats."""
     form, choice = None if request.text is None else request.text.format, request.tool_choice
     shown = {"type": "text"} if form is None else given(**form.model_dump(exclude={"dropped"}, by_alias=True))
     chosen = given(**choice.model_dump(exclude={"dropped"})) if isinstance(choice, ChosenTool) else choice or "auto"
@@ -312,18 +312,14 @@ def _messages(
             call = {"id": item.call_id, "type": "function", "function": function}
             turn(origin).setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
-            add(origin, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+            add(origin, role="tool", tool_call_id=item.call_id, content=text_parts(item.output, _shown))
         elif isinstance(item, HostedItem):
             continue
         elif item.role == "assistant":
-            turn(origin, "content", "tool_calls")["content"] = _text(item.content)
+            turn(origin, "content", "tool_calls")["content"] = text_parts(item.content, _shown)
         else:
-            add(origin, role=item.role, content=_text(item.content))
+            add(origin, role=item.role, content=text_parts(item.content, _shown))
     return messages, origins
-
-
-def _text(parts: "str | list[ResponsePart]") -> "str | list[dict[str, Any]]":
-    return text_parts(parts, lambda part: part.shown)
 
 
 _CODES = MappingProxyType({400: "invalid_prompt", 429: "rate_limit_exceeded"})

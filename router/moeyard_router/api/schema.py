@@ -107,7 +107,7 @@ class _Generation(StructuredFields, SamplingFields, Strict):
     n: Count | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop: Any = None
+    stop: Any = ()  # validated to a tuple without duplicates
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -122,7 +122,7 @@ class _Generation(StructuredFields, SamplingFields, Strict):
     @field_validator("stop", mode="after")
     @classmethod
     def _stop(cls, value: Any) -> tuple[str, ...]:
-        stops = [value] if isinstance(value, str) else [] if value is None else value
+        stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
             raise PydanticCustomError("stop", "expected a string or a list of strings")
         if len(stops) > MAX_STOP_STRINGS:
@@ -155,18 +155,13 @@ class _Generation(StructuredFields, SamplingFields, Strict):
         options, usage = self.stream_options, self.usage
         return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings without duplicates."""
-        return self.stop or ()
-
 
 class CompletionRequest(_Generation):
     """Body of POST /v1/completions. `max_tokens` may be 0 for `echo`, `prompt_logprobs` or warming the prefix cache."""
 
     harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
 
-    prompt: Any
+    prompt: Any  # validated to a list of prompts, each a text or token ids
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -176,20 +171,13 @@ class CompletionRequest(_Generation):
     def _prompt(cls, value: Any) -> Any:
         if value in ("", []) or (isinstance(value, list) and any(v in ("", []) for v in value)):
             raise PydanticCustomError("prompt", "a prompt must not be empty")
-        if isinstance(value, str) or _all(value, int) or _all(value, str):
-            return value
-        if isinstance(value, list) and all(_all(ids, int) for ids in value):
+        if isinstance(value, str) or _all(value, int):
+            return [value]
+        if _all(value, str) or (isinstance(value, list) and all(_all(ids, int) for ids in value)):
             return value
         raise PydanticCustomError(
             "prompt", "expected a string, a list of token ids, a list of strings or a list of lists of token ids"
         )
-
-    @property
-    def prompts(self) -> "list[str | list[int]]":
-        """The prompts, each as text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
 
 
 def _all(value: Any, kind: type) -> bool:

@@ -104,11 +104,6 @@ class ThinkingFields(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def clears_thoughts(self) -> bool | None:
-        """Whether reasoning of earlier turns is left out of the prompt (GLM)."""
-        return self.thinking.clear_thinking if isinstance(self.thinking, Thinking) else None
-
-    @property
     def shows_reasoning(self) -> bool:
         """Whether the answer contains the reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude is True
@@ -135,9 +130,9 @@ def template_variables(request: ThinkingFields, traits: TemplateTraits) -> tuple
     names |= {} if on is None else dict.fromkeys(_TEMPLATE_SWITCHES, on)
     found = {name: value for name, value in names.items() if name in traits.variables}
     unused = () if found else tuple(dict.fromkeys((*switches, *efforts)))
-    if request.clears_thoughts is not None:
+    if isinstance(request.thinking, Thinking) and request.thinking.clear_thinking is not None:  # GLM's
         if "clear_thinking" in traits.variables:
-            found["clear_thinking"] = request.clears_thoughts
+            found["clear_thinking"] = request.thinking.clear_thinking
         else:
             unused += ("thinking.clear_thinking",)
     return {**found, **own}, unused

@@ -149,15 +149,6 @@ class ToolUse:
         """The approximate characters that a template writes for the tools."""
         return 0 if self.choice == "none" else len(exact_json.dumps(self.shown))
 
-    @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-
-    @property
-    def strict(self) -> bool:
-        """Whether the model may call and some function has `strict`, so its arguments must follow its schema."""
-        return self.choice == "auto" and any(tool.function.strict for tool in self.tools)
-
     def callable_functions(self, *, only_strict: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
         """Return name and schema of each callable function. `only_strict`: others accept any arguments."""
         found = [tool.function for tool in self.tools if self.name in (None, tool.function.name)]
@@ -196,14 +187,6 @@ def check_served(use: ToolUse, formats: AnswerFormats, traits: TemplateTraits) -
         raise bad_request("'tool_choice': \"auto\" needs --enable-auto-tool-choice on this server", "tool_choice")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """How the answers to one prompt are parsed (None: all is content), and their grammar."""
-
-    extraction: Extraction | None
-    grammar: Grammar | None
-
-
 def answering(
     use: ToolUse,
     formats: AnswerFormats,
@@ -213,8 +196,8 @@ def answering(
     begun: str | None,
     include_reasoning: bool,
     body: Grammar | None,
-) -> Answering:
-    """Return how the answers to `prompt`, continued from `begun`, are parsed and constrained.
+) -> tuple[Extraction | None, Grammar | None]:
+    """Return how the answers to `prompt`, continued from `begun`, are parsed (None: all is content), and their grammar.
 
     Without a known format, or if the template shows no tools (`shown`), a required call is a JSON list, or the
     arguments of the named function (vLLM). `body` constrains content after the reasoning if no tool is called.
@@ -227,20 +210,21 @@ def answering(
     # A grammar that the client wrote applies to the whole answer.
     reasoning = formats.reasoning if body is None or can_be_part(body) else None
     if tools is None and named is None and reasoning is None:
-        return Answering(extraction=None, grammar=body)
+        return None, body
     if use.choice in ("required", "named"):
         body = _arguments_of(use) if named is not None else None  # no content is possible
     elif tools is not None and body is not None and not can_be_part(body):
         raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
     must = body is not None or use.choice != "auto"
-    forced = must or use.strict
+    # The model may decide to call, but the arguments of strict functions must follow their schemas.
+    forced = must or any(tool.function.strict for tool in use.tools)
     extraction = Extraction(
         visible=formats.visible(tools),
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.inside_after(prompt, begun),
         tools=tools,
         named=named,
-        schemas={} if tools is None else use.schemas,
+        schemas={} if tools is None else {t.function.name: t.function.parameters or {} for t in use.tools},
         one_call=use.one_call,
         hide_reasoning=not include_reasoning,
         # A grammar of calls treats everything in the block as reasoning.
@@ -262,7 +246,7 @@ def answering(
         message = f"the form of this answer makes a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
         of_tools = calls is not None or named is not None
         raise bad_request(f"'{'tools' if of_tools else 'response_format'}': {message}", "tools" if of_tools else None)
-    return Answering(extraction=extraction, grammar=grammar)
+    return extraction, grammar
 
 
 def _arguments_of(use: ToolUse) -> Grammar:

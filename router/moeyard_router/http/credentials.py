@@ -176,7 +176,6 @@ class Certificate:
         connection.context = self._newest
 
     def _open(self) -> ssl.SSLContext:
-        """Return a context of the current files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])

@@ -49,7 +49,6 @@ def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
 
 
 def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the schemas of fields, by (model, field)."""
     null, text = {"type": "null"}, {"type": "string", "minLength": 1}
     tool_name = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
     arguments = {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": True}

@@ -107,10 +107,7 @@ class RouterServer:
             fleet.start()
             watching = asyncio.create_task(health.run(changed, self._on_ready))
             freshening = asyncio.create_task(keep_fresh(self._files()))
-            if self._given_up is not None:
-                self._give_up_now()
-            if self._stop_requests:
-                self._server.should_exit = True
+            self._end()
             sockets = listeners(self._sock)
             try:
                 await self._server.serve(sockets=sockets)
@@ -167,20 +164,20 @@ class RouterServer:
     def give_up(self, reason: str) -> None:
         """End all requests with this error, then `serve`. It may be called before `serve`."""
         self._given_up = self._given_up or reason
-        self._in_loop(self._give_up_now)
-
-    def _give_up_now(self) -> None:
-        if self._fleet is not None and self._server is not None and self._given_up is not None:
-            self._fleet.give_up(self._given_up)
-            self._server.request_exit(at_once=False)
+        self._in_loop(self._end)
 
     def stop(self) -> None:
         """Shut down gracefully; a second call ends open streams at once. It may be called before `serve`."""
         self._stop_requests += 1
-        self._in_loop(self._stop_now)
+        self._in_loop(self._end)
 
-    def _stop_now(self) -> None:
-        if self._server is not None:
+    def _end(self) -> None:
+        """Apply earlier calls of `give_up` and `stop`, once the server exists."""
+        if self._fleet is None or self._server is None:
+            return
+        if self._given_up is not None:
+            self._fleet.give_up(self._given_up)
+        if self._given_up is not None or self._stop_requests:
             self._server.request_exit(at_once=self._stop_requests > 1)
 
 

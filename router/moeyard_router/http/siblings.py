@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -117,9 +116,7 @@ def summed(pages: Iterable[bytes]) -> bytes:
                     samples[key] = samples.get(key, 0.0) + sample.value
     for name, family in families.items():
         family.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in values[name].items()]
-    registry = CollectorRegistry()
-    registry.register(_Collected(families.values()))
-    return generate_latest(registry)
+    return generate_latest(_Collected(families.values()))
 
 
 class _Collected(Collector):
