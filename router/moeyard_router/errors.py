@@ -1,6 +1,7 @@
 """The one error type that clients see, in OpenAI's shape or, below /v1/messages, in Anthropic's."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -40,27 +41,22 @@ _OTHER_KINDS = MappingProxyType(
 )
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error answer: HTTP status, message, and the request field at fault (`param`).
 
     `retry_after` (seconds) becomes the Retry-After header. `reason` is the label of the rejections metric.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        reason: str = "bad_request",
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.reason = reason
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    reason: str = "bad_request"
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's body, `{"error": {"message", "type", "param", "code"}}`. `code` is the status, as in vLLM."""

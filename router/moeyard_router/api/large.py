@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import IO, Any
 
 import psutil
@@ -127,8 +127,7 @@ class _Process:
             timer.cancel()
             self.usable = answered and not head["last"]
         if "error" in head:
-            error_fields = head["error"]
-            raise ApiError(error_fields.pop("status"), error_fields.pop("message"), **error_fields)
+            raise ApiError(**head["error"])
         if "crash" in head:
             raise RuntimeError(head["crash"])
         extraction = _unpack_extraction(head["extraction"], self._formats)
@@ -275,8 +274,7 @@ async def _answer(intake: Intake, api: str, body: bytes) -> tuple[dict[str, Any]
     try:
         return _pack(await READERS[api](intake, body))
     except ApiError as error:
-        names = ("status", "message", "param", "reason", "retry_after")
-        return {"error": {name: getattr(error, name) for name in names}}, []
+        return {"error": asdict(error)}, []
     except Exception as error:  # boundary: the router reports the bug to the client
         logging.getLogger(__name__).exception("a large request could not be read")
         return {"crash": f"{type(error).__name__}: {error}"}, []

@@ -61,7 +61,7 @@ class Translation:
             return error
         param = self.client_name(error.param)
         message = error.message.replace(f"'{error.param}'", f"'{param}'").replace(f"{error.param}=", f"{param}=")
-        return ApiError(error.status, message, param=param, reason=error.reason, retry_after=error.retry_after)
+        return replace(error, message=message, param=param)
 
 
 def chosen(value: Any, kinds: Mapping[str, type[Strict]], default: str | None = None) -> Strict:

@@ -42,8 +42,10 @@ def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
     schemas.setdefault("TextPart", _closed({"type": {"const": "text"}, "text": {"type": "string"}}))
     for (model, field), shape in _fields(vocab_size).items():
         schemas[model]["properties"][field] = shape
-    either = [_given("prompt", {"type": "string"}), _given("messages", {"type": "array"})]
-    schemas["TokenizeRequest"]["oneOf"] = either
+    schemas["TokenizeRequest"]["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}}}
+        for name, kind in (("prompt", "string"), ("messages", "array"))
+    ]
     schemas["ChatMessage"] = _by_role(schemas, schemas["ChatMessage"])
     schemas["ResponsePart"] = _by_kind(schemas["ResponsePart"])
 
@@ -99,10 +101,6 @@ def _by_kind(part: dict[str, Any]) -> dict[str, Any]:
         properties = part["properties"] | {"type": {"enum": names}, field: {"type": "string"}}
         kinds.append({**part, "properties": properties, "required": ["type", field]})
     return {"anyOf": kinds}
-
-
-def _given(name: str, shape: dict[str, Any]) -> dict[str, Any]:
-    return {"required": [name], "properties": {name: shape}}
 
 
 def _list_of(items: dict[str, Any]) -> dict[str, Any]:
