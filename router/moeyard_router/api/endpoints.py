@@ -19,7 +19,7 @@ from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.replies import MANY_SCORES, PIECE_BYTES, LongLists
-from moeyard_router.api.request_scope import EXTENSION, Direct, record_of
+from moeyard_router.api.request_scope import EXTENSION, SCOPE_KEY, Direct, RequestRecord
 from moeyard_router.api.surfaces import READERS, SURFACES, Writer
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
@@ -60,7 +60,8 @@ class _Endpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send exactly one answer, or none if the client has left."""
-        arrived, record = time.monotonic(), record_of(scope)
+        arrived = time.monotonic()
+        record: RequestRecord = scope[SCOPE_KEY]
         try:
             self._admit(record.key_name)
             with self._services.bodies.buffer() as take:
@@ -95,7 +96,8 @@ class GenerateEndpoint(_Endpoint):
         self._services.fleet.check(key_name)
 
     async def _answer(self, job: Job, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
-        record, session = record_of(scope), dict(scope["headers"]).get(b"x-session-id")
+        record: RequestRecord = scope[SCOPE_KEY]
+        session = dict(scope["headers"]).get(b"x-session-id")
         services, surface = self._services, SURFACES[self._api]
         reply_id, tokens = surface.prefix + uuid.uuid4().hex, services.codec.token_bytes
         await services.fleet.read(prompt.token_ids for prompt in job.prompts[1:])

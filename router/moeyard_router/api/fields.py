@@ -4,7 +4,7 @@ The names are those of OpenAI, vLLM, SGLang and of clients' extensions. docs/api
 fields. Any other field is an error that names it. Any field may be null, which is the same as leaving it out.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
@@ -66,13 +66,13 @@ _NAMED = frozenset(("modalities",))
 
 
 class Strict(BaseModel):
-    """An object of a request. Nulls count as absent. `dropped` names the fields that `sift` removed."""
+    """An object of a request. Nulls count as absent. `dropped` names the fields that `_sift` removed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
     inner: ClassVar[tuple[str, ...]] = ()  # fields that hold `Strict` objects, which may ignore fields too
-    # Names that `sift` need not look at. Most objects have no others.
+    # Names that `_sift` need not look at. Most objects have no others.
     plain: ClassVar[frozenset[str]] = frozenset()
 
     dropped: SkipJsonSchema[tuple[str, ...]] = ()
@@ -85,16 +85,31 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _sift(cls, data: Any) -> Any:
+        """Drop nulls, harmless fields and unserved fields that ask for nothing. A harmless field with a type stays."""
         if not isinstance(data, dict) or (data.keys() <= cls.plain and None not in data.values()):
             return data
-        remaining, dropped = sift(
-            data, served=cls.plain | cls.model_fields.keys(), harmless=cls.harmless, unserved=cls.unserved
-        )
+        served = cls.plain | cls.model_fields.keys()
+        remaining: dict[str, Any] = {}
+        ignored = []
+        for name, value in data.items():
+            if value is None:
+                continue
+            if name in cls.harmless or (name == "parallel_tool_calls" and name not in served and not data.get("tools")):
+                ignored.append(name)
+                if name not in served:
+                    continue
+            elif name in cls.unserved and name not in served:
+                if not _is_neutral(name, data, cls.unserved[name]):
+                    refuse(name, value, "is not served here; leave it out")
+                if name in _NAMED:
+                    ignored.append(name)
+                continue
+            remaining[name] = value
         if "dropped" in remaining:
             raise ValidationError.from_exception_data(
                 "request", [InitErrorDetails(type="extra_forbidden", loc=("dropped",), input=remaining["dropped"])]
             )
-        return {**remaining, "dropped": dropped}
+        return {**remaining, "dropped": tuple(ignored)}
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -105,37 +120,6 @@ class Strict(BaseModel):
             objects = value if isinstance(value, list) else [value]
             names += [f"{name}.{each}" for item in objects if isinstance(item, Strict) for each in item.ignored]
         return tuple(dict.fromkeys(names))
-
-
-def sift(
-    data: Mapping[str, Any],
-    *,
-    served: Container[str],
-    harmless: frozenset[str],
-    unserved: Mapping[str, tuple[Any, ...]],
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return `data` without nulls and fields that ask for nothing, and the names of ignored fields.
-
-    A harmless field that is also `served` stays. Raises `ValidationError` at an `unserved` field that asks for a
-    feature.
-    """
-    remaining: dict[str, Any] = {}
-    ignored = []
-    for name, value in data.items():
-        if value is None:
-            continue
-        if name in harmless or (name == "parallel_tool_calls" and name not in served and not data.get("tools")):
-            ignored.append(name)
-            if name not in served:
-                continue
-        elif name in unserved and name not in served:
-            if not _is_neutral(name, data, unserved[name]):
-                refuse(name, value, "is not served here; leave it out")
-            if name in _NAMED:
-                ignored.append(name)
-            continue
-        remaining[name] = value
-    return remaining, tuple(ignored)
 
 
 def refuse(name: str, value: Any, message: str) -> NoReturn:

@@ -213,24 +213,19 @@ class Bodies:
             self._closed = True
             processes = [*self._idle, *self._busy]
             self._idle.clear()
-        self._threads.shutdown(wait=False)  # requests that wait for a process get the 503 of `_process`
+        self._threads.shutdown(wait=False)  # requests that wait for a process get the 503 of `_ask`
         self._writing.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.close()
 
     def _ask(self, parts: Sequence[bytes], api: str) -> Job:
-        with self._process() as process:
-            return process.ask(parts, api=api)
-
-    @contextlib.contextmanager
-    def _process(self) -> Iterator[_Process]:
         with self._lock:
             if self._closed:
                 raise _shutting_down()
             process = self._idle.pop() if self._idle else _Process(self._config, self._formats)
             self._busy.add(process)
         try:
-            yield process
+            return process.ask(parts, api=api)
         finally:
             with self._lock:
                 self._busy.discard(process)

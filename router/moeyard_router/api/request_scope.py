@@ -2,10 +2,10 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-SCOPE_KEY = "moeyard.record"
-EXTENSION = "moeyard.direct"
+SCOPE_KEY = "moeyard.record"  # its value is a `RequestRecord`
+EXTENSION = "moeyard.direct"  # its value is a `Direct`
 # Set by the gate and read by log formatters, so that every log line of a request has its id.
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
 
@@ -47,10 +47,3 @@ def log_context() -> dict[str, str | int]:
     """Return the fields that every log line of the current request carries."""
     request_id = current_request.get()
     return {} if request_id is None else {"request_id": request_id}
-
-
-def record_of(scope: Any) -> RequestRecord:
-    """Return the record that the gate put into an ASGI scope."""
-    record = scope[SCOPE_KEY]
-    assert isinstance(record, RequestRecord)
-    return record

@@ -34,14 +34,6 @@ def _reader(kind: type[Strict], job: Callable[[Intake, Any], Awaitable[Job]]) ->
     return read
 
 
-async def _response(intake: Intake, request: ResponsesRequest) -> Job:
-    return await responses.translated(request).job(intake)
-
-
-async def _message(intake: Intake, request: CountTokensRequest) -> Job:
-    return await anthropic.translated(request).job(intake)
-
-
 SURFACES = MappingProxyType(
     {
         "completion": Surface(prefix="cmpl-", writer=ReplyWriter),
@@ -55,9 +47,9 @@ READERS: Mapping[str, Reader] = MappingProxyType(
     {
         "completion": _reader(CompletionRequest, Intake.completion),
         "chat": _reader(ChatRequest, Intake.chat),
-        "response": _reader(ResponsesRequest, _response),
-        "message": _reader(MessagesRequest, _message),
-        "count_tokens": _reader(CountTokensRequest, _message),
+        "response": _reader(ResponsesRequest, lambda intake, request: responses.translated(request).job(intake)),
+        "message": _reader(MessagesRequest, lambda intake, request: anthropic.translated(request).job(intake)),
+        "count_tokens": _reader(CountTokensRequest, lambda intake, request: anthropic.translated(request).job(intake)),
         "tokenize": _reader(TokenizeRequest, Intake.tokenize),
         "detokenize": _reader(DetokenizeRequest, Intake.detokenize),
     }

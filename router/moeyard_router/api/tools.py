@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.structured import check_constants
@@ -81,21 +73,6 @@ class Tool(BaseModel):
         return self._given
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    name: str
-
-
-class ToolChoice(BaseModel):
-    """The one function that must be called."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 def check_tools(value: Any) -> Any:
     """Raise `PydanticCustomError` for too many or too deep tools, before their validation."""
     if isinstance(value, list) and len(value) > MAX_TOOLS:
@@ -118,16 +95,16 @@ def check_depth(value: Any, *, outer: int = 0) -> Any:
 
 
 def check_tool_choice(value: Any) -> Any:
-    """Return "none", "auto", "required" or a `ToolChoice`. Raises `PydanticCustomError` for anything else."""
-    if value in ("none", "auto", "required"):
-        return value
-    try:
-        return ToolChoice.model_validate(value)
-    except ValidationError as error:
-        raise PydanticCustomError(
-            "tool_choice",
-            'expected "none", "auto", "required" or an object {"type": "function", "function": {"name": ...}}',
-        ) from error
+    """Return the value if it is "none", "auto", "required" or names a function, else raise `PydanticCustomError`."""
+    match value:
+        case "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(), **more}, **others} if not more and not others:
+            return value
+    raise PydanticCustomError(
+        "tool_choice",
+        'expected "none", "auto", "required" or an object {"type": "function", "function": {"name": ...}}',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +133,14 @@ class ToolUse:
         return [(name, {"type": "object", **schema}) for name, schema in given]
 
 
-def tool_use(tools: list[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None) -> ToolUse:
+def tool_use(tools: list[Tool] | None, choice: str | dict[str, Any] | None, *, parallel: bool | None) -> ToolUse:
     """Combine the three fields of a request. Raises `ApiError` 400 if they contradict each other."""
     if not tools:
-        if isinstance(choice, ToolChoice) or choice == "required":
+        if isinstance(choice, dict) or choice == "required":
             raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
         return ToolUse()
-    if isinstance(choice, ToolChoice):
-        name = choice.function.name
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
         if all(tool.function.name != name for tool in tools):
             raise bad_request(f"'tool_choice': no function of 'tools' is named '{name:.64}'", "tool_choice")
         return ToolUse(tools=tuple(tools), choice="named", name=name, one_call=True)
