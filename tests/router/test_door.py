@@ -231,6 +231,33 @@ def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
         httpx.get(f"{url}/livez", verify=trusting(authority), timeout=HANG_SECONDS)
 
 
+def test_another_authority_of_clients_takes_effect(authority, tmp_path, caplog):
+    """The server's own certificate stays the same. A file that is half written changes nothing."""
+    first, second = trustme.CA(), trustme.CA()
+    clients = [trusting(authority, each.issue_cert("client@example.org")) for each in (first, second)]
+    ca = tmp_path / "ca.pem"
+    first.cert_pem.write_to_path(str(ca))
+    certificate = open_certificate(DoorConfig(**write_certificate(authority, tmp_path), ssl_ca_certs=ca))
+
+    def served():
+        found = []
+        for client in clients:
+            try:
+                found.append(handshake(certificate.context, client, "localhost") is not None)
+            except ssl.SSLError:
+                found.append(False)
+        return found
+
+    assert served() == [True, False]
+    ca.write_text("-----BEGIN CERTIFICATE-----")
+    certificate.refresh()
+    assert "ca.pem" in caplog.messages[-1]
+    assert served() == [True, False]
+    second.cert_pem.write_to_path(str(ca))
+    certificate.refresh()
+    assert served() == [False, True]
+
+
 def test_bad_certificates(authority, tmp_path):
     good = write_certificate(authority, tmp_path)
     other = tmp_path / "other"

@@ -162,7 +162,8 @@ class Certificate:
         self._keyfile = door.ssl_keyfile
         self._ca_certs = door.ssl_ca_certs
         self._files = (door.ssl_certfile, *([] if door.ssl_keyfile is None else [door.ssl_keyfile]))
-        self.refresh = WatchedFiles(self._files, self._load, fallback="the previous certificate remains in use").refresh
+        watched = self._files if self._ca_certs is None else (*self._files, self._ca_certs)
+        self.refresh = WatchedFiles(watched, self._load, fallback="the previous certificate remains in use").refresh
         self._newest = self.context = self._open()
         # OpenSSL loads certificate and key one after the other, and a handshake in between would fail. So contexts in
         # use are never reloaded; this callback gives every handshake the newest context.
