@@ -1,11 +1,11 @@
-"""The seam between layers and devices: what a layer may ask of the backend it was built on.
+"""The interface between layers and devices: the operations that a backend offers to layers.
 
-A backend is chosen once, where a worker is assembled. Once a step it makes a plan (padding, page tables, whatever its
-kernels want), which layers hand back without looking into it beyond `StepPlan`. Padding rows are the backend's
-business: every activation has `num_rows` rows, what the rows from `num_tokens` on hold is finite or never read.
+A worker chooses its backend once, at assembly. In each step the backend makes a plan (padding, page tables and other
+kernel inputs). Layers pass the plan back and read only the fields of `StepPlan`. The backend pads rows: every
+activation has `num_rows` rows, and rows from `num_tokens` on hold finite values or are never read.
 
-Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) keep its
-weights and state in the form that the backend's kernels want. H counts hidden, T = num_tokens, K = experts of a token.
+Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) hold its
+weights and state in the layout of the backend's kernels. H is the hidden size, T = num_tokens, K = experts per token.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.step import StepRows
 
-# What one backend alone offers has its class as its type: steps that are captured, residency that a device decides, and
-# counts of chosen experts that a device keeps.
+# Features of one backend are typed by its class: captured steps, residency that the device decides, and counts of
+# chosen experts on the device.
 if TYPE_CHECKING:
     import torch
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 else:
     StepBackend = ExpertResidency = StepInputs = VerifiedRows = Any
 
-# What a backend makes for itself: callers hand it back without looking into it.
+# Made by a backend for its own use; callers only pass it back.
 Opaque = Any
 
 
 class StepPlan(Protocol):
-    """One step's rows, as far as all layers may know them. The rest is the backend's own.
+    """The rows of one step, as far as all layers may read them. Other fields are private to the backend.
 
-    num_tokens: real rows T, of which num_prompt come first. num_rows >= T: rows of every activation.
-    token_ids, positions: [num_rows] int64. sample_rows: [num_sampled or more] int64 rows whose logits are wanted; None
-    where all are, in order.
+    num_tokens: real rows T; the first num_prompt are prompt rows. num_rows >= T: rows of every activation. token_ids,
+    positions: [num_rows] int64. sample_rows: [num_sampled or more] int64 rows whose logits are wanted; None for all
+    rows in order.
     """
 
     @property
@@ -67,77 +67,78 @@ class StepPlan(Protocol):
 
 
 class GqaAttend(Protocol):
-    """Grouped-query attention of one layer: head norms, rotation, keys and values into their pages, attention."""
+    """Grouped-query attention of one layer: head norms, rotation, cache write, attention."""
 
     def attend(self, qkv: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """qkv [num_rows, (Hq + 2 Hkv) D] -> [num_rows, Hq D]; all of the step is stored before anything attends."""
+        """qkv [num_rows, (Hq + 2 Hkv) D] -> [num_rows, Hq D]. Store all rows of the step before any row attends."""
         ...
 
 
 class MlaAttend(Protocol):
-    """Latent attention of one layer: rotation, latents into their pages, attention."""
+    """Latent attention of one layer: rotation, cache write of the latents, attention."""
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] as `Backend.mla` has it, k_rope [num_rows, Dr] ->
-        [num_rows, Hq Dv]."""
+        """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] as in `Backend.mla`, k_rope [num_rows, Dr] -> [num_rows,
+        Hq Dv]."""
         ...
 
 
 class GdnMix(Protocol):
-    """Gated DeltaNet of one layer: convolution, gates, the delta rule over the state in each sequence's slot, norm."""
+    """Gated DeltaNet of one layer: convolution, gates, the delta rule over each sequence's state slot, norm."""
 
     def mix(self, x: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """x [num_rows, 2 Hk Dk + 2 Hv Dv + 2 Hv] holds q, k, v, z (the output's gate), b and a -> [num_rows, Hv Dv].
+        """x [num_rows, 2 Hk Dk + 2 Hv Dv + 2 Hv] holds q, k, v, z (the output gate), b and a -> [num_rows, Hv Dv].
 
-        Positions of a prompt take the chunk formula, those of an output the recurrent one, in order.
+        Prompt positions use the chunk formula, output positions the recurrent one, in order.
         """
         ...
 
 
 class KdaMix(Protocol):
-    """Kimi Delta Attention of one layer: the same, where every row of the state is forgotten at a rate of its own."""
+    """Kimi Delta Attention of one layer: as `GdnMix`, but each row of the state has its own decay rate."""
 
     def mix(self, x: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """x [num_rows, 3 H D + 2 D + H] holds q, k, v, what is narrow of the rates of forgetting and of the output's
-        gate, and beta -> [num_rows, H D]."""
+        """x [num_rows, 3 H D + 2 D + H] holds q, k, v, the low-rank inputs of the decay and of the output gate, and
+        beta -> [num_rows, H D]."""
         ...
 
 
 class Gate(Protocol):
-    """How one layer's rows choose their experts: the router's product and the choice."""
+    """The router of one layer: its product and the choice of experts."""
 
-    takes_shared: bool  # whether who computes the routed experts of a deferred choice computes shared ones, too
+    takes_shared: bool  # a deferred choice's expert kernel computes shared experts, too
 
     def choose(self, x: torch.Tensor, plan: Opaque, *, defer: bool) -> Chosen:
-        """The choice of normalised rows x [num_rows, H]: of T' rows, T <= T' <= num_rows; ids of padding are -1.
-        `defer`: whoever computes the experts of one row may make its choice, and nobody else reads it before."""
+        """Choose experts for normalised rows x [num_rows, H]: T' rows, T <= T' <= num_rows; ids of padding are -1.
+        `defer`: the expert kernel may make the choice of a single row, and no one reads the choice before it."""
         ...
 
 
 class ExpertRun(Protocol):
-    """The routed experts over one layer's received rows, computed in as many parts as the caller likes."""
+    """The routed experts over the rows that one layer received. The caller may compute it in several parts."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """(row, k) pairs of each local expert. On a GPU the host waits for them."""
+        """(row, k) pairs of each local expert. On a GPU the host waits for the device."""
         ...
 
     @property
     def decode_counts(self) -> tuple[int, ...]:
-        """Those of decode rows."""
+        """The counts of decode rows. On a GPU the host waits for the device."""
         ...
 
     @property
     def known_counts(self) -> tuple[int, ...] | None:
-        """`counts` where the host has them anyway, else None."""
+        """`counts` if the host has them without waiting, else None."""
         ...
 
     def compute(self, slot_of_expert: Opaque) -> None:
-        """Run the pairs of every local expert whose slot in a `slot_table` is not -1."""
+        """Compute the pairs of every local expert whose slot in a `slot_table` is not -1."""
         ...
 
     def result(self) -> torch.Tensor | None:
-        """[R, K, H], unweighted, with holes where `experts` was -1 (or the expert was in no table); None: put home."""
+        """Return [R, K, H], unweighted; entries are undefined where `experts` was -1 or no table had the expert. None
+        if `compute` wrote the results into the peer window."""
         ...
 
 
@@ -151,46 +152,47 @@ class ExpertSlots(Protocol):
         ...
 
     def slot_table(self, slots: Sequence[int]) -> Opaque:
-        """The slot of each local expert, -1 for one that is not to be run, in the form `ExpertRun.compute` takes."""
+        """Return the slot of each local expert as `ExpertRun.compute` reads it; -1 for an expert that is not to be run."""
         ...
 
     def begin(
         self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int,
         choice: TokenChoice | None = None, home: PeerWindow | None = None,
     ) -> ExpertRun:  # fmt: skip
-        """rows [R, H] for local ids experts [R, K] (-1: not here); prompt [R] bool marks prompt rows (None: none).
+        """rows [R, H] for local ids experts [R, K] (-1: not local); prompt [R] bool marks prompt rows (None: none).
 
-        `one_in`: of so many pairs at best one is here, for whom it helps to know. `choice`: of one row, whose experts
-        are still to be chosen; the run's `compute` does it. `home`: where `compute` may put the results by itself.
+        `one_in`: a hint that about 1/one_in of the pairs are local. `choice`: the pending choice of a single row, which
+        the run's `compute` makes. `home`: the window into which `compute` may write the results itself.
         """
         ...
 
 
 @runtime_checkable
 class MovableSlots(ExpertSlots, Protocol):
-    """Slots of which there may be more or fewer later, where a rank's experts may change."""
+    """Slots whose number can change, for ranks whose experts may move."""
 
     def pack(self, fill: Fill) -> Opaque:
-        """One expert as `write` would put it into a slot, in memory of its own. In any thread, beside steps."""
+        """Return one expert in the form that `write` stores, in memory of its own. Any thread may call it during steps."""
         ...
 
     def rearrange(self, order: Sequence[Opaque]) -> None:
-        """From now on there are len(order) slots: number s is what slot order[s] was, or what `pack` gave, or None."""
+        """Replace the slots by len(order) new ones. Slot s becomes the old slot order[s], a `pack` result, or empty
+        (None)."""
         ...
 
 
 class Backend(Protocol):
-    """What layers are written in. One instance per rank and model; it remembers which plans its objects will need."""
+    """The operations of layers on one device. One instance per rank and model; it records which plans its objects need."""
 
     device: torch.device
     page_size: int
     peers: Peers
-    # How many slots misses of prompts pass through, beside those that the policy hands out.
+    # Slots that stream the missing experts of prompts, in addition to the policy's slots.
     stream_slots: int
 
     @property
     def choices(self) -> GateCounts | None:
-        """What its gates count; None where the host learns what experts compute (`ExpertRun.known_counts`)."""
+        """The counters of its gates; None if the host already knows the counts (`ExpertRun.known_counts`)."""
         ...
 
     # Ops, as `ops` declares them.
@@ -210,43 +212,46 @@ class Backend(Protocol):
     def token_logprobs(self) -> Callable[[torch.Tensor, torch.Tensor, int], SampledTokens]: ...
 
     def matrix(self, weight: Matrix) -> Matrix:
-        """Return weight [N, K] in the layout of `linear`, repacked once. A given weight goes through here always or
-        never. Raises ValueError for a form without products here."""
+        """Return weight [N, K] in the layout of `linear`, repacked once. Call it for every use of a weight or for none.
+        Raises ValueError for a form that the backend cannot multiply."""
         ...
 
     def plan(self, step: StepRows) -> StepPlan:
-        """The plan of one step. An empty step gives no rows."""
+        """Return the plan of one step. An empty step has no rows."""
         ...
 
     def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding, each row's bits its own."""
+        """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding. A row's bits do not depend on other rows."""
         ...
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may take the place of x."""
+        """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may overwrite x."""
         ...
 
     def gate(
         self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
         shared_gate: Matrix | None = None, shared: tuple[Matrix, Matrix] | None = None,
     ) -> Gate:  # fmt: skip
-        """weight [E, H] is fp32 where the family computes its logits so; bias [E] fp32 counts for the choice only.
-        `dtype` is that of the rows; shared_gate [1, H] gives the logit of a shared expert, and `shared` are its gate_up
-        [2 I, H] and down [H, I]."""
+        """weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only.
+        `dtype` is the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its
+        gate_up [2 I, H] and down [H, I]."""
         ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Opaque) -> Callable[[], torch.Tensor]:
-        """What gives the result of `run`, which reads nothing that is launched from here on. Ask for it once: a device
-        may have run it beside what was launched until then."""
+        """Return a function that gives the result of `run`, which reads nothing that is launched later. Call that
+        function once: a device may run `run` in parallel with the launches in between."""
         ...
 
     def reduce_add_norm(
         self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
         norm: torch.Tensor, eps: float, plan: Opaque, *, shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`ops.moe_weighted_reduce` of partial [T', K, H], weights [T', K] and shared [num_rows, H], that times the
-        sigmoid of shared_gate [num_rows] and rounded, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H]:
-        (normalised rows, new residual), [num_rows, H]."""
+        """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm`; return (normalised rows, new residual), [num_rows,
+        H].
+
+        partial [T', K, H], weights [T', K], shared [num_rows, H], which is multiplied by the sigmoid of shared_gate
+        [num_rows] and rounded; residual [num_rows, H], norm [H].
+        """
         ...
 
     def gqa(self, layer: GqaLayer) -> GqaAttend: ...
@@ -255,12 +260,12 @@ class Backend(Protocol):
     def kda(self, layer: KdaLayer) -> KdaMix: ...
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
-        """Memory for routed experts."""
+        """Allocate memory for routed experts."""
         ...
 
     def expert_residency(
         self, slots: Opaque, *, policy: str, num_layers: int, num_experts: int, num_slots: int, shared: bool
     ) -> ExpertResidency | None:
-        """For `num_slots` of these slots, the others being for what prompts miss; None where the host is to decide.
-        `shared`: what is kept in the host's memory may be read by other ranks of the host."""
+        """Return the residency of `num_slots` of these slots; the others stream the misses of prompts. None if the host
+        decides. `shared`: other ranks of the host may read the experts in host memory."""
         ...

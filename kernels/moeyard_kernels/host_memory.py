@@ -1,9 +1,8 @@
-"""Memory of the host that a GPU reads where it lies, or writes a number to: of this process, or of another of the host
-that lends it its own.
+"""Host memory that a GPU reads in place or writes a number to: private, or shared between processes of one host.
 
-It is registered with CUDA as it is (torch's own pinned memory comes in powers of 2), and then has one address for the
-process and for its GPUs: that holds for 64 bit Linux, of which all GPUs are that serve here. What is lent is a file
-without a name, found among the open files of the process that made it.
+The memory is registered with CUDA directly, because torch rounds its pinned memory up to powers of 2. A registered
+address is valid for the process and its GPUs; this holds on 64-bit Linux. Shared memory is an anonymous file that peers
+open through /proc/PID/fd of its owner.
 """
 
 import mmap
@@ -17,16 +16,17 @@ import torch
 
 from moeyard_kernels.types.peer_shape import LentMemory
 
-# Of cudaHostRegister: for all contexts; and the GPU only reads it, as of memory that this process may not write.
+# cudaHostRegister flags: valid in all contexts; and read-only for the GPU, as for memory that this process may not
+# write.
 _PORTABLE, _READ_ONLY = 1, 8
 _WORD_BYTES = 8
 
 
 class HostMemory:
-    """`num_bytes` of this process, zero at first, as `bytes`. With `shared` others may map it as `lent` says, or, where
-    CUDA registers no such memory, nobody: `lent` is None.
+    """`num_bytes` of zeroed memory of this process, as `bytes`. With `shared`, other processes may map it through
+    `lent`; `lent` is None if CUDA cannot register shared memory.
 
-    Raises ValueError when none can be registered.
+    Raises ValueError when no memory can be registered.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, shared: bool = False) -> None:
@@ -46,7 +46,7 @@ class HostMemory:
             weakref.finalize(self, _cudart().cudaHostUnregister, self.bytes.data_ptr())
 
     def _lend(self, num_bytes: int, device: torch.device) -> int:
-        """Take memory that others may map; CUDA's error, or 0."""
+        """Allocate memory that other processes may map; return CUDA's error, or 0."""
         fd = os.memfd_create("moeyard-experts")
         os.ftruncate(fd, num_bytes)
         memory = _as_bytes(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
@@ -60,11 +60,11 @@ class HostMemory:
 
 
 class HostWord:
-    """A number, 0 at first, that `device` writes and the host reads at any time: `there` and `here`, [1] int64, are the
-    same bytes. Raises ValueError as `HostMemory`."""
+    """An integer, initially 0, that `device` writes and the host reads at any time. `there` and `here`, [1] int64, are
+    the same bytes. Raises ValueError as `HostMemory`."""
 
     def __init__(self, device: torch.device) -> None:
-        # What is registered counts as memory of the device that is current then.
+        # Registered memory belongs to the device that is current during registration.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._memory = HostMemory(_WORD_BYTES, device)
             self.here = self.there = self._memory.bytes.view(torch.int64)
@@ -74,16 +74,17 @@ class HostWord:
 
 
 class _OnDevice:
-    """A number at `address`, by the protocol of arrays on GPUs: torch knows memory of the host that CUDA knows, too."""
+    """An integer at `address`, through the CUDA array interface, so that torch sees registered host memory as device
+    memory."""
 
     def __init__(self, address: int) -> None:
         self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i8", "data": (address, False), "version": 2}
 
 
 class BorrowedMemory:
-    """Memory that another process has lent, from `address` on, until `close`, whatever becomes of that process.
+    """Memory of another process, mapped at `address` until `close`, even if that process exits.
 
-    Mapped to be read only, where CUDA can register that. Raises ValueError with why it cannot be had.
+    The mapping is read-only if CUDA can register it so. Raises ValueError with the reason when it cannot be mapped.
     """
 
     def __init__(self, lent: LentMemory, device: torch.device) -> None:
@@ -100,11 +101,12 @@ class BorrowedMemory:
             memory.close()
             raise ValueError(f"{lent.num_bytes >> 20} MiB of process {lent.pid} cannot be pinned (CUDA error {error})")
         self.address = _address(memory)
-        # Also where nobody closes it: what is unmapped and still registered keeps its address from whoever maps next.
+        # Unregister at finalization, too: an unmapped but registered range would make a later mapping at its address
+        # fail.
         self._give_back = weakref.finalize(self, _give_back, memory, device)
 
     def close(self) -> None:
-        """Give it back, once no launch reads it. Safe to call twice."""
+        """Unmap it, once no launch reads it. Safe to call twice."""
         self._give_back()
 
 
@@ -115,7 +117,7 @@ def _give_back(memory: mmap.mmap, device: torch.device) -> None:
 
 
 def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
-    """The mapping of a file that another process holds open."""
+    """Map a file that another process holds open."""
     try:
         fd = os.open(f"/proc/{lent.pid}/fd/{lent.fd}", flags)
         try:
@@ -130,14 +132,14 @@ def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
 
 
 def _as_bytes(memory: mmap.mmap) -> torch.Tensor:
-    """In large pages, where there are such."""
+    """Return the mapping as a tensor, in huge pages where the system has them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _address(memory: mmap.mmap) -> int:
-    """Where it lies; torch would warn of what cannot be written."""
+    """Return the address of a mapping. torch would warn about read-only memory, so numpy finds it."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
@@ -146,13 +148,13 @@ def _cudart() -> Any:
 
 
 def _register(address: int, num_bytes: int, flags: int, device: torch.device) -> int:
-    """Pin memory for `device`; CUDA's error, or 0."""
+    """Pin memory for `device`; return CUDA's error, or 0."""
     if device.type != "cuda":
         return 0
     return int(_cudart().cudaHostRegister(address, num_bytes, flags))
 
 
 def take_error(device: torch.device) -> None:
-    """CUDA keeps a call's error for whoever asks next, the check of some launch. Let that be one of no consequence."""
-    with suppress(RuntimeError):  # boundary: it is the error that was seen already
+    """Clear the error of a failed CUDA call, which CUDA would otherwise report at a later, unrelated launch."""
+    with suppress(RuntimeError):  # boundary: this is the error that was handled already
         torch.ones(1, device=device)

@@ -1,9 +1,9 @@
-"""Memory and rows that the ranks of a host share: what exchanges ask of a backend.
+"""Memory and rows that ranks of one host share: the part of a backend that exchanges use.
 
-Device memory is torch's symmetric memory, found through a store. No collective backend starts: torch finds ranks
-through a process group that is only a name and a store. Each rank maps its peers' memory once, on its own device, and
-needs no context on theirs. The memory stays mapped while the tensors live, even if the peer dies. Every rank must see
-all GPUs and use one of its own.
+Device memory is torch's symmetric memory, found through a store. No collective backend starts: the process group that
+torch needs is only a name and a store. Each rank maps its peers' memory once, on its own device, and needs no context
+on theirs. The memory stays mapped while the tensors live, even if the peer dies. Every rank must see all GPUs and use a
+different one.
 """
 
 import torch
@@ -15,7 +15,7 @@ from moeyard_kernels.types.peer_shape import LentMemory
 
 
 class Peers:
-    """What one rank shares with the other ranks of its host, as `Backend.peers`."""
+    """Memory and row copies between the ranks of a host, as `Backend.peers`."""
 
     dispatch_rows = staticmethod(ops.dispatch_rows)
     combine_rows = staticmethod(ops.combine_rows)
@@ -24,7 +24,8 @@ class Peers:
         self.device = device
 
     def own_memory(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] of this rank that peers can map, zero at first. Raises RuntimeError if torch has none."""
+        """Return zeroed uint8 [num_bytes] of this rank that peers can map. Raises RuntimeError if torch cannot allocate
+        it."""
         own = c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
         own.zero_()
         torch.cuda.synchronize(self.device)
@@ -33,11 +34,11 @@ class Peers:
     def map_peers(
         self, own: torch.Tensor, *, rank: int, world_size: int, store: c10d.Store, name: str
     ) -> list[torch.Tensor]:
-        """The memory of all ranks, this rank's being `own`. Every rank passes the same `name`, which is used once.
+        """Return the memory of all ranks; this rank's is `own`. Every rank passes the same `name`, which is used once.
 
-        Raises RuntimeError if torch cannot share memory, or a peer does not come.
+        Raises RuntimeError if torch cannot share memory, or if a peer does not arrive.
         """
-        # Since torch 2.11 the rendezvous asks the registry of groups for rank, size and store, and nothing else.
+        # Since torch 2.11 the rendezvous only asks the registry of groups for rank, size and store.
         group = c10d.ProcessGroup(store, rank, world_size)  # the registry does not keep it alive
         c10d._register_process_group(name, group)  # type: ignore[arg-type]
         try:
@@ -47,9 +48,9 @@ class Peers:
         return [own if peer == rank else handle.get_buffer(peer, own.shape, own.dtype) for peer in range(world_size)]
 
     def borrow(self, lent: LentMemory) -> BorrowedMemory:
-        """Map memory that another process of the host lends. Raises ValueError as `BorrowedMemory`."""
+        """Map memory of another process of the host. Raises ValueError as `BorrowedMemory`."""
         return BorrowedMemory(lent, self.device)
 
     def host_word(self) -> HostWord:
-        """A number that the device writes and the host reads at any time."""
+        """Return an integer that the device writes and the host reads at any time."""
         return HostWord(self.device)

@@ -1,4 +1,4 @@
-"""The CPU backend's attention: what of a layer's text is one call there. Row padding stays in here."""
+"""Attention layers on a CPU. Row padding stays inside this file."""
 
 from dataclasses import replace
 
@@ -16,14 +16,14 @@ from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
 class CpuGqa:
     def __init__(self, layer: GqaLayer) -> None:
-        # Norms in the form below are all that is kept of them.
+        # The combined form below replaces the layer's norms.
         self._layer, self._k, self._v = replace(layer, q_norm=None, k_norm=None), layer.k, layer.v
         self._flat_k, self._flat_v = layer.k.flatten(1, 2), layer.v.flatten(1, 2)
         self._norm: torch.Tensor | None = None
         self._wide_norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if layer.q_norm is not None and layer.k_norm is not None:
             if layer.q_norm.shape[0] == layer.head_dim:
-                # One pass over all heads, each with a row of its own.
+                # One pass over all heads, with a weight row per head.
                 heads = layer.num_heads, layer.num_kv_heads
                 pairs = zip((layer.q_norm, layer.k_norm), heads, strict=True)
                 self._norm = torch.cat([norm.expand(count, -1) for norm, count in pairs])
@@ -72,9 +72,10 @@ class CpuGqa:
         return out
 
     def _compact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PromptSegment) -> None:
-        """Copy what is kept of a prompt, k and v [Hkv, L, D], to places of its own: the others may be shared.
+        """Copy the kept positions of a prompt, k and v [Hkv, L, D], to new places, because the old pages may be shared.
 
-        Where a sliding window hides the rest, each layer keeps the latest: then a place's distance is its position's.
+        With a sliding window each layer keeps the latest positions, so that distances between places stay those of
+        positions.
         """
         kept = part.kept
         assert kept is not None, "nothing is to be compacted"
@@ -92,14 +93,13 @@ class CpuGqa:
 
 class CpuMla:
     """Prompt rows decompress the latents of the whole prefix into keys and values per head. Decode rows use the
-    absorbed form: the key decompression moves to the query and the value decompression behind the attention, so that a
-    step reads one latent per position and not a key and a value per head. Same mathematics, other bits: which form a
-    position takes depends on whether it is prompt or output, and on nothing else.
-    """
+    absorbed form: the key decompression is applied to the query and the value decompression after the attention. So a
+    step reads one latent per position instead of a key and a value per head. The mathematics is the same but the bits
+    differ; only the kind of a position, prompt or output, selects the form."""
 
     def __init__(self, layer: MlaLayer) -> None:
         kv_b, nope = layer.kv_b, layer.nope_dim
-        # The padded copies below are all that is kept of kv_b.
+        # The padded copies below replace kv_b.
         self._layer = replace(layer, kv_b=kv_b.new_empty(0))
         self._latents, self._flat = layer.latents, layer.latents.flatten(0, 1)
         self._kv_b = _columns(kv_b.transpose(1, 2))  # [Hq, R, nope + Dv]
@@ -108,7 +108,7 @@ class CpuMla:
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         q = q.view(-1, self._layer.num_heads, self._layer.nope_dim + self._layer.rope_dim)
-        # The key's rotated part rotates as one more head of the query.
+        # Rotate the key's rotated part as one more head of the query.
         rotated = torch.cat((q[..., self._layer.nope_dim :], k_rope.unsqueeze(1)), 1)
         if self._layer.rope is not None:
             rotated = rotate.reference(rotated, *plan.rotation(self._layer.rope), interleaved=self._layer.interleaved)
@@ -120,7 +120,7 @@ class CpuMla:
         return self._attend(q, q_rope, plan).flatten(1)
 
     def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """[num_rows, Hq, Dv]."""
+        """Return [num_rows, Hq, Dv]."""
         if not plan.segments:
             return pad_heads(self._decode(q, q_rope, plan), plan.num_rows)
         out = q.new_zeros(plan.num_rows, self._layer.num_heads, self._layer.v_dim)
@@ -132,7 +132,7 @@ class CpuMla:
         return out
 
     def _prompt(self, q: torch.Tensor, q_rope: torch.Tensor, part: PromptSegment) -> torch.Tensor:
-        """[rows of the part, Hq, Dv] from keys and values decompressed per head."""
+        """Return [rows of the part, Hq, Dv], from keys and values decompressed per head."""
         nope, heads = self._layer.nope_dim, self._layer.num_heads
         rows = self._latents.index_select(0, part.pages).flatten(0, 1)  # [L, R + Dr], L a multiple of 64
         kv = torch.bmm(rows[:, : self._layer.rank].expand(heads, -1, -1), self._kv_b)
@@ -142,7 +142,7 @@ class CpuMla:
         queries, keys = torch.cat((q[here, :, :nope], q_rope[here]), -1), torch.cat((k_nope, k_rope), -1)
         if part.kept is not None:
             kept = part.kept
-            # One latent is the key of all heads, so they choose together.
+            # All heads choose together, because one latent is the key of all.
             found = snapkv(
                 queries[-kept.window :],
                 keys,
@@ -155,7 +155,7 @@ class CpuMla:
         return attn_prefill(queries, keys, v, start=part.start, scale=self._layer.scale)
 
     def _decode(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-        """[padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
+        """Return [padded decode rows, Hq, Dv] in the absorbed form; both products run over padded rows."""
         begin, count = plan.num_prompt, plan.num_decode
         q_nope = q[begin : begin + plan.num_decode_rows, :, : self._layer.nope_dim]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
@@ -171,7 +171,7 @@ class CpuMla:
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:
-    """weight [X, K, N] with N padded to a multiple of 16 by zeros: products of fewer columns take paths of the CPU's
-    library on which a row's bits depend on its place. A view where nothing is missing."""
+    """Return weight [X, K, N] with N padded to a multiple of 16 by zeros; a view if nothing is missing. Products of
+    fewer columns use kernels of the CPU's library in which a row's bits depend on its place."""
     missing = -weight.shape[2] % 16
     return F.pad(weight, (0, missing)) if missing else weight

@@ -1,10 +1,11 @@
-"""Causal attention of consecutive prompt positions of one sequence, and which of them a compacted cache keeps.
+"""Causal attention over consecutive prompt positions of one sequence, and the choice of positions for a compacted
+cache.
 
-SnapKV (arXiv 2404.14469) keeps positions by the queries of the prompt's last positions, the window. The softmax of
-their scores over all keys that they see, summed over the window and over the query heads that share the key, says how
-much each earlier key matters. A key counts for the largest sum among its neighbours, so that pieces are kept that can
-be read. Everything is fp32 and of one sequence: products have a multiple of 16 rows and sums a fixed order, so neither
-the batch nor the chunks before show in the choice.
+SnapKV (arXiv 2404.14469) chooses positions by the queries of the prompt's last positions, the window. Each query has
+softmax weights over all keys that it sees. Their sum over the window, and over the query heads that share the key, is
+the weight of an earlier key. A key takes the largest sum among its neighbours, so that readable pieces stay. All values
+are fp32 and of one sequence. Products have a multiple of 16 rows and sums a fixed order, so neither the batch nor
+earlier chunks affect the choice.
 """
 
 import torch
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from moeyard_kernels.common.kept import best, sum_rows
 from moeyard_kernels.types.decode_tables import BLOCK
 
-# Query rows are computed in multiples of this many.
+# Query rows are computed in multiples of this number.
 ROW_TILE = 16
-# Scores of one tile of queries hold at most this many fp32 values (32 MiB), or one row tile's worth.
+# A tile's scores take at most this many fp32 values (32 MiB), or those of one row tile.
 _MAX_SCORES = 8 << 20
 
 
@@ -24,9 +25,9 @@ def attn_prefill(
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, Dk] at positions start..start+T-1 of one sequence -> [T, Hq, Dv] in q's dtype.
 
-    k [Hkv, L, Dk] and v [Hkv, L, Dv] hold positions 0..L-1, L >= start + T (what lies behind is finite and unseen);
-    query head h uses key head h // (Hq // Hkv). With `window` a query at p sees p - window + 1..p. A query's bits
-    depend on its own row and the keys it sees, not on the chunk, L or the tile.
+    k [Hkv, L, Dk] and v [Hkv, L, Dv] hold positions 0..L-1, L >= start + T; later values are finite and unseen. Query
+    head h uses key head h // (Hq // Hkv). With `window` a query at p sees p - window + 1..p. A query's bits depend on
+    its own row and the keys it sees, not on the chunk, L or the tile.
     """
     return attn_prefill_lse(q, k, v, start=start, scale=scale, window=window)[0]
 
@@ -34,15 +35,17 @@ def attn_prefill(
 def attn_prefill_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(attention [T, Hq, Dv], log of the sum of exp(scores) [T, Hq] fp32). Scores and sums are fp32 for bf16 too.
+    """Return (attention [T, Hq, Dv], log of the sum of exp(scores) [T, Hq] fp32). Scores and sums are fp32, also for
+    bf16.
 
-    A query's sum over values runs in ascending blocks of 64 keys from position 0, one addition per block; blocks it
-    does not see add exact zeros. Query rows come in tiles of a multiple of 16, so neither the tile nor the chunk shows.
+    A query's sum over values runs in ascending blocks of 64 keys from position 0, one addition per block; unseen blocks
+    add exact zeros. Query rows come in tiles of a multiple of 16, so neither the tile nor the chunk changes the bits.
     """
     num_rows, num_q_heads, dim = q.shape
     num_kv_heads, dim_v = k.shape[0], v.shape[2]
     if dim_v % ROW_TILE:
-        # A product with few columns may sum a row by its place (as in linear.py); values get columns of zeros.
+        # In a product with few columns the sum of a row may depend on its place (see linear.py), so pad the values with
+        # zeros.
         v = F.pad(v, (0, -dim_v % ROW_TILE))
     out = q.new_empty(num_rows, num_q_heads, dim_v)
     lse = q.new_empty(num_rows, num_q_heads, dtype=torch.float32)
@@ -65,7 +68,7 @@ def attn_prefill_lse(
 
 
 def key_blocks(x: torch.Tensor, low: int, end: int) -> torch.Tensor:
-    """x [heads, L, D] from position `low` to the end of the block that holds end - 1, as fp32, zeros past `end`."""
+    """Return x [heads, L, D] from `low` to the end of the block that holds end - 1, as fp32, zeros past `end`."""
     stop = end + -end % BLOCK
     if x.shape[1] >= stop:
         return x[:, low:stop].float()
@@ -83,8 +86,8 @@ def _tile(
     last = min(k.shape[1], start + m - low + -(start + m - low) % BLOCK)
     scores = torch.bmm(q.reshape(num_kv_heads, group * m, dim), k[:, first:last].transpose(1, 2))
     grid = scores.view(num_kv_heads, group, m, last - first)
-    # Only columns that some row of the tile must not see are masked: those after the first query, those before the
-    # last query's window.
+    # Only mask columns that some row of the tile must not see: those after the first query, and those before the last
+    # query's window.
     position = torch.arange(start, start + m).unsqueeze(1)
     after = start + 1 - low - first
     grid[..., after:].masked_fill_(torch.arange(start + 1, low + last) > position, float("-inf"))
@@ -106,11 +109,12 @@ def _tile(
 def snapkv(
     q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float, budget: int, shared: bool = False
 ) -> torch.Tensor:
-    """Positions to keep of a prompt of `length`, ascending: int64 [Hkv, budget], or [1, budget] for a `shared` choice.
+    """Return the positions to keep of a prompt of `length`, ascending: int64 [Hkv, budget], or [1, budget] if `shared`.
 
-    q [W, Hq, D] are the queries of the last W positions, W <= budget < length; k [Hkv, L, D] the keys of positions 0 to
-    at least length - 1 (what lies behind is finite and unseen). The window stays, and of the positions before it those
-    that count most; of equal ones the lower. `shared`: scores are summed over all heads, for keys that are one latent.
+    q [W, Hq, D] are the queries of the last W positions, W <= budget < length. The keys k [Hkv, L, D] cover at least
+    positions 0 to length - 1; later values are finite and unseen. The window stays, and the earlier positions with the
+    largest weights; the lower position wins a tie. `shared`: sum the scores over all heads, for keys that are one
+    latent.
     """
     scores = key_scores(q, k, length=length, scale=scale)
     if shared:
@@ -119,7 +123,8 @@ def snapkv(
 
 
 def key_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float) -> torch.Tensor:
-    """fp32 [Hkv, length - W]: of every key before the window what the window's queries give it; q, k as in `snapkv`."""
+    """Return fp32 [Hkv, length - W]: the weight of every key before the window under the window's queries, as in
+    `snapkv`."""
     window, num_q_heads, dim = q.shape
     num_kv_heads, before = k.shape[0], length - window
     group = num_q_heads // num_kv_heads
@@ -131,7 +136,7 @@ def key_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float) -
         position = torch.arange(before + first, before + first + ROW_TILE).unsqueeze(1)
         hidden = torch.arange(before, keys.shape[1]) > position
         count = min(ROW_TILE, window - first)
-        # Head by head: scores take no more memory than those of a tile of the attention before.
+        # Head by head, so that scores take no more memory than those of a tile of the attention.
         for head in range(num_kv_heads):
             rows = q32[head, :, first : first + ROW_TILE].reshape(group * ROW_TILE, dim)
             scores = (rows @ keys[head].T).view(group, ROW_TILE, -1)

@@ -1,4 +1,4 @@
-"""The CPU backend: row counts that keep a row's bits, packed weights, index work by numpy."""
+"""The CPU backend: row counts that preserve a row's bits, packed weights, index work in numpy."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,7 +65,7 @@ class CpuBackend:
             raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
         self.page_size = page_size
         self.peers = Peers(self.device)
-        # The sliding windows of the layers built so far, each of which needs a plan of its own.
+        # The sliding windows of all layers; each needs its own plan.
         self._windows: set[int | None] = set()
 
     def plan(self, step: StepRows) -> CpuPlan:
@@ -92,7 +92,7 @@ class CpuBackend:
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)
 
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
-        """None: the host knows the counts, and a copy keeps the processor busy anyway."""
+        """Return None: the host knows the counts, and a copy occupies the processor anyway."""
 
     def gate(self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
         return CpuGate(weight, bias, rule, **arguments)

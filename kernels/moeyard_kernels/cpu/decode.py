@@ -11,12 +11,12 @@ from moeyard_kernels.types.decode_tables import BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """The flat list of n (row, block) pairs of one step, rows ascending and blocks ascending within a row.
+    """The flat list of n (row, block) pairs of one step: ascending rows, ascending blocks within a row.
 
     page_ids: [n * BLOCK / page_size] int64, the pages of each block in order; past a row's end its last page repeats.
     row_of_block: [n] int64.
-    blocks_of_row: [num_rows * max_blocks] int64 into the n pairs; short rows repeat their first block.
-    mask: [n, 1, BLOCK] fp32, 0 where the row sees the key and -inf elsewhere. Every block has a key that is seen.
+    blocks_of_row: [num_rows * max_blocks] int64, indices of the n pairs; short rows repeat their first block.
+    mask: [n, 1, BLOCK] fp32, 0 where the row sees the key and -inf elsewhere. Every block has a visible key.
     """
 
     num_rows: int
@@ -32,8 +32,8 @@ def plan_decode(
 ) -> DecodePlan:
     """Plan one step's decode rows; row b attends to positions [0, kv_lens[b]), or the last `window` of them.
 
-    page_table: [B, max_pages] int64 (CPU); only the pages that hold positions below kv_lens[b] are read. `page_size`
-    divides 64. Raises ValueError naming what does not fit.
+    page_table: [B, max_pages] int64 (CPU); only pages with positions below kv_lens[b] are read. `page_size` divides 64.
+    Raises ValueError naming the invalid argument.
     """
     if page_size < 1 or BLOCK % page_size:
         raise ValueError(f"page_size {page_size} does not divide {BLOCK}")
@@ -80,8 +80,8 @@ def plan_decode(
     )
 
 
-# Blocks are gathered from the cache in pieces of about this many values: 2 MiB of fp32 stay in a core's cache and are
-# recycled by malloc, while larger pieces would be mapped and zeroed by the kernel anew each time.
+# Blocks are gathered from the cache in pieces of about this many values. 2 MiB of fp32 stay in a core's cache, and
+# malloc recycles them. Larger pieces would be mapped and zeroed by the kernel each time.
 _PIECE = 512 * 1024
 
 
@@ -91,7 +91,7 @@ def gqa_decode(
     """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
 
     k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv] are finite everywhere; `plan` holds the
-    step's lengths, pages and window. Scores and sums are fp32 for bf16 caches too.
+    step's lengths, pages and window. Scores and sums are fp32, also for bf16 caches.
     """
     num_rows, num_q_heads, dim = q.shape
     num_kv_heads, dim_v = k_cache.shape[0], v_cache.shape[-1]
@@ -107,8 +107,8 @@ def mla_decode(
 ) -> torch.Tensor:
     """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> [B, Hq, R] in q's dtype.
 
-    latent_cache [num_pages, page, R + Dr] is finite everywhere; every query head reads the one latent, whose first R
-    values are also the values. Scores and sums are fp32 for bf16 caches too.
+    latent_cache [num_pages, page, R + Dr] is finite everywhere. Every query head reads the one latent, whose first R
+    values are also the values. Scores and sums are fp32, also for bf16 caches.
     """
     rank = q_latent.shape[2]
     if q_latent.shape[0] == 0:
@@ -123,10 +123,10 @@ def attend_blocks(
 ) -> torch.Tensor:
     """q [X, B, M, Dk] fp32, scaled; caches [X, num_pages, page, D] -> [X, B, M, dim_v] fp32.
 
-    X counts key heads, M the query heads of each. Without `v_cache` the values are the first `dim_v` of the keys.
-    Per row: out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)), m being the row's maximum over all its blocks
-    (exact, so it knows no order) and both sums running over ascending blocks. Every product is M x 64 whatever the
-    batch, every exponential runs over a multiple of 64 values: neither the batch nor the pieces show in the bits.
+    X counts key heads, M the query heads of each. Without `v_cache` the values are the first `dim_v` of the keys. Per
+    row: out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)). m is the row's maximum over all its blocks, which is
+    exact in any order. Both sums run over ascending blocks. Every product is M x 64 whatever the batch, and every
+    exponential runs over a multiple of 64 values. So neither the batch nor the pieces affect the bits.
     """
     num_heads, num_rows, m, dim = q.shape
     num_blocks = plan.row_of_block.shape[0]
@@ -157,7 +157,7 @@ def attend_blocks(
 
 
 def _gather(cache: torch.Tensor, plan: DecodePlan, piece: slice) -> torch.Tensor:
-    """The blocks of `piece` of each head, [X * blocks, 64, D] fp32."""
+    """Return the blocks of `piece` of each head, [X * blocks, 64, D] fp32."""
     per_block = BLOCK // plan.page_size
     pages = plan.page_ids[piece.start * per_block : piece.stop * per_block]
     return cache.index_select(1, pages).float().view(-1, BLOCK, cache.shape[-1])

@@ -1,27 +1,27 @@
 """The gated delta rule on a CPU: prompts in chunks of 64 positions, output positions one by one.
 
-In a chunk the rule is a linear system (Yang et al. 2024, arXiv 2406.06484, with gates as in arXiv 2412.06464). With G_i
-the sum of g up to position i of the chunk, and for j <= i D_ij = exp(G_i - G_j) (with a rate for each row d of the
-state, as in Kimi Delta Attention, arXiv 2510.26692, D_ij k_i k_j is the sum over d of exp(G_id - G_jd) k_id k_jd):
+In a chunk the rule is a linear system (Yang et al. 2024, arXiv 2406.06484, with gates as in arXiv 2412.06464). G_i is
+the sum of g up to position i of the chunk, and D_ij = exp(G_i - G_j) for j <= i. Kimi Delta Attention (arXiv
+2510.26692) has a rate for each row d of the state. There D_ij k_i k_j is the sum over d of exp(G_id - G_jd) k_id k_jd:
 
     (I + strictly_lower(beta_i D_ij k_i k_j)) [U | W] = [beta_i v_i | beta_i exp(G_i) k_i]
     V = U - W S
     out_i = exp(G_i) q_i S + sum over j <= i of D_ij (q_i k_j) V_j
     S <- exp(G_64) S + (exp(G_64 - G) k)^T V
 
-Every product is of one sequence, in matrices of one shape per head whatever the length: a chunk that is not full is
-filled up with positions that change nothing (k, v and beta zero, g zero). Chunks begin at multiples of 64 from position
-0 and the state between them is fp32, so a position's bits do not depend on how its prompt was cut there. Measured
-(torch 2.13): `bmm` and `solve_triangular` give a matrix the same bits whatever the others of its batch.
+Every product is of one sequence, with matrices of one shape per head at every length. A partial chunk is padded with
+positions that change nothing (k, v and beta zero, g zero). Chunks begin at multiples of 64 from position 0, and the
+state between them is fp32. So a position's bits do not depend on how its prompt was cut there. Measured (torch 2.13):
+`bmm` and `solve_triangular` give a matrix the same bits in every batch.
 """
 
 import torch
 import torch.nn.functional as F
 
 CHUNK = 64
-# Rows and columns of a chunk's products that are taken pair by pair where every row of the state has a rate of its own.
+# Rows and columns of a chunk's products that are computed pair by pair if every row of the state has its own rate.
 _BLOCK = 16
-# Chunks of a prompt, and sequences of a decode step, are taken together up to about this many values (2 MiB of fp32).
+# Chunks of a prompt, and sequences of a decode step, are batched up to about this many values (2 MiB of fp32).
 _PIECE = 512 * 1024
 
 
@@ -30,9 +30,8 @@ def chunk_delta_rule(
 ) -> torch.Tensor:
     """q, k [T, Hk, Dk], v [T, Hv, Dv], beta [T, Hv], all fp32, of consecutive positions -> [T, Hv, Dv] fp32.
 
-    g [T, Hv], or [T, Hv, Dk] where every row of the state is forgotten at a rate of its own (then Hk = Hv). The first
-    position is a multiple of 64. state [Hv, Dk, Dv] fp32 is what was kept before, and is replaced. See
-    `ref.gated_delta_rule`.
+    g [T, Hv], or [T, Hv, Dk] if every row of the state has its own rate (then Hk = Hv). The first position is a
+    multiple of 64. state [Hv, Dk, Dv] fp32 is the state before, and is overwritten. See `ref.gated_delta_rule`.
     """
     num_tokens, num_heads, width = v.shape
     missing = -num_tokens % CHUNK
@@ -51,7 +50,7 @@ def _chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Whole chunks: what does not need the state for all of them at once, then one after the other."""
+    """Compute whole chunks: first everything that does not need the state, for all together, then one after the other."""
     # [n, heads, 64, D], where g and beta may have no D.
     q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
     num, width = v.shape[0], v.shape[3]
@@ -64,7 +63,7 @@ def _chunks(
     grown = total.exp()
 
     def per_value(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """x [n, Hk, 64, Dk] times factor [n, Hv, 64, 1 or Dk], [n, Hv, 64, Dk]."""
+        """x [n, Hk, 64, Dk] times factor [n, Hv, 64, 1 or Dk] -> [n, Hv, 64, Dk]."""
         return (x.unsqueeze(2) * factor.unflatten(1, (x.shape[1], -1))).flatten(1, 2)
 
     known = torch.cat((v * beta, per_value(k, beta * grown)), -1)
@@ -80,7 +79,7 @@ def _chunks(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k_i k_j D_ij and q_i k_j D_ij, zero for j > i, [n, Hv, 64, 64]; q, k are [n, Hk, 64, Dk], total [n, Hv, 64]."""
+    """Return k_i k_j D_ij and q_i k_j D_ij, zero for j > i, [n, Hv, 64, 64]; q, k [n, Hk, 64, Dk], total [n, Hv, 64]."""
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
     decay = decay.unflatten(1, (k.shape[1], -1))
@@ -93,10 +92,11 @@ def _scores(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torc
 
 
 def _scores_by_row(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a rate for each row of the state: sum over d of k_i k_j exp(G_i - G_j), total being [n, H, 64, Dk].
+    """Return the same with a rate for each row of the state: sum over d of k_i k_j exp(G_i - G_j); total [n, H, 64,
+    Dk].
 
-    exp(-G_j) alone may be beyond fp32, so the factors are taken from a position between i and j: rows of a block of 16
-    against all columns before the block from the position that ends these, and inside the block pair by pair.
+    exp(-G_j) alone may exceed fp32, so the factors are relative to a position between i and j. Rows of a block of 16
+    meet all columns before the block relative to the last of these; inside the block each pair is computed directly.
     """
     num, heads = k.shape[:2]
     pairs, scores = (k.new_zeros(num, heads, CHUNK, CHUNK) for _ in range(2))
@@ -125,9 +125,9 @@ def step_delta_rule(
 ) -> torch.Tensor:  # fmt: skip
     """One position of each of B sequences: q, k [B, Hk, Dk], v [B, Hv, Dv], beta [B, Hv] -> [B, Hv, Dv], all fp32.
 
-    decay [B, Hv, 1 or Dk] is exp(g); state [num_slots, Hv, Dk, Dv] fp32 holds theirs at `read_from` [B] int64 and takes
-    what is left at `write_to` [B], none twice and none another's.
-    What is read of the old state, by k and q at once, gives out too: q S' = (decay q) S + (q k) change.
+    decay [B, Hv, 1 or Dk] is exp(g). The state [num_slots, Hv, Dk, Dv] fp32 is read at `read_from` [B] and written at
+    `write_to` [B], int64. A slot belongs to one sequence. One product of k and q with the old state also gives the
+    output: q S' = (decay q) S + (q k) change.
     """
     num_rows, num_heads, width = v.shape
     dim = k.shape[2]
@@ -140,7 +140,7 @@ def step_delta_rule(
     for begin in range(0, num_rows, step):
         part = slice(begin, begin + step)
         here, there = read_from[part], write_to[part]
-        # One state is changed where it lies, or on its way.
+        # A single state is updated in place, or directly in its new slot.
         alone = here.shape[0] == 1
         kept = state[int(here[0])] if alone else state.index_select(0, here).flatten(0, 1)  # [b Hv, Dk, Dv]
         left = state[int(there[0])] if alone else kept

@@ -1,7 +1,7 @@
 """The CPU backend's routed experts: slots of packed matrices, and rows grouped by expert on the host.
 
-Few rows go through many experts, so index work is numpy: on a handful of integers one numpy call costs about a tenth of
-the torch call that does the same.
+A few rows use many experts, so index work is done in numpy. On a few integers a numpy call takes about a tenth of the
+time of the torch call.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from moeyard_kernels.types.weight_form import ExpertForm
 class CpuExpertSlots:
     """S slots; `gate_up[s]` [2I, H] (gate rows first) and `down[s]` [H, I] are packed for the CPU's matrix products.
 
-    Every slot is packed, however its expert came to be there, because a packed and a plain matrix may differ in the
-    bits of their products. Of small experts none is, where `joins` finds that several can be computed by one product
-    with the same bits. A slot takes memory when it is first written.
+    Every slot is packed, because products of packed and plain matrices may differ in bits. Small experts are never
+    packed if `joins` finds that one product can compute several of them with the same bits. A slot takes memory when it
+    is first written.
     """
 
     def __init__(self, *, num_slots: int, form: ExpertForm) -> None:
@@ -58,7 +58,7 @@ class CpuExpertSlots:
         self.num_slots = len(slots)
 
     def slot_table(self, slots: Sequence[int]) -> Sequence[int]:
-        """The slots themselves."""
+        """Return the slots themselves."""
         return slots
 
     def begin(
@@ -69,13 +69,13 @@ class CpuExpertSlots:
         return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
 
     def _kept(self, matrix: Matrix) -> torch.Tensor:
-        """Return a copy of `matrix` in the layout of the products, which on some machines is the plain one."""
+        """Return a copy of `matrix` in the layout of the products, which is the plain one on some machines."""
         packed = matrix if self.joint else pack_matrix(matrix)
         return packed.data.clone() if packed.data is matrix.data else packed.data
 
 
 class CpuExpertRun:
-    """One layer's rows, grouped by expert. An id of num_experts or more is an assertion."""
+    """One layer's rows, grouped by expert. Asserts that every id is below num_experts."""
 
     def __init__(
         self, slots: CpuExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
@@ -97,7 +97,7 @@ class CpuExpertRun:
 
     @property
     def known_counts(self) -> tuple[int, ...]:
-        """The host has grouped the pairs itself."""
+        """The counts: the host has grouped the pairs itself."""
         return self.counts
 
     def compute(self, slot_of_expert: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class CpuExpertRun:
 
 
 class _Groups:
-    """`pairs` row * K + k of the experts that are here, by expert, then by pair; the row and the output of each."""
+    """`pairs` row * K + k of local experts, ordered by expert, then by pair; the row and the output of each."""
 
     __slots__ = ("out", "pairs", "row_of_pair")
 
@@ -150,11 +150,11 @@ def grouped_mlp(
     """Run pairs through their experts: out[p] = down[slot] @ silu_mul(gate_up[slot] @ rows[row_of_pair[p]]) -> out.
 
     rows [R, H], row_of_pair [P] int64, out [P, H]; gate_up and down hold S matrices [2 I, H] and [H, I], packed or not.
-    Each group (start, count, slot) covers the pairs start..start + count - 1; pairs that no group covers keep what
-    `out` holds, so hits and misses can be computed by two calls into one `out`.
+    Each group (start, count, slot) covers the pairs start..start + count - 1. Pairs without a group keep their value in
+    `out`, so two calls can compute hits and misses into one `out`.
 
-    A group is padded to a row count of `linear` with the pairs that follow it, whose results are dropped: rows do not
-    see their neighbours, and no padding has to be written.
+    A group is padded to a row count of `linear` with the pairs after it, whose results are dropped. Rows do not affect
+    each other, and no padding has to be written.
     """
     num_pairs = row_of_pair.shape[0]
     for start, count, slot in groups:

@@ -1,21 +1,22 @@
-"""What the CPU backend's attention takes (`cpu/attention.py`), as `Footprints`. Pure: a launcher asks without torch."""
+"""Memory that the CPU backend's attention needs (`cpu/attention.py`), as `Footprints`. Pure: launchers run without
+torch."""
 
 from moeyard_kernels.types.footprint import Footprint
 
-# Scores of one tile of prompt rows: that many bytes, or 16 rows per head over the whole prefix (attn_prefill).
+# Scores of one tile of prompt rows: this many bytes, or 16 rows per head over the whole prefix (attn_prefill).
 FIXED = 32 << 20
 _SCORE_ROWS = 16
-# Freed blocks of other sizes are kept by malloc. Measured 1.0 to 1.35 (512 rows behind 3584 positions, 16 key heads;
-# 112 processes, torch 2.13, glibc 2.36), given the alignment that cpu_config.py asks for; 1.0 to 1.7 without it.
+# malloc keeps freed blocks of other sizes. Measured: 1.0 to 1.35 with the alignment that cpu_config.py sets, 1.0 to 1.7
+# without (512 rows behind 3584 positions, 16 key heads; 112 processes, torch 2.13, glibc 2.36).
 ALLOCATED = 1.5
-# An expert is computed where it was just packed, one after the other.
+# Missing experts are packed and computed one after the other.
 STREAM_SLOTS = 1
-# They are read where the checkpoint is mapped.
+# Experts are read from the mapped checkpoint.
 HOST_EXPERTS = False
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-    """With a norm per head both become one row per head.
+    """A norm per head is stored as one row per head.
 
     Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages.
     """
@@ -34,23 +35,23 @@ def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
     """Rows: projected; q, k and v convolved and activated; q and k normalised; v cut into chunks, output and its gate.
 
-    A piece of a prompt's chunks stays within `FIXED`.
+    A piece of a prompt's chunks fits in `FIXED`.
     """
     keys, values = num_k_heads * k_dim, num_v_heads * v_dim
     return Footprint(extra=0, per_row=8 * keys + 7 * values, per_position=0)
 
 
 def kda(*, num_heads: int, head_dim: int) -> Footprint:
-    """As `gdn`; and per row the rates and what they leave. Pairs of a block of 16 positions stay within `FIXED`."""
+    """As `gdn`, and per row the rates and their exponentials. Pairs of a block of 16 positions fit in `FIXED`."""
     return Footprint(extra=0, per_row=18 * num_heads * head_dim, per_position=0)
 
 
 def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
-    """kv_b in three forms: one whose columns are a multiple of 16 is a view, another a padded copy, and kv_b goes when
-    no view of it is left.
+    """kv_b exists in three forms. A form whose columns are a multiple of 16 is a view, another is a padded copy. kv_b
+    is freed if no form is a view.
 
     Rows: query, key, value, rotated, scaled and as output. Positions: latents gathered from pages, decompressed into
-    every head's key and value, each key joined to its rotated part.
+    every head's key and value, each key joined with its rotated part.
     """
     forms = ((rank, nope_dim + v_dim), (nope_dim, rank), (rank, v_dim))
     copies = sum(rows * (columns + -columns % 16) for rows, columns in forms if columns % 16)

@@ -1,10 +1,10 @@
-"""Small experts on a CPU, several by one product.
+"""Small experts on a CPU, several in one product.
 
-Calling the CPU's library takes some 13 us, in which it could multiply far more than a row or two by a matrix of a few
-dozen kilobytes. So the matrices of the experts at hand are copied next to each other and multiplied as one batch, of
-which each expert has its own rows. A row's bits are those of the expert's packed matrix: measured for bf16 with torch
-2.13 on AVX-512 for K 8 to 2048, N 8 to 512, batches of 1 to 24 and 4 to 16 rows, down to the size at which torch takes
-loops of its own instead of oneDNN (4096 multiplications). `joins` measures the shapes at hand anew on every machine.
+A call of the CPU's library takes about 13 us. In that time it could multiply far more than a row or two by a matrix of
+a few dozen kilobytes. So the matrices of the needed experts are copied next to each other and multiplied as one batch,
+each by its own rows. A row has the bits of the expert's packed matrix. This was measured for bf16 with torch 2.13 on
+AVX-512: K 8 to 2048, N 8 to 512, batches of 1 to 24, 4 to 16 rows. It holds down to 4096 multiplications, where torch
+uses its own loops instead of oneDNN. `joins` measures the shapes of the model on every machine.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,23 @@ from moeyard_kernels.ops.elementwise import silu_mul
 
 # Copying a larger matrix takes longer than a call.
 _MOST_BYTES = 64 << 10
-# Matrices are copied in pieces of at most so many bytes, which stay in a core's cache and are recycled by malloc.
+# Matrices are copied in pieces of at most this many bytes, which stay in a core's cache and are recycled by malloc.
 _PIECE = 512 << 10
-# Rows of one expert in a batch; what has more takes several places.
+# Rows of one expert per place in a batch; an expert with more rows takes several places.
 _MOST_ROWS = 16
-# Experts with more rows than that, on average, are computed one by one: their rows take longer than the calls.
+# Above this average number of rows experts are computed one by one: their rows take longer than the calls.
 JOINT_ROWS = 32
-# Up to so many pairs have a place each: most of them have an expert of their own anyway, and on a handful of rows
-# finding the others takes longer than multiplying their matrices twice.
+# Up to this number of pairs each pair has its own place. Most pairs have different experts anyway, and for a few rows
+# grouping takes longer than multiplying a matrix twice.
 FEW_PAIRS = 16
 _TILE = 4
 
 
 def joins(*, hidden: int, intermediate: int, dtype: torch.dtype) -> bool:
-    """Whether `joint_mlp` is worth it for experts of this shape, and gives the bits of packed matrices on this machine.
+    """Return whether `joint_mlp` pays off for experts of this shape and has the bits of packed matrices on this
+    machine.
 
-    In fp32 the library of batched products is another one (MKL), with sums in another order.
+    fp32 batches use another library (MKL), which sums in another order.
     """
     if dtype != torch.bfloat16 or 2 * intermediate * hidden * dtype.itemsize > _MOST_BYTES:
         return False
@@ -40,10 +41,11 @@ def joins(*, hidden: int, intermediate: int, dtype: torch.dtype) -> bool:
 
 
 def _same_bits(dim: int, num_out: int, dtype: torch.dtype) -> bool:
-    """Whether plain matrices, alone and in batches of all row counts and a few sizes, have the bits of packed ones.
+    """Return whether plain matrices, alone and in batches of all row counts and a few sizes, have the bits of packed
+    ones.
 
-    Every product of the test appears with both signs, somewhere in the sum: what is left of it is all rounding, so that
-    another order of summation cannot be missed.
+    Every product of the test occurs with both signs in the sum, so the result is pure rounding error. Another order of
+    summation cannot go unnoticed.
     """
     generator = torch.Generator().manual_seed(dim * num_out)
     signs = torch.tensor([1.0, -1.0]).repeat_interleave(dim // 2)
@@ -71,9 +73,9 @@ def _products(rows: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
 def pairs_mlp(
     rows: torch.Tensor, slots: Sequence[int], gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The pairs of rows [R, H] with K slots each, row by row and `FEW_PAIRS` at most -> [R, K, H].
+    """Compute the pairs of rows [R, H] with K slots each, row by row, at most `FEW_PAIRS` -> [R, K, H].
 
-    Each place of the batch is one row, repeated. As `joint_mlp` computes it, bit for bit.
+    Each place of the batch is one row, repeated. The bits are those of `joint_mlp`.
     """
     (num_rows, hidden), count = rows.shape, len(slots)
     x = rows.unsqueeze(1).expand(num_rows, count // num_rows * _TILE, hidden).reshape(count, _TILE, hidden)
@@ -90,10 +92,10 @@ def joint_mlp(
     down: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`grouped_mlp` with plain matrices, of a shape for which `joins` is true.
+    """`grouped_mlp` with plain matrices, for shapes with `joins`.
 
-    A group takes as many places of the batch as it needs, each of as many rows as the largest group has, up to 16.
-    Places are filled up with the pairs that follow, whose results are dropped.
+    A group takes as many places of the batch as it needs. Each place has as many rows as the largest group, up to 16,
+    and is padded with the pairs after it, whose results are dropped.
     """
     if not groups:
         return out
@@ -108,7 +110,7 @@ def joint_mlp(
     for begin in range(0, len(places), most):
         firsts, counts, slots = zip(*places[begin : begin + most], strict=True)
         if len(slots) % 2:
-            # oneDNN prepares a kernel for every number of matrices (about 1 ms once) and keeps 1024 of them.
+            # oneDNN compiles a kernel for every number of matrices (about 1 ms once) and keeps 1024 of them.
             firsts, counts, slots = (*firsts, firsts[0]), (*counts, 0), (*slots, slots[0])
         pairs = np.add.outer(firsts, nth)
         x = rows.index_select(0, torch.from_numpy(of_pair.take(pairs.ravel(), mode="clip")))

@@ -1,17 +1,19 @@
-"""y = x @ weight.T (+ bias) with rows that do not know how many they are.
+"""y = x @ weight.T (+ bias), with the bits of a row independent of the number of rows.
 
-CPU matrix products choose their kernel by the number of rows M, and with it the order of the sum over K. Measured with
-torch 2.13 on AVX-512 (fp32 and bf16; K 16 to 7168, N 1 to 4096, odd ones too; M 1 to 160, rows at any offset; the same
-with 1 and 2 threads):
-- a packed weight gives a row the same bits for every M >= 2, and is 1.2 to 2 times as fast (oneDNN);
-- a plain bf16 weight for every M >= 2 (oneDNN);
-- a plain fp32 weight for every M >= 4 (MKL), except that with N < 12 and K not a multiple of 4 a row's bits depend on
-  its place, whatever M. Zeros up to a multiple of 4 cure that.
-A packed and a plain weight may differ in bits: a model packs a given weight always or never.
+CPU matrix products choose their kernel, and the order of the sum over K, by the number of rows M. Measured with torch
+2.13 on AVX-512 for fp32 and bf16 with 1 and 2 threads. K was 16 to 7168 and N 1 to 4096, odd ones too, and M 1 to 160
+with rows at any offset:
+- A packed weight gives a row the same bits for every M >= 2, and is 1.2 to 2 times as fast (oneDNN).
+- A plain bf16 weight does so for every M >= 2 (oneDNN).
+- A plain fp32 weight does so for every M >= 4 (MKL). With N < 12 and K not a multiple of 4, however, a row's bits
+depend on its place at any M. Zero padding to a multiple of 4 fixes that.
 
-The measurements are an AMD EPYC's. An Intel Xeon with AMX (torch 2.11) agrees for packed fp32 weights. For plain fp32
-and for bf16 it needs MKL_CBWR=AVX512,STRICT and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before torch is
-loaded (right, and free, on the EPYC too): else MKL's order depends on a row's place, and AMX's on the count.
+Packed and plain weights may differ in bits, so a model packs a given weight always or never.
+
+These are measurements of an AMD EPYC. An Intel Xeon with AMX (torch 2.11) agrees for packed fp32 weights. For plain
+fp32 and for bf16 it needs two environment variables before torch is loaded: MKL_CBWR=AVX512,STRICT and
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16. Otherwise MKL's order depends on a row's place, and AMX's on the row count. Both
+variables are correct and cost nothing on the EPYC.
 """
 
 import torch
@@ -21,8 +23,8 @@ from moeyard_kernels.types.matrix import Matrix
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] in the blocked layout of oneDNN (an opaque copy of the same size), or itself without it."""
-    # A single output is a vector product, which oneDNN sums in another order for some counts.
+    """Return weight [N, K] in oneDNN's blocked layout (an opaque copy of the same size), or itself without oneDNN."""
+    # A single output is a vector product, for which oneDNN's order of summation depends on the row count.
     if weight.shape[0] == 1 or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -32,18 +34,18 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pack_matrix(weight: Matrix) -> Matrix:
-    """Return a plain matrix as `pack_weight` has it. Raises ValueError for any other form."""
+    """Return a plain matrix packed by `pack_weight`. Raises ValueError for any other form."""
     if weight.form.name != "plain":
         raise ValueError(f"a CPU has no products of {weight.form.name} weights")
     return Matrix(weight.form, weight.shape, (pack_weight(weight.data),))
 
 
 def padded_rows(num_rows: int) -> int:
-    """The row count that `num_rows` rows are computed with; 0 stays 0.
+    """Return the row count with which `num_rows` rows are computed; 0 stays 0.
 
-    Plain weights need 4, and oneDNN reads a packed weight from memory faster for 4 rows than for 2 (1024 x 512 fp32:
-    186 against 230 us). Counts are thinned out further up, because oneDNN compiles a kernel per count (about 1 ms once)
-    and keeps 1024 of them.
+    Plain weights need 4. oneDNN also reads a packed weight from memory faster for 4 rows than for 2 (1024 x 512 fp32:
+    186 against 230 us). Larger counts are sparse, because oneDNN compiles a kernel per count (about 1 ms once) and
+    keeps 1024 of them.
     """
     if num_rows <= 16:
         tile = 4
@@ -55,7 +57,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The product itself, for x whose row count is one of `padded_rows`."""
+    """Compute the product for x whose row count is one of `padded_rows`."""
     if weight.is_mkldnn:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y

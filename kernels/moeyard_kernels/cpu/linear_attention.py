@@ -15,7 +15,7 @@ from moeyard_kernels.types.layers import GdnLayer, KdaLayer
 
 class CpuGdn:
     def __init__(self, layer: GdnLayer) -> None:
-        # Only the rate is kept of a_log.
+        # The rate replaces a_log.
         self._layer, self._rate = replace(layer, a_log=layer.a_log.new_empty(0)), layer.a_log.exp().neg_()
         self._keys, self._values = layer.num_k_heads * layer.k_dim, layer.num_v_heads * layer.v_dim
 
@@ -33,7 +33,7 @@ class CpuGdn:
 class CpuKda:
     def __init__(self, layer: KdaLayer) -> None:
         heads, dim = layer.num_heads, layer.head_dim
-        # The packed weight and the rate below are all that is kept of these two.
+        # The packed weight and the rate below replace these two.
         self._layer = replace(layer, a_log=layer.a_log.new_empty(0), wide=layer.wide.new_empty(0))
         self._shape, self._widths = (heads, dim), (3 * heads * dim, dim, dim, heads)
         self._wide = [pack_weight(each) for each in layer.wide]
@@ -46,7 +46,7 @@ class CpuKda:
         q, k, v = (x.unflatten(1, self._shape) for x in mixed.chunk(3, 1))
         g = F.softplus(rows_apart(decay).add_(self._layer.dt_bias)).unflatten(1, self._shape) * self._rate
         out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._layer.state, plan)
-        # The norm's weight is fp32 and so are its rows: one rounding at the end.
+        # The norm's weight and rows are fp32: one rounding at the end.
         out = out.to(qkv.dtype).float()
         return gated_rms_norm.reference(out, gate, self._layer.norm, self._layer.eps, sigmoid=True).to(qkv.dtype)
 
@@ -55,9 +55,9 @@ def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
     plan: CpuPlan,
 ) -> torch.Tensor:  # fmt: skip
-    """The rule over a step's rows: q, k [num_rows, Hk, Dk] as convolved, g [num_rows, Hv] or [num_rows, Hk, Dk].
+    """Apply the rule to a step's rows: q, k [num_rows, Hk, Dk] convolved, g [num_rows, Hv] or [num_rows, Hk, Dk].
 
-    state [num_slots, Hv, Dk, Dv] is moved on. [num_rows, Hv, Dv] fp32, zero in the padding.
+    state [num_slots, Hv, Dk, Dv] is updated. Returns [num_rows, Hv, Dv] fp32, zero in the padding.
     """
     q, k = _normalised(q).mul_(q.shape[2] ** -0.5), _normalised(k)
     out = torch.zeros(v.shape)
@@ -78,9 +78,10 @@ def attended(
 
 
 def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
-    """silu of the convolution of x [num_rows, C] by conv [C, K], rounded to x's dtype, in fp32; zero in the padding.
+    """Return silu of the convolution of x [num_rows, C] by conv [C, K], rounded to x's dtype, in fp32; zero in the
+    padding.
 
-    window [num_slots, K - 1, C] holds the inputs before each sequence's next position, and is moved on.
+    window [num_slots, K - 1, C] holds the inputs before each sequence's next position, and is updated.
     """
     size = conv.shape[1]
     out = rows_apart(torch.zeros(1, 1).expand(x.shape))
@@ -106,7 +107,7 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
 
 
 def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
-    """What a chunk begins with, in the slot of `slots` [num_slots, ...] that takes what it leaves."""
+    """Return the state that a chunk begins with, placed in its target slot of `slots` [num_slots, ...]."""
     kept = slots[part.slot]
     if not part.start:
         kept.zero_()
@@ -116,5 +117,5 @@ def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
-    """Each head of x [rows, heads, D] fp32 to length 1."""
+    """Normalise each head of x [rows, heads, D] fp32 to length 1."""
     return x * x.square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()

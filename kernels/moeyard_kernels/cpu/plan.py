@@ -1,4 +1,4 @@
-"""A step as the CPU backend computes it: everything about its rows that all layers share, made once."""
+"""A step's rows for the CPU backend: everything that all layers share, made once per step."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,19 +12,19 @@ from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of
 from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows, slot_behind, slot_left, slot_restored
 
-# The absorbed products of latent attention see decode rows in multiples of this many: fewer than four rows take another
-# path of the CPU's matrix product, with other bits.
+# The absorbed products of latent attention use decode rows in multiples of this number. Fewer than four rows use
+# another kernel of the CPU's library, with other bits.
 DECODE_TILE = 4
 
 
 class PromptSegment:
-    """Rows [begin, end) are one prompt chunk; the first sits at position `start`.
+    """Rows [begin, end) are one prompt chunk; the first row is at position `start`.
 
     `pages` [n] int64 hold positions 0 to at least start + end - begin, in order and rounded up to whole attention
-    blocks (the last page repeats: what it adds is never seen). `kept`: what is kept of the prompt, None for all.
-    `slot`: the slot of recurrent state that is left behind the last row, -1 where the model has none; `restored`: the
-    slot of what it starts from, -1 where that is `slot`, or nothing. `parts`: (end, slot) of the rows up to each
-    snapshot of that state, whose slot is given, and of those behind the last, with -1.
+    blocks. The last page repeats; its extra keys are never seen. `kept`: the kept part of the prompt, None for all of
+    it. `slot`: the slot of recurrent state after the last row, -1 if the model has none. `restored`: the slot of the
+    state before the first row, -1 if that is `slot`, or there is none. `parts`: (end, slot) of the rows up to each
+    state snapshot with its slot, then of the remaining rows with -1.
     """
 
     __slots__ = ("begin", "end", "kept", "pages", "parts", "restored", "slot", "start")
@@ -41,9 +41,8 @@ class PromptSegment:
 
 
 class Kept:
-    """What is kept of a prompt of `length` positions, of which the last `window` choose: `entries` [count] int64 are
-    the places that it gets, page * page_size + offset.
-    """
+    """The kept part of a prompt of `length` positions, chosen by the last `window`: `entries` [count] int64 are its
+    target places, page * page_size + offset."""
 
     __slots__ = ("count", "entries", "length", "window")
 
@@ -55,13 +54,13 @@ class Kept:
 class CpuPlan:
     """The rows of one step: prompt rows, decode rows, padding. A `StepPlan`.
 
-    num_tokens real rows T, of which num_prompt come first; num_rows is T padded (`padded_rows`) and holds the decode
-    rows padded to `DECODE_TILE` too: rows num_prompt .. num_prompt + num_decode_rows.
+    num_tokens real rows T, of them num_prompt prompt rows, which come first. num_rows is T padded (`padded_rows`). It
+    includes the decode rows padded to `DECODE_TILE`: rows num_prompt .. num_prompt + num_decode_rows.
     token_ids, positions: [num_rows] int64, zero in the padding.
     entries: [T] int64, page * page_size + offset of each row's place in the pages.
-    decode: per sliding window, which pages the T - num_prompt decode rows read.
+    decode: per sliding window, the pages that the T - num_prompt decode rows read.
     sample_rows: [num_sampled padded] int64, rows whose logits are wanted; the padding repeats row 0.
-    waves: the decode rows in the order in which state per sequence takes them, see `_waves`.
+    waves: the decode rows in the order of their state updates, see `_waves`.
     """
 
     __slots__ = (
@@ -114,16 +113,16 @@ class CpuPlan:
 
 
 def pad_heads(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """x [M, heads, D] with zero rows behind it up to `num_rows`; x itself when nothing is missing."""
+    """Return x [M, heads, D] followed by zero rows up to `num_rows`; x itself if nothing is missing."""
     return x if x.shape[0] == num_rows else F.pad(x, (0, 0, 0, 0, 0, num_rows - x.shape[0]))
 
 
 def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(rows, slots ahead of them, slots behind) int64 of wave i: row i of every decode chunk that has one, the first of
-    all being row `first`.
+    """Return (rows, slots before them, slots after them) int64 of each wave: row i of every decode chunk that has one.
+    The first decode row is row `first`.
 
-    Rows of one sequence need the state that the row before left; those of a wave are of different sequences. Empty for
-    a model without state per sequence.
+    A row needs the state of the row before; rows of one wave belong to different sequences. Empty for a model without
+    state per sequence.
     """
     chunks, begin = [], first
     for chunk in decode:
@@ -143,7 +142,7 @@ def _waves(decode: Sequence[ChunkRows], first: int) -> list[tuple[torch.Tensor, 
 
 
 def _block_pages(chunk: ChunkRows, page_size: int) -> np.ndarray:
-    """The pages of positions [0, end), then the last one again up to a whole attention block."""
+    """Return the pages of positions [0, end), then the last one again up to a whole attention block."""
     end = chunk.start + len(chunk.token_ids)
     used = -(-end // page_size)
     pages = np.full(-(-end // BLOCK) * (BLOCK // page_size), chunk.pages[used - 1], dtype=np.int64)

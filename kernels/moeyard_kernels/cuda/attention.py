@@ -1,4 +1,4 @@
-"""The attention of layers on a GPU."""
+"""Attention layers on a GPU."""
 
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from moeyard_kernels.common.kept import best, latest, sum_rows
 from moeyard_kernels.cuda.plan import CudaPlan, Kept
 from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
-# Positions that a table without memory of its own has rows for.
+# Positions of the table of layers without rotation, which takes no memory.
 _ANY_POSITION = 1 << 30
 
 
@@ -18,7 +18,7 @@ class CudaGqa:
     def __init__(self, layer: GqaLayer) -> None:
         self._layer, self._heads = layer, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         self._k, self._v, self._window, self._scale = layer.k, layer.v, layer.window, layer.scale
-        # Norms of each head are part of the launch that rotates; those of all heads together are launches of their own.
+        # A norm per head is part of the rotation's launch; a norm over all heads is a separate launch.
         self._by_head = layer.q_norm is not None and layer.q_norm.shape[0] == layer.head_dim
         self._rope = _rotation_table(layer.rope, layer.head_dim, layer.k.device)
 
@@ -32,7 +32,7 @@ class CudaGqa:
             q, k = self._normalised(q, layer.q_norm), self._normalised(k, layer.k_norm)
         step = (q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v)
         if not plan.num_prompt and plan.num_tokens:
-            # The launch ahead is a product, or a norm of its rows: tables and earlier steps' keys are older.
+            # The launch before is a product or a norm of these rows. Tables and keys of earlier steps are older.
             out, _ = ops.rope_gqa_decode(
                 *step, tables=plan.decode[self._window], scale=self._scale, static_tables=True,
                 lone_rows=plan.lone_rows, **norms,
@@ -48,7 +48,7 @@ class CudaGqa:
         if plan.num_prompt < plan.num_tokens:
             tables = plan.decode[self._window]
             rows = q[plan.num_prompt :]
-            # The launch ahead is the cache write, or the prompts' attention: the tables are older.
+            # The launch before is the cache write or the prompts' attention. The tables are older.
             out, _ = ops.gqa_decode(rows, self._k, self._v, tables=tables, scale=self._scale, static_tables=True)
             parts.append(out)
         if plan.num_prompt:
@@ -57,9 +57,10 @@ class CudaGqa:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _compact(self, q: torch.Tensor, kept: Kept) -> None:
-        """Copy what is kept of a prompt to places of its own; q [W, Hq, D] are its last queries.
+        """Copy the kept positions of a prompt to new places; q [W, Hq, D] are its last queries.
 
-        Where a sliding window hides the rest, each layer keeps the latest: then a place's distance is its position's.
+        With a sliding window each layer keeps the latest positions, so that distances between places stay those of
+        positions.
         """
         k, v = self._k.flatten(1, 2), self._v.flatten(1, 2)
         if self._window is None:
@@ -72,14 +73,14 @@ class CudaGqa:
             flat.index_copy_(1, kept.entries, flat.gather(1, source.expand(-1, -1, flat.shape[2])))
 
     def warm_compaction(self) -> None:
-        """Have what chooses compiled, before there is a prompt that waits for it."""
+        """Compile the kernels of the choice before a prompt waits for them."""
         k = self._k.flatten(1, 2)
         rows = torch.zeros(2, dtype=torch.int64, device=k.device)
         q = k.new_zeros(1, self._layer.num_heads, self._layer.head_dim)
         best(ops.snapkv_scores(q, k, rows=rows, length=2, scale=self._scale), length=2, budget=1)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """x [T, heads, D], all heads together."""
+        """Normalise x [T, heads, D], all heads together."""
         return x if weight is None else ops.rms_norm(x.flatten(1), weight, self._layer.eps).view(x.shape)
 
 
@@ -108,7 +109,7 @@ class CudaMla:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _prompt(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """[num_prompt, Hq, Dv] from keys and values decompressed per head."""
+        """Return [num_prompt, Hq, Dv], from keys and values decompressed per head."""
         assert plan.flat is not None, "a plan with prompts is made flat too once there is latent attention"
         rows = self._latents.flatten(0, 1).index_select(0, plan.prefix_entries)
         kv = ops.linear(rows[:, : self._rank].contiguous(), self._kv_b, static_weight=True)
@@ -123,13 +124,13 @@ class CudaMla:
     def _compact(
         self, q: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor, latents: torch.Tensor, kept: Kept
     ) -> None:  # fmt: skip
-        """Copy what is kept of a prompt: one latent is the key of all heads, so they choose together."""
+        """Copy the kept positions of a prompt. All heads choose together, because one latent is the key of all."""
         scores = ops.snapkv_scores(q, k, k_rope=k_rope, length=kept.length, scale=self._scale)
         found = best(sum_rows(scores).unsqueeze(0), length=kept.length, budget=kept.count)
         self._latents.flatten(0, 1).index_copy_(0, kept.entries, latents.index_select(0, found[0]))
 
     def warm_compaction(self) -> None:
-        """As `CudaGqa.warm_compaction`."""
+        """See `CudaGqa.warm_compaction`."""
         layer = self._layer
         q = self._latents.new_zeros(1, layer.num_heads, layer.nope_dim + layer.rope_dim)
         kv = self._latents.new_zeros(2, layer.num_heads, layer.nope_dim + layer.v_dim)
@@ -138,10 +139,10 @@ class CudaMla:
         best(sum_rows(scores).unsqueeze(0), length=2, budget=1)
 
     def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
-        """[decode rows, Hq, Dv] in the absorbed form."""
+        """Return [decode rows, Hq, Dv] in the absorbed form."""
         q_latent = ops.head_linear(q_nope, self._k_absorb, static_weight=True)
-        # At work are the product ahead and the cache write ahead of it: tables are older, and so are a sequence's keys
-        # but its row's, unless the step has several rows of it.
+        # The product before and the cache write before it may still run. Tables are older. So are a sequence's keys
+        # except its own row's, unless the step has several rows of it.
         latent, _ = ops.mla_decode(
             q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale,
             static_tables=True, static_keys=plan.lone_rows,
@@ -150,12 +151,12 @@ class CudaMla:
 
 
 def _rotation_table(rope: torch.Tensor | None, dim: int, device: torch.device) -> torch.Tensor:
-    """The table itself; without one, a table that turns nothing: a factor of 1 and a zero taken off are exact."""
+    """Return the table, or one that turns nothing: multiplying by 1 and subtracting 0 are exact."""
     return _still(dim, device) if rope is None else rope
 
 
 @cache
 def _still(dim: int, device: torch.device) -> torch.Tensor:
-    """One of all layers: a step looks its rows up once for each table."""
+    """Return one table for all layers, so that a step looks its rows up once."""
     still = torch.cat((torch.ones(1, dim // 2), torch.zeros(1, dim // 2)), 1).to(device)
     return still.expand(_ANY_POSITION, -1)

@@ -1,7 +1,6 @@
-"""The backend of GPUs: layers over the ops, each row's bits its own.
+"""The backend of GPUs: layers over the ops. A row's bits do not depend on other rows.
 
-It asks for no GPU itself: on the CPU the same calls run through the oracles, which is how its composition is tested
-where there is none.
+It also runs without a GPU: on the CPU the ops run their references, which lets tests cover its composition.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,8 +31,9 @@ from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_kernels.types.weight_form import ExpertForm
 
-# Few rows of a large hidden size are reduced faster by many programs, and normalised behind them: 4.0 us of one row of
-# 7168 against 4.4 on an H200. Everything else is one launch (2.2 of 3.2 us at one row of 2048, 86 of 105 at 8192).
+# A few rows of a large hidden size are reduced faster by many programs and then normalised: 4.0 us against 4.4 for one
+# row of 7168 on an H200. Otherwise one launch is faster (2.2 against 3.2 us for one row of 2048, 86 against 105 for
+# 8192 rows).
 _FEW_ROWS, _LARGE = 64, 4096
 
 
@@ -59,8 +59,8 @@ class CudaBackend:
         self.page_size, self.device = page_size, device
         self.peers = Peers(device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The sliding windows of the layers built so far, whether one of them decompresses its keys, and whether one
-        # keeps state in slots.
+        # The sliding windows of all layers, whether a layer decompresses its keys, and whether a layer keeps state in
+        # slots.
         self.windows: set[int | None] = set()
         self.flat = self.slots = False
         self.choices = GateCounts()
@@ -77,7 +77,7 @@ class CudaBackend:
         )
 
     def step_inputs(self, size: StepSize, last_ids: torch.Tensor, tails: Tails | None = None) -> StepInputs:
-        """Inputs of a captured step of that size, for the layers built so far; see `StepInputs`."""
+        """Return inputs of a captured step of that size, for the layers built so far; see `StepInputs`."""
         return StepInputs(
             size, page_size=self.page_size, windows=self.windows, last_ids=last_ids, slots=self.slots, tails=tails
         )
@@ -114,7 +114,7 @@ class CudaBackend:
         return watching
 
     def warm_compaction(self) -> None:
-        """Have what keeps a part of prompts compiled, before there is one that waits for it."""
+        """Compile the kernels of compaction before a prompt waits for them."""
         for attention in self._attention:
             attention.warm_compaction()
 
@@ -138,7 +138,7 @@ class CudaBackend:
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
         """Run on a second stream if rows are so few that launches leave much of a GPU idle.
 
-        Memory that is freed there is used again by the next call, which waits for all that the caller launched before.
+        Memory freed there is reused by the next call, which waits for all earlier launches of the caller.
         """
         if self._side is None or plan.num_rows > _FEW_ROWS:
             return run

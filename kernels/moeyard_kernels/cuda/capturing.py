@@ -1,4 +1,4 @@
-"""CUDA graphs: capture what a function launches, and compile the kernels of many captures at once before them."""
+"""CUDA graphs: capture the launches of a function, and compile the kernels of many captures in parallel beforehand."""
 
 import gc
 import logging
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# A compilation takes some hundred MB of the host's memory.
+# A compilation takes several hundred MB of host memory.
 _MOST_AT_ONCE = 32
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect garbage now and not meanwhile: a graph that is destroyed during a capture would spoil it."""
+    """Collect garbage now and not in the block: a graph that is destroyed during a capture would spoil the capture."""
     gc.collect()
     with _no_collection():
         yield
@@ -44,10 +44,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def capture(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """Capture what `run` launches, with memory from `pool`. Returns the graph and the result of `run`.
+    """Capture the launches of `run`, with memory from `pool`. Return the graph and the result of `run`.
 
-    `ahead`: run once before, for what only a first run makes. Otherwise new kernels are compiled and loaded during the
-    capture, which CUDA permits a thread that asks for it ("relaxed"): half of the time.
+    `ahead`: run once before, for one-time setup. Otherwise new kernels are compiled and loaded during the capture,
+    which CUDA allows in "relaxed" mode; this halves the time.
     """
     if ahead:
         side = torch.cuda.Stream()
@@ -64,9 +64,9 @@ def capture(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[to
 
 
 def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture what `run` launches between steps: without waiting for anything, and without releasing cached memory.
+    """Capture the launches of `run` between steps, without waiting and without releasing cached memory.
 
-    Raises what `run` raises, and leaves no graph then.
+    Raises the errors of `run`, and leaves no graph then.
     """
     graph, side = torch.cuda.CUDAGraph(), _capturing(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
@@ -75,7 +75,7 @@ def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CU
         try:
             run()
         except BaseException:
-            with suppress(RuntimeError):  # boundary: a capture that failed may not end in order
+            with suppress(RuntimeError):  # boundary: a failed capture may not end in order
                 graph.capture_end()
             graph.reset()
             raise
@@ -85,7 +85,7 @@ def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CU
 
 @cache
 def _capturing(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device: only within one stream does memory of a pool pass between captures.
+    """Return the stream of all captures on a device: memory of a pool passes between captures of one stream only.
 
     Torch's own capture stream belongs to the first device of the process, which may be another one.
     """
@@ -99,24 +99,24 @@ def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) -> None:
-    """Compile what `runs` launch on `device`, the current one, without launching it.
+    """Compile the launches of `runs` on `device`, the current one, without running them.
 
-    Captures meet their kernels one after the other, and with an empty cache of Triton these took most of a start: 80 s
-    of 92 with Qwen3-30B-A3B. So captures are rehearsed: the kernels that a step launches are compiled on all cores and
-    loaded, and its graph of torch's own operators is dropped. No operator runs, so none reads what no kernel wrote.
+    Captures compile their kernels one after the other. With an empty Triton cache this took most of a start: 80 s of 92
+    with Qwen3-30B-A3B. So captures are rehearsed: the kernels of a step are compiled on all cores and loaded, and the
+    graph of torch's own operators is dropped. No operator runs, so none reads unwritten memory.
 
-    Rehearse with a full cache, too. Triton's key of a kernel depends on the kernels that were met before it: constants
-    of functions that it calls count only if those were (`_update_hash` in Triton 3.6 and 3.7). In another order some
-    kernels would be missing.
+    Rehearse with a full cache, too. Triton's cache key of a kernel depends on the kernels compiled before it: constants
+    of called functions count only if these were compiled (`_update_hash` in Triton 3.6 and 3.7). In another order some
+    kernels would miss the cache.
 
-    `runs` is advanced when the run before has ended. Raises RuntimeError where a run keeps memory of the device, to
-    which nothing was written.
+    `runs` advances when the run before has ended. Raises RuntimeError if a run keeps device memory, which was never
+    written.
     """
     begun, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     # The other ranks of this host do the same.
     at_once = min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // torch.cuda.device_count()))
     with without_collection(), warnings.catch_warnings():
-        # A step may consist of launches only.
+        # A step may consist of Triton launches only.
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         allocated = torch.cuda.memory_allocated(device)
         with compiling_only(at_once, device) as compiled:
@@ -126,7 +126,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) ->
         graphs.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    # Memory that was allocated before may be freed meanwhile.
+    # Memory that was allocated before may be freed in the meantime.
     if (kept := torch.cuda.memory_allocated(device) - allocated) > 0:
         raise RuntimeError(f"{kept} bytes are kept by steps of which only kernels were compiled")
     seconds = time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: slots as two tensors, nothing decided on the host."""
+"""Routed experts on a GPU: slots as two tensors; the host decides nothing."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from moeyard_kernels.types.weight_form import ExpertForm
 class CudaExpertSlots:
     """S slots: the matrices gate_up [S, 2I, H] (gate rows first) and down [S, H, I], as `ops.grouped_gemm` reads them.
 
-    `regions` are their bytes, uint8 [S, bytes of gate_up] and [S, bytes of down], which copies of experts fill.
+    `regions` are their bytes, uint8 [S, bytes of gate_up] and [S, bytes of down], into which experts are copied.
     """
 
     def __init__(self, *, num_slots: int, form: ExpertForm, device: torch.device) -> None:
@@ -31,10 +31,10 @@ class CudaExpertSlots:
         fill(expert_views(self.form, *(region[slot] for region in self.regions)))
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
-        """[local experts, or 1 where there is none] int32 on the device.
+        """Return [local experts, at least 1] int32 on the device.
 
-        Behind it -1 follows, for as many as any layer has: what is launched behind an exchange that failed may find
-        ids of another layer, and must read nothing by them.
+        The memory after it holds -1, up to the most experts of any layer. Launches after a failed exchange may find ids
+        of another layer and must read nothing by them.
         """
         table = torch.full((max(self.num_slots, len(slots), 1),), -1, dtype=torch.int32)
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
@@ -50,7 +50,7 @@ class CudaExpertSlots:
 
 
 class CudaExpertRun:
-    """One layer's rows and what they need: `experts` [R, K], `prompt` [R] or None."""
+    """One layer's rows and their experts: `experts` [R, K], `prompt` [R] or None."""
 
     known_counts = None
 

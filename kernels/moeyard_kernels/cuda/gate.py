@@ -1,4 +1,4 @@
-"""The gate of a layer on a GPU, and how often gates chose each expert: the launches that choose count."""
+"""The gate of a layer on a GPU, and counts of how often gates chose each expert; the choosing launches count."""
 
 from dataclasses import asdict
 
@@ -12,20 +12,20 @@ from moeyard_kernels.types.matrix import Matrix
 
 
 class GateCounts:
-    """How many rows have chosen each expert, without padding, for a backend's gates in the order of their making."""
+    """How many rows chose each expert, without padding, for a backend's gates in the order of their creation."""
 
-    # Whether what is launched, or captured, from now on counts. Off only to compare steps without (`bench/choices.py`).
+    # Whether launches and captures count from now on. Off only to time steps without counting (`bench/choices.py`).
     on = True
 
     def __init__(self) -> None:
         self._counts: list[torch.Tensor] = []
-        # Pinned, and when the copy into it is complete; None: none is on its way.
+        # The pinned copy, and the event of its completion; None: no copy is in flight.
         self._seen: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
     def of_gate(self, num_experts: int, device: torch.device) -> torch.Tensor:
-        """[E] int64 for another gate to count in, each like those before. It stays where it is: graphs write to it."""
-        # Layers are made in inference mode, and its tensors could not be cleared outside of it.
+        """Return [E] int64 in which another gate counts. Its address is fixed, because graphs write to it."""
+        # Layers are created in inference mode, and inference tensors could not be cleared outside of it.
         with torch.inference_mode(mode=False):
             self._counts.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
         return self._counts[-1]
@@ -36,11 +36,12 @@ class GateCounts:
             counts.zero_()
 
     def read(self) -> list[list[int]] | None:
-        """Return [L, E] so far, of L gates; None while the copy from the device is on its way: ask again later."""
+        """Return the counts so far, [L, E] of L gates; None while the copy from the device is in flight: ask again
+        later."""
         if not self.on:
             return []
         if self._copied is None:
-            # Behind whole steps: in every layer as many rows have been counted.
+            # Between steps every layer has counted the same number of rows.
             now = torch.stack(self._counts)
             if not now.is_cuda:
                 return as_lists(now)
@@ -56,7 +57,7 @@ class GateCounts:
 
 
 def as_lists(counts: torch.Tensor) -> list[list[int]]:
-    """The values of counts [L, E]."""
+    """Return the values of counts [L, E]."""
     found: list[list[int]] = counts.tolist()
     return found
 
@@ -65,7 +66,7 @@ class CudaGate:
     """The gate of one layer.
 
     fp32 logits of bf16 rows: if the weight's values are bf16, as in bf16 checkpoints, both operands stay bf16 and only
-    the sums are fp32. Their products are exact either way, and a GPU's fp32 product is 20 times as slow.
+    the sums are fp32. Their products are exact either way, and a GPU's fp32 product is 20 times slower.
     """
 
     def __init__(
@@ -84,15 +85,16 @@ class CudaGate:
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
         if shared_gate is not None:
-            # One product gives both, in rows of a multiple of 16 logits: of such strides Triton reads many at once.
+            # One product gives both. Its rows have a multiple of 16 logits, because Triton vectorises reads of such
+            # strides.
             padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
             weight = torch.cat((weight, shared_gate.data.to(weight.dtype), padding))
-        # A weight in another dtype than fp32 is in the rows'.
+        # A weight that is not fp32 has the dtype of the rows.
         rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
         self._defers = rule.top_k <= FEW_PAIRS
-        # The first product of shared experts is one launch with the router's then, of operands that are alike.
+        # The shared experts' first product then joins the router's launch, because the operands are alike.
         self.takes_shared = (
             shared is not None and self._weight.dtype == shared[0].data.dtype == torch.bfloat16
             and self._defers and can_share(shared[1].shape[1])

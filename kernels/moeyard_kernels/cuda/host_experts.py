@@ -1,4 +1,4 @@
-"""The host's side of a cache of experts on a GPU: one pinned blob per expert, with the bytes of a slot."""
+"""Host memory of an expert cache on a GPU: one pinned blob per expert, with the bytes of a slot."""
 
 import torch
 
@@ -19,7 +19,7 @@ class HostExperts:
         self.blobs = self.memory.bytes.view(num_experts, form.blob_bytes)
 
     def put(self, index: int, fill: Fill) -> None:
-        """Take the expert that `fill` writes."""
+        """Store the expert that `fill` writes."""
         fill(blob_views(self._form, self.blobs[index]))
 
     def regions(self, index: int) -> tuple[torch.Tensor, ...]:

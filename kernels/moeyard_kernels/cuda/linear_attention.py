@@ -14,10 +14,10 @@ Rule = Callable[..., torch.Tensor]
 
 
 class _Delta:
-    """The delta rule of one layer between the convolution before it and the gated norm behind.
+    """The delta rule of one layer, with the convolution before it and the gated norm after it.
 
-    `chunked` is the rule of prompt rows, `recurrent` that of decode rows, `step` all three parts of a step that has no
-    other rows. dt_bias: as `recurrent` wants it.
+    `chunked` is the rule of prompt rows, `recurrent` that of decode rows. `step` is all three parts of a step that has
+    only decode rows. The shape of dt_bias is that of `recurrent`.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class _Delta:
     ) -> None:
         self._chunked, self._recurrent, self._step = chunked, recurrent, step
         self._layer, self._rates, self._sigmoid = layer, (layer.a_log, dt_bias), sigmoid
-        # Tap by tap, so that what a thread reads of it lies together.
+        # Transposed, so that a thread reads contiguous taps.
         self._conv = layer.conv.t().contiguous().t()
 
     def __call__(
@@ -35,7 +35,7 @@ class _Delta:
         rows, layer = plan.state, self._layer
         assert rows is not None, "a plan knows its slots once there is linear attention"
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
-            # Products lie between this and the launches of the step before that wrote these slots.
+            # Products run between this launch and the launches of the step before that wrote these slots.
             return self._step(
                 qkv,
                 self._conv,
@@ -58,7 +58,7 @@ class _Delta:
     def _mixed(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, plan: CudaPlan, rows: StateRows
     ) -> torch.Tensor:
-        """[num_rows, H, Dv], of prompt rows and decode rows."""
+        """Return [num_rows, H, Dv] of prompt rows and decode rows."""
         first, parts = plan.num_prompt, []
         if rows.restored is not None:
             ops.restore_slots(self._layer.state, self._layer.window, moves=rows.restored)
@@ -109,6 +109,6 @@ class CudaKda:
 
     def mix(self, x: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         qkv, narrow, beta = x.split_with_sizes(self._widths, 1)
-        # Both products in one launch, of slices as they lie.
+        # Both products in one launch, over strided slices.
         decay, gate = ops.head_linear(narrow.unflatten(1, (2, -1)), self._wide, static_weight=True).unbind(1)
         return self._rule(qkv, beta, decay, gate, plan)

@@ -1,4 +1,4 @@
-"""A step as the kernels want it: index tensors on the device, made once and copied at once."""
+"""The index tensors of a step on the device, made once per step and copied together."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from moeyard_kernels.types.step import ChunkRows, StepRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What is kept of a prompt of `length` positions: `count` of them, chosen by the rows `choosing` of the step.
+    """The kept part of a prompt of `length` positions: `count` of them, chosen by the rows `choosing` of the step.
 
-    places: [length] int64, where in the pages the prompt lies, page * page_size + offset. entries: [count] int64, the
-    places for what is kept. keys: its rows among those of all prefixes, where there are any.
+    places: [length] int64, where the prompt lies in the pages, page * page_size + offset. entries: [count] int64, the
+    target places. keys: its rows among the concatenated prefixes, if there are any.
     """
 
     length: int
@@ -36,13 +36,13 @@ class CudaPlan:
     """The rows of one step without padding, prompt rows first. A `StepPlan`.
 
     entries: [T] int64, page * page_size + offset of each row's place in the pages.
-    decode: per sliding window, pages and lengths of the decode rows, each a sequence of its own.
-    paged: per sliding window, the prompt chunks over pages; None without any.
-    flat, prefix_entries: the same chunks over the rows of their prefixes, one chunk's behind the other's, and where
-    in the pages those rows are, [L] int64. Only where `flat` was asked for.
+    decode: per sliding window, pages and lengths of the decode rows, each treated as a sequence.
+    paged: per sliding window, the prompt chunks over pages. None without any.
+    flat: the same chunks over the concatenated rows of their prefixes, if asked for.
+    prefix_entries: the places of those rows in the pages, [L] int64.
     lone_rows: whether no sequence has two decode rows.
-    state: how rows reach state in slots. Only where `slots` was asked for.
-    kept: of each prompt that the step ends and of which a part is kept.
+    state: how rows reach state in slots, if asked for.
+    kept: for each prompt that ends in this step and is kept in part.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class CudaPlan:
 
 
 def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[Kept, ...]:
-    """What is kept of the prompts that end with one of these chunks, the first of which is the step's first row."""
+    """Return the kept parts of prompts that end with one of these chunks; the first chunk begins at the step's first
+    row."""
     found, row, key = [], 0, 0
     for chunk in prefill:
         length, compaction = chunk.start + len(chunk.token_ids), chunk.compaction

@@ -1,14 +1,14 @@
-"""A layer's experts when not all have slots, decided and copied on the GPU.
+"""A layer's experts when not all have slots: the GPU decides and copies.
 
-A step of decode rows asks nothing of the host, so it can be captured: a kernel decides, what hits is computed while a
-few programs copy what missed out of pinned memory, then that is computed; again where a layer needs more than half of
-the slots, in a number of waves that shapes fix. With peers that share their links the first of these copies is one of
-all ranks (`types/fetch_window.py`).
+Steps of decode rows need nothing from the host, so they can be captured. A kernel decides. Hits are computed while a
+few programs copy the misses from pinned memory; then the misses are computed. A layer that needs more than half of the
+slots does this in several waves, whose number depends on shapes only. Peers that share their links make the first
+copies together (`types/fetch_window.py`).
 
-In a step with prompt rows the host waits once per layer to learn which experts they need beside decode's. Those with a
-slot are computed at once, for all rows. The others come through two halves of a few slots of their own, copied by the
-copy engine into one half while the other is computed. Rows that need nearly all experts of one layer will need those of
-the next: what has no slot there is copied ahead, while it attends. Decode's slots stay as they are.
+In a step with prompt rows the host waits once per layer to learn which experts they need besides those of decode rows.
+Experts with a slot are computed at once, for all rows. The others stream through two halves of a few extra slots: the
+copy engine fills one half while the other is computed. Rows that need nearly all experts of one layer will need those
+of the next, so its missing experts are copied during its attention. Decode's slots do not change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,16 +37,16 @@ from moeyard_kernels.types.fetch_window import FetchWindow
 from moeyard_kernels.types.matrix import Fill
 from moeyard_kernels.types.sending import to_device
 
-# Share of a layer's experts that a step needs, from which on it is taken to need those of the next layer, too. Where
-# it was wrong (routing that had collapsed to 36 of 128 experts, H200, 2026-11-22) prompts took 1.6 times as long.
+# If a step needs at least this share of a layer's experts, the next layer's are prefetched. Where that was wrong,
+# prompts took 1.6 times as long (routing collapsed to 36 of 128 experts, H200, 2026-11-22).
 _NEARLY_ALL = 0.9
 
 
 class CudaResidency:
-    """The experts of L layers, E each, in the first `num_slots` of `slots`; the slots beyond them are the stream's.
+    """The experts of L layers, E each, in the first `num_slots` of `slots`; the other slots stream.
 
-    Layers and experts are counted from 0. The decisions are those of `policy`. `lent`: how other processes of the host
-    find the experts that are kept in its memory, if they may.
+    Layers and experts count from 0. `policy` decides. `lent`: the handle by which other processes of the host map the
+    experts in its memory, if they may.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class CudaResidency:
         self._lane = _Lane(device)
         self._copier = _Lane(device)
         self._turn = 0
-        # The layer whose experts are copied ahead, and in turn of each half that holds some, their slots.
+        # The prefetched layer, and the slots of its experts in each half that holds some, in turn.
         self._ahead: tuple[int, list[dict[int, int]]] = (-1, [])
-        # Of each half: recorded when its last reader has been launched, and when its copies have.
+        # Two events for each half: recorded after its last reader is launched, and after its copies are.
         self._free, self._ready = ([self._lane.event() for _ in range(2)] for _ in range(2))
         self._prompt_hits = [0, 0]
         self._prompt_misses = 0
@@ -81,21 +81,21 @@ class CudaResidency:
         self._copied = self._lane.event()
 
     def put(self, layer: int, expert: int, fill: Fill) -> None:
-        """Keep one expert in the host's memory."""
+        """Store one expert in host memory."""
         self._host.put(layer * self._num_experts + expert, fill)
 
     def start(self) -> int:
-        """Fill the slots as the policy starts, once all experts are kept; return the bytes copied."""
+        """Fill the slots as the policy starts, once all experts are stored; return the bytes copied."""
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
         self._lane.synchronize()
         return self._num_slots * self._slots.form.blob_bytes
 
     def run(self, layer: int, run: Any, fetch: FetchWindow | None = None) -> None:
-        """Compute all of a run of the slots.
+        """Compute a whole run of the slots.
 
-        Without prompt rows nothing waits for the device, and ranks with a `fetch` window, all of a host or none, read
-        what they miss together.
+        Without prompt rows nothing waits for the device. Ranks with a `fetch` window, all of a host or none, read their
+        misses together.
         """
         if not run.experts.numel():
             return
@@ -116,7 +116,7 @@ class CudaResidency:
             self._fetch_ahead(layer + 1, [e for e in range(self._num_experts) if following[e] < 0])
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
-        """Return the counts of now, which waits for the device, or else those of the call before the last."""
+        """Return the current counts after waiting for the device, or else those of the call before the last."""
         live = self._state.counts
         if wait or not live.is_cuda:
             self._counted.copy_(live)
@@ -154,7 +154,8 @@ class CudaResidency:
         self._lane.join()
         run.compute(tables[1])
         for table in tables[2:]:
-            # Its slots may be those of the wave before. Ranks need not have as many waves, so that each is alone here.
+            # Its slots may be those of the wave before. Ranks may have different numbers of waves, so each copies alone
+            # here.
             self._gather(layer, table)
             run.compute(table)
 
@@ -166,8 +167,8 @@ class CudaResidency:
             ops.fetch_experts(self._blobs, table, gate_up, down, fetch, layer=layer, counts=self._state.counts)
 
     def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
-        """For each expert of the layer: whether any row needs it, whether a decode row does, its slot, its segment; and
-        the slot of each of the next layer's."""
+        """Return five lists over the experts of the layer. They say whether any row needs the expert, whether a decode
+        row does, its slot, its segment, and the slot of the same expert of the next layer."""
         marks = torch.zeros(2, self._num_experts + 1, dtype=torch.int32, device=ids.device)
         for mark, of in zip(marks, (ids, decode), strict=True):
             mark.index_fill_(0, (of + 1).flatten().long(), 1)
@@ -178,10 +179,10 @@ class CudaResidency:
         return found
 
     def _stream(self, layer: int, run: CudaExpertRun, resident: dict[int, int], missing: Sequence[int]) -> None:
-        """Compute what is resident, and behind its products what is not, half by half."""
+        """Compute the resident experts, then the missing ones, half by half."""
         of_layer, ahead = self._ahead
         wanted = set(missing)
-        # What came ahead and is not missing after all is passed over.
+        # Ignore prefetched experts that are not missing.
         placed = [
             {expert: slot for expert, slot in half.items() if expert in wanted}
             for half in (ahead if of_layer == layer else ())
@@ -208,7 +209,7 @@ class CudaResidency:
         self._prompt_misses += len(missing)
 
     def _fetch_ahead(self, layer: int, missing: Sequence[int]) -> None:
-        """Copy the first experts of a layer that has not begun, as many as both halves hold."""
+        """Copy the first missing experts of the next layer, as many as both halves hold."""
         groups = [missing[: self._half], missing[self._half : 2 * self._half]]
         placed = [self._places(group, self._turn + g) for g, group in enumerate(groups) if group]
         for g, group in enumerate(placed):
@@ -216,11 +217,11 @@ class CudaResidency:
         self._ahead = (layer, placed)
 
     def _places(self, experts: Sequence[int], turn: int) -> dict[int, int]:
-        """Slots of the half whose turn it is."""
+        """Return slots of the half whose turn it is."""
         return {expert: self._num_slots + turn % 2 * self._half + i for i, expert in enumerate(experts)}
 
     def _fetch(self, layer: int, group: Mapping[int, int], turn: int) -> None:
-        """Begin to copy experts into a half, once it has been read."""
+        """Begin to copy experts into a half, after its last read."""
         with self._copier.following(self._free[turn % 2]):
             for expert, slot in group.items():
                 self._copy(layer * self._num_experts + expert, slot)
@@ -237,7 +238,7 @@ class CudaResidency:
 
 
 class _NoEvent:
-    """Of a CPU, where everything has happened when its call returns."""
+    """The event of a CPU, where every call has finished when it returns."""
 
     def record(self) -> None:
         pass
@@ -250,18 +251,18 @@ class _NoEvent:
 
 
 class _Lane:
-    """A stream beside the caller's; on a CPU the caller's own order."""
+    """A second stream; on a CPU the caller's own order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._begun, self._done = self.event(), self.event()
 
     def event(self) -> "torch.cuda.Event | _NoEvent":
-        """An event of this device."""
+        """Return an event of this device."""
         return _NoEvent() if self._stream is None else torch.cuda.Event()
 
     def following(self, event: "torch.cuda.Event | _NoEvent") -> AbstractContextManager[object]:
-        """What is launched within runs here, once `event` has happened (at once if it was never recorded)."""
+        """Run launches of the block here after `event` (at once if it was never recorded)."""
         if self._stream is None:
             return nullcontext()
         assert isinstance(event, torch.cuda.Event)
@@ -269,12 +270,12 @@ class _Lane:
         return torch.cuda.stream(self._stream)
 
     def behind_caller(self) -> AbstractContextManager[object]:
-        """What is launched within runs here, behind what the caller has launched so far."""
+        """Run launches of the block here, after the caller's launches so far."""
         self._begun.record()
         return self.following(self._begun)
 
     def join(self) -> None:
-        """The caller's next launches wait for what was launched here."""
+        """Make the caller's next launches wait for the launches here."""
         if self._stream is not None:
             assert isinstance(self._done, torch.cuda.Event)
             self._done.record(self._stream)

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-# What compiled kernels count on where a tensor begins, in bytes.
+# Alignment in bytes that compiled kernels assume.
 _ALIGNED = 16
 
 
 class Staging:
-    """Named tensors in one block of a device's memory, and pinned copies of it on the host: one copy sends them all.
+    """Named tensors in one block of device memory, and pinned copies of it on the host: one copy sends them all.
 
-    fields: dtype and shape by name. stages: blocks on the host, of which one is filled while those before are still
-    being copied. With several, what a step leaves as it was in `begin`'s arrays is what some step before wrote.
+    fields: dtype and shape by name. stages: the number of host blocks; one is filled while earlier ones are still being
+    copied. With several stages, entries that a step does not write in `begin`'s arrays hold values of an earlier step.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Staging:
         self.on_device = views(self._block)
 
     def begin(self) -> dict[str, np.ndarray]:
-        """The host's next arrays, once nothing reads them any more."""
+        """Return the host's next arrays, once nothing reads them."""
         self._turn = (self._turn + 1) % len(self._stages)
         if self._copied is not None:
             self._copied[self._turn].synchronize()
         return self._host[self._turn]
 
     def send(self) -> None:
-        """Copy them to the device, behind what was launched before."""
+        """Copy them to the device, after earlier launches."""
         self._block.copy_(self._stages[self._turn], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()

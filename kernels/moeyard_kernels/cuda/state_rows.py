@@ -1,4 +1,4 @@
-"""How a step's rows reach the state of their sequences, which lies in slots: for linear attention."""
+"""The slots of a step's rows in the state of linear attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.state_slots import CHUNK, PADDING, WIDTH, PromptChunks, SlotMoves, StateSlots, chunks_of
 from moeyard_kernels.types.step import ChunkRows, slot_behind, slot_left, slot_restored
 
-# Rows of a sequence in a wave.
+# Sizes of a wave, in rows per sequence.
 WAVES = (1, 4, MAX_QUERIES)
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Up to 16 consecutive decode rows of each of some sequences, B times Q: where there are fewer, others are copies.
+    """Up to 16 consecutive decode rows of each of B sequences, Q rows each; missing rows are copies.
 
-    rows: [B Q] int64, decode rows counted from the first. taken, at: [n] int64, which of the B Q count, and the decode
-    rows that they are.
+    rows: [B Q] int64, decode rows counted from the first. taken, at: [n] int64, the real ones of the B Q rows, and
+    their decode rows.
     """
 
     rows: torch.Tensor
@@ -33,11 +33,12 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
-    """Of prompt rows `chunks` (None without any), before which what `restored` says is to be copied (None: nothing), so
-    that their snapshots may take its place. Of decode rows `slots`, where each is a sequence of its own, or else
-    `waves`, which are to be taken in order: a row needs the state that the row before left.
+    """The state slots of a step's rows.
 
-    stand_in: [num_rows] int64, the row whose result each row takes, where rows are padding; None where none is.
+    Prompt rows use `chunks` (None without any). The copies of `restored` (None: nothing) come first, so that snapshots
+    may overwrite their source. Decode rows use `slots` if each is a sequence of its own, else `waves`, in order: a row
+    needs the state of the row before. stand_in: [num_rows] int64, the row whose result each row takes, which differs
+    for padding rows; None without padding.
     """
 
     chunks: PromptChunks | None
@@ -48,7 +49,7 @@ class StateRows:
 
 
 def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device: torch.device) -> StateRows:
-    """Of a step without padding."""
+    """Return the state rows of a step without padding."""
     chunks = slots = restored = None
     if prefill:
         chunks = PromptChunks.plan(*_prompts(prefill), device=device)
@@ -72,13 +73,13 @@ def _prompts(prefill: Sequence[ChunkRows]) -> tuple[list[int], list[int], list[i
 
 
 def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
-    # Chunks with rows left: their first row of all, how many they have had, they themselves.
+    # Unfinished chunks: the first row, the number of rows done, the chunk.
     begins = np.cumsum([0, *(len(c.token_ids) for c in decode)])
     left = [(int(begin), 0, chunk) for begin, chunk in zip(begins, decode, strict=False)]
     waves = []
     while left:
         counts = [min(len(chunk.token_ids) - had, MAX_QUERIES) for _, had, chunk in left]
-        # The sizes that kernels are compiled for: those of a step, of drafts beside a prompt, of output once more.
+        # The compiled sizes: a step, drafts beside a prompt, and recomputed output.
         queries = next(size for size in WAVES if size >= max(counts))
         rows = np.array([first + had for first, had, _ in left]).repeat(queries).reshape(-1, queries)
         write = np.full_like(rows, -1)
@@ -88,7 +89,7 @@ def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
         for row, (count, (_, had, chunk)) in enumerate(zip(counts, left, strict=True)):
             position = chunk.start + had
             read[row] = slot_behind(chunk, position - 1)
-            # Of rows that wrote the same slot the last one would count.
+            # Only the last row of a slot may write it.
             for query in range(max(0, count - chunk.state_ring), count):
                 write[row, query] = slot_behind(chunk, position + query)
         taken = np.flatnonzero(counted)
@@ -102,15 +103,15 @@ def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
 
 
 class StateInputs:
-    """The same of a captured step, of up to `prompt` rows in `chunks` prompts and up to `decode` decode rows."""
+    """The state rows of a captured step: up to `prompt` rows in `chunks` prompts, and up to `decode` decode rows."""
 
     def __init__(self, *, prompt: int, chunks: int, decode: int) -> None:
         self._prompt, self._decode = prompt, decode
-        # One more, that is none.
+        # One more block than needed, as padding.
         self._room, self._heads = (max_blocks(prompt, chunks, CHUNK) + 1, chunks) if prompt else (0, 0)
 
     def fields(self) -> Fields:
-        """What a step's staging is to hold for it."""
+        """Return the fields of the step's staging."""
         found: Fields = {"stand_in": (torch.int64, (self._prompt + self._decode,))}
         if self._prompt:
             found |= {"state_chunks": (torch.int64, (self._room, WIDTH)), "state_fresh": (torch.bool, (self._room,))}
@@ -120,7 +121,7 @@ class StateInputs:
         return found
 
     def rows(self, on: Mapping[str, torch.Tensor]) -> StateRows:
-        """Over the device's tensors of these fields."""
+        """Return the rows over the device's tensors of these fields."""
         chunks = slots = restored = None
         if self._prompt:
             restored = SlotMoves(source=on["state_from"], target=on["state_to"])
@@ -135,8 +136,8 @@ class StateInputs:
     def fill(
         self, host: Mapping[str, np.ndarray], prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows]
     ) -> None:  # fmt: skip
-        """Take a step that fits. A decode row that it has not reads and writes no slot, and takes the first's result:
-        it chooses the same experts, and so reads no weights of its own."""
+        """Take a step that fits. A missing decode row uses no slot and takes the first row's result. So it chooses the
+        same experts, and reads no weights of its own."""
         host["stand_in"][:] = np.arange(self._prompt + self._decode)
         if self._prompt:
             _, rows, fresh, heads = chunks_of(*_prompts(prefill))

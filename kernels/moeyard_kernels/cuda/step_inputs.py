@@ -1,4 +1,4 @@
-"""Inputs of a captured step: rows, positions and tables of a fixed size, which each step fills in before a replay."""
+"""Inputs of a captured step: rows, positions and tables of a fixed size, filled before each replay."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -18,24 +18,24 @@ from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
 from moeyard_kernels.types.step import ChunkRows, StepRows
 from moeyard_kernels.types.step_size import StepSize
 
-# The fields that have an entry per row, beside "feed".
+# The fields with an entry per row, besides "feed".
 _PER_ROW = ("token_ids", "positions", "entries")
 
 
 class StepInputs:
     """The rows of a step of at most `size`. A `StepPlan`.
 
-    Missing decode rows are copies of the first one that store nothing: they compute the same bits, choose the same
-    experts and so read no further weights. Missing prompt rows are token 0, store nothing and attend to nothing: their
-    activations hold anything. Neither have slots of state; prompts that restore no snapshot, or leave none, copy
-    nothing.
+    Missing decode rows are copies of the first one that store nothing. They compute the same bits and choose the same
+    experts, so they read no further weights. Missing prompt rows are token 0; they store nothing and attend to nothing,
+    and their activations are undefined. Neither have state slots. Prompts without a restored snapshot, or without new
+    ones, copy nothing.
 
-    Without `tails` each sequence has one decode row, and the host knows its position. Its token is the host's, or row
-    `fed` of `last_ids`, which the step before has chosen. With `tails` there are no prompts, and decode rows are
-    `VerifiedRows`.
+    Without `tails` each sequence has one decode row at a position that the host knows. Its token comes from the host,
+    or from row `fed` of `last_ids`, where the step before chose it. With `tails` there are no prompts, and decode rows
+    are `VerifiedRows`.
     """
 
-    # A prompt that ends here is kept whole (`StepSize.of`).
+    # Captured steps keep prompts whole (`StepSize.of`).
     kept: tuple[Kept, ...] = ()
 
     def __init__(
@@ -52,7 +52,7 @@ class StepInputs:
         self.num_prompt, self.num_tokens, self.num_rows = size.prompt, size.rows, size.rows
         self.num_sampled = size.samples
         self._page_size, self._last_ids = page_size, last_ids
-        # Rows of one sequence read what others of it write. Without `tails` only copies are of one sequence.
+        # Rows of one sequence read each other's keys. Without `tails` only copies belong to one sequence.
         self.lone_rows = tails is None
         self.decode: dict[int | None, DecodeTables] = {}
         self.paged: dict[int | None, PrefillPlan] = {}
@@ -72,14 +72,14 @@ class StepInputs:
                 self._state = StateInputs(prompt=size.prompt, chunks=size.chunks, decode=size.decode)
             self._staging = Staging(self._fields(), last_ids.device)
             self._bind(self._staging.on_device, windows)
-        # Captured steps run once before there is a step to fill in.
+        # Captured steps run once before the first step.
         self._fill((), (), ())
 
     def _fields(self) -> Fields:
         size, pad = self.size, self.size.chunks + 1
         fields: Fields = dict.fromkeys((*_PER_ROW, "feed"), (torch.int64, (size.rows,)))
         if size.prompt:
-            # The tiles' padding belongs to one more chunk, which has no rows.
+            # Padding tiles belong to an extra chunk without rows.
             fields |= {
                 "sample_rows": (torch.int64, (size.samples,)),
                 "cu_q": (torch.int32, (pad + 1,)),
@@ -117,7 +117,7 @@ class StepInputs:
         self.rotation = Rotations(self.positions)
 
     def begin(self) -> None:
-        """The first launches of a step, to be captured with it: its tokens, and nothing looked up yet."""
+        """Launch the preparation of a step, to be captured with it: read its tokens, forget earlier lookups."""
         if self.verified is not None:
             self.state = self.verified.begin()
             self.positions, self.token_ids = self.verified.positions.flatten(), self.verified.tokens.flatten()
@@ -129,7 +129,7 @@ class StepInputs:
         self.rotation = Rotations(self.positions)
 
     def fill(self, step: StepRows) -> None:
-        """Take a step that fits, with a row at least."""
+        """Take a step that fits and has at least one row."""
         self._fill(step.prefill, step.decode, step.sample_rows if self.num_prompt else ())
 
     def _fill(self, prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], sample_rows: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """Decode rows of a captured step whose tokens and positions are on the device: several rows per sequence.
 
-Rows of one sequence are at following positions. The host need not know yet where they begin and which tokens they read:
+Rows of one sequence have consecutive positions. The host need not know yet where they begin or which tokens they read:
 the step before leaves both on the device (`Tails`).
 """
 
@@ -17,15 +17,15 @@ from moeyard_kernels.types.state_slots import StateSlots
 from moeyard_kernels.types.step import ChunkRows
 from moeyard_kernels.types.step_size import StepSize
 
-# Staged beside the rest where sequences have slots of state.
+# Staged if sequences have slots of state.
 _STATE = ("slots", "rings")
 
 
 class Tails:
-    """State behind the latest step's sequences, in the order of its chunks: state [sequences, 2 + num_drafts].
+    """The end of the latest step's sequences, in the order of its chunks: state [sequences, 2 + num_drafts].
 
-    Column 0 counts the accepted tokens of the chunk. Then follow the last of these, and the drafts behind it. No
-    position reaches `limit`.
+    Column 0 counts the accepted tokens of the chunk. The last of these follows, then the drafts. Every position is
+    below `limit`.
     """
 
     def __init__(self, *, max_sequences: int, num_drafts: int, limit: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class DraftRows:
     num_prompt = 0
     sample_rows = None
     flat: PrefillPlan | None = None
-    # Rows of one sequence read what others of it write.
+    # Rows of one sequence read each other's keys.
     lone_rows = False
 
     def __init__(self, rows: "VerifiedRows", positions: torch.Tensor, stored: torch.Tensor) -> None:
@@ -55,11 +55,11 @@ class DraftRows:
 class VerifiedRows:
     """Row b * queries + j is row j of sequence b.
 
-    Missing sequences are copies of the first one, and missing rows of a sequence are copies of its last: they compute
-    the same bits, choose the same experts and store nothing. With `slots` of state, copies compute nothing of their own
-    and take the results of their originals.
+    Missing sequences are copies of the first one, and missing rows of a sequence are copies of its last row. They
+    compute the same bits, choose the same experts and store nothing. With state `slots`, copies take the results of
+    their originals.
 
-    tokens: [B, Q], what the rows read. start: [B], where they begin. read: [B, 1 + Q], both, for the host.
+    tokens: [B, Q], the tokens that rows read. start: [B], their first positions. read: [B, 1 + Q], both, for the host.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VerifiedRows:
         self._firsts = torch.arange(0, size.decode, size.queries, device=device)[:, None]
 
     def fields(self) -> Fields:
-        """Return the fields that a step's staging holds for it."""
+        """Return the fields of the step's staging."""
         size, long = self.size, (torch.int64, (self.size.sequences,))
         return {
             "token_ids": (torch.int64, (size.sequences, size.queries)),
@@ -86,7 +86,7 @@ class VerifiedRows:
         self._on = on_device
 
     def fill(self, host: Mapping[str, np.ndarray], chunks: Sequence[ChunkRows]) -> None:
-        """Take decode chunks that fit. Without any the rows are those of an empty step."""
+        """Take decode chunks that fit. Without chunks the rows are those of an empty step."""
         count, of_state = len(chunks), _STATE if self._slots else ()
         if not count:
             host["rows"][:] = host["caps"][:] = 1
@@ -112,7 +112,7 @@ class VerifiedRows:
             host[name][count:] = host[name][0]
 
     def begin(self) -> StateRows | None:
-        """The first launches of a step, to be captured with it: its tokens and positions. Returns its rows of state."""
+        """Launch the preparation of a step, to be captured with it: its tokens and positions. Return its state rows."""
         on, fed = self._on, self._on["feed"] >= 0
         state = self.tails.state.index_select(0, on["feed"].clamp(min=0))
         self.start = on["starts"] + torch.where(fed, state[:, 0] - 1, 0)
@@ -127,7 +127,7 @@ class VerifiedRows:
     def _state_rows(self, place: torch.Tensor, stored: torch.Tensor) -> StateRows:
         """Return the slots of the rows at `place` [B, Q] of their sequences; rows leave a state where `stored`."""
         slots, rings, real = (self._on[name][:, None] for name in ("slots", "rings", "real"))
-        # As `slot_behind` has them: ahead of row 0, and behind each row.
+        # The slots before row 0 and after each row, as in `slot_behind`.
         start = self.start[:, None]
         read = torch.where(real > 0, slots + (start - 1) % rings, -1).flatten()
         write = torch.where(stored, slots + (start + self._numbers) % rings, -1)
@@ -135,9 +135,9 @@ class VerifiedRows:
         return StateRows(chunks=None, slots=StateSlots(read=read, write=write), stand_in=stand_in.flatten())
 
     def accept(self, ids: torch.Tensor) -> torch.Tensor:
-        """Keep of ids [rows], chosen for the rows, those whose rows read the right tokens. Returns how many, [B] >= 1.
+        """Keep the tokens of ids [rows] whose rows read the right tokens. Return how many, [B] >= 1.
 
-        Row 0 always read the right one. Row j did if the drafts up to it were what rows 0 to j - 1 yielded.
+        Row 0 always read the right one. Row j did if the drafts up to it were the tokens of rows 0 to j - 1.
         """
         ids = ids.view(self.tokens.shape)
         right = (ids[:, :-1] == self.tokens[:, 1:]) & (self._numbers[1:] < self._on["rows"][:, None])
@@ -150,7 +150,7 @@ class VerifiedRows:
         return count
 
     def draft_rows(self, positions: torch.Tensor) -> DraftRows:
-        """Rows at positions [B]; a position without a page is written nowhere."""
+        """Return rows at positions [B]; a position without a page is not stored."""
         stored = (positions < self._on["caps"]) & (self._on["real"] > 0)
         return DraftRows(self, torch.minimum(positions, self._on["caps"] - 1), stored)
 
@@ -161,7 +161,7 @@ class VerifiedRows:
         return pages * self._page_size + places % self._page_size
 
     def tables(self, ends: torch.Tensor) -> dict[int | None, DecodeTables]:
-        """Per sliding window, the pages and lengths of what rows see that end before positions [B] or [B, Q]."""
+        """Return, per sliding window, the pages and lengths that rows see which end before positions [B] or [B, Q]."""
         dropped = self._on["dropped"]
         kv_lens = (ends - (dropped if ends.dim() == 1 else dropped[:, None])).int()
         table = self._on["table"]

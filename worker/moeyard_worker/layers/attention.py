@@ -1,7 +1,7 @@
-"""What an attention says of itself, one object per kind and layer. Pure: no file that plans or checks loads torch.
+"""The description of an attention, one object per kind and layer. Pure: planning and checking never load torch.
 
-Everything that differs between kinds is asked of this object: a new kind is a file beside `gqa.py` and `mla.py`, an
-attention of the backend, and nobody's `if`.
+This object answers all questions that differ between kinds. So a new kind needs a file like `gqa.py` and an attention
+of each backend, and no `if` elsewhere.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Attention(Protocol):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Its rotation; None for none."""
+        """Its rotation, None without one."""
         ...
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """Its weights under the argument names of `build`; `at` is the prefix of their names in the checkpoint."""
+        """Return its weights under the argument names of `build`; `at` is the prefix of their checkpoint names."""
         ...
 
     def state(self) -> LayerState:
-        """What it keeps of a sequence."""
+        """Return the layout of its state of a sequence."""
         ...
 
     def footprint(self, footprints: Footprints) -> Footprint:
-        """What a backend takes for it beside weights and state."""
+        """Return the memory that a backend needs for it besides weights and state."""
         ...
 
     def build(
@@ -60,5 +60,5 @@ class Attention(Protocol):
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
     ) -> AttentionBlock:
-        """The block on a backend; `rope` is its table [positions, dim], cos then sin."""
+        """Return the block on a backend; `rope` is its table [positions, dim], cos then sin."""
         ...

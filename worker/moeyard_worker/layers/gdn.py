@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state of a sequence does not grow with it."""
+"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state has the same size at every sequence length."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from moeyard_worker.state.layout import LayerState, SlotArray
 if TYPE_CHECKING:
     import torch
 
-# Positions that the chunk formula computes together.
+# Positions of one chunk of the chunk formula.
 CHUNK = 64
 
 
 def delta_state(state: tuple[int, int, int], window: tuple[int, int]) -> LayerState:
-    """The rule's state [heads, Dk, Dv], and the convolution's inputs before the next position, [size - 1, channels]."""
+    """Return the layout: the rule's state [heads, Dk, Dv], and the convolution's last inputs [size - 1, channels]."""
     slots = {"state": SlotArray(shape=state, fp32=True), "window": SlotArray(shape=window, fp32=False)}
     return LayerState(paged={}, slots=slots, chunk_alignment=CHUNK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gdn:
-    """`Attention` by the gated delta rule, with a convolution over `conv_size` positions before it.
+    """`Attention` by the gated delta rule, after a convolution over `conv_size` positions.
 
-    Value head h reads and writes with key head h // (Hv // Hk). `norm_eps` is of the norm behind. `by_key_head`: the
-    checkpoint has one tensor of queries, keys, values and output gates, key head by key head, and one of both gates of
-    the rule likewise (Qwen3-Next); otherwise it has one of queries, keys and values, and three others (Qwen3.5).
+    Value head h uses key head h // (Hv // Hk). `norm_eps` belongs to the norm of the output. `by_key_head`: the
+    checkpoint has one tensor of queries, keys, values and output gates, grouped by key head, and one of both gates of
+    the rule (Qwen3-Next). Otherwise it has one tensor of queries, keys and values, and three others (Qwen3.5).
     """
 
     num_k_heads: int
@@ -49,16 +49,16 @@ class Gdn:
 
     @property
     def rope(self) -> RopeConfig | None:
-        """None: the state knows the order of positions."""
+        """None: the state encodes the order of positions."""
         return None
 
     @property
     def num_channels(self) -> int:
-        """Queries, keys and values, which are convolved."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """All projections of the input are one product, q, k, v, z, b, a in that order."""
+        """All input projections are one product: q, k, v, z, b, a in that order."""
         heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
         return {
             "projections": self._projections(hidden, at),
@@ -127,7 +127,7 @@ class Gdn:
 
 
 class DeltaBlock:
-    """One product for everything that the rule reads, the rule, one product back."""
+    """One product for all inputs of the rule, the rule, one product back."""
 
     def __init__(self, backend: Backend, mix: GdnMix | KdaMix, weights: Loaded) -> None:
         self._backend, self._mix = backend, mix

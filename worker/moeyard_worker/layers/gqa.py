@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class Gqa:
     """`Attention` with grouped heads.
 
-    `qk_norm`: queries and keys are normalised before the rotation, each "head" by itself or "all" heads together.
-    `sliding_window`: a row sees itself and the `sliding_window - 1` positions before it. `norm_eps` is of `qk_norm`,
-    whose weights are stored less one with `norm_less_one`. `output_gate`: half of the query projection, head by head,
-    is a gate of the output. `rope.dim` may be less than `head_dim`: the first so many values of a head are rotated.
+    `qk_norm`: normalise queries and keys before the rotation, each "head" alone or "all" heads together.
+    `sliding_window`: a row sees itself and the `sliding_window - 1` positions before it. `norm_eps` belongs to
+    `qk_norm`; with `norm_less_one` the checkpoint stores its weights minus one. `output_gate`: half of the query
+    projection, head by head, gates the output. `rope.dim` may be less than `head_dim`: then only the first `rope.dim`
+    values of a head are rotated.
     """
 
     num_heads: int
@@ -103,7 +104,7 @@ class Gqa:
 
 
 class GqaBlock:
-    """One product for queries, keys and values, attention, its gate if it has one, one product back."""
+    """One product for queries, keys and values; attention; its gate, if any; one product back."""
 
     def __init__(self, spec: Gqa, backend: Backend, attend: GqaAttend, weights: Loaded) -> None:
         self._backend, self._attend = backend, attend

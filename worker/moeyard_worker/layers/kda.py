@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet whose state forgets each of its rows at a rate of its own."""
+"""Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet with a separate decay rate for each row of the state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kda:
-    """`Attention` by the delta rule with H heads of one width, and a convolution over `conv_size` positions before it.
+    """`Attention` by the delta rule with H heads of one width, after a convolution over `conv_size` positions.
 
-    Rates of forgetting and the output's gate go through a projection of one head's width. `norm_eps` is of the norm
-    behind.
+    Decay rates and output gate go through a projection of one head's width. `norm_eps` belongs to the norm of the
+    output.
     """
 
     num_heads: int
@@ -33,16 +33,16 @@ class Kda:
 
     @property
     def rope(self) -> RopeConfig | None:
-        """None: the state knows the order of positions."""
+        """None: the state encodes the order of positions."""
         return None
 
     @property
     def width(self) -> int:
-        """All heads' values."""
+        """Values of all heads."""
         return self.num_heads * self.head_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """q, k, v, the two narrow projections and beta are one product, in that order."""
+        """q, k, v, the two low-rank projections and beta are one product, in that order."""
         width, narrow, size = self.width, self.head_dim, self.conv_size
         rows = {"q_proj": width, "k_proj": width, "v_proj": width, "f_a_proj": narrow, "g_a_proj": narrow}
         rows["b_proj"] = self.num_heads

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mla:
-    """`Attention` over latents. `bias` is that of the two down projections and o.
+    """`Attention` over latents. `bias` belongs to the two down projections and o.
 
-    `norm_eps` belongs to the norms inside the attention, which do not follow the model's.
+    `norm_eps` belongs to the norms inside the attention, which differ from the model's.
     """
 
     num_heads: int
@@ -37,7 +37,7 @@ class Mla:
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query or decompressed key head."""
+        """Width of a query head or a decompressed key head."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -46,11 +46,11 @@ class Mla:
         return self.kv_lora_rank + self.rope_dim
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
-        """Name the weights and where the checkpoint has them.
+        """Name the weights and their checkpoint tensors.
 
-        q_kv_a [Rq + R + Dr, H] is the query's and the latent's down projection in one product; without a query rank its
-        first rows are the whole query projection and q_norm, q_b are absent. kv_b [Hq, nope + Dv, R] decompresses a
-        latent into each head's key (without its rotated part) and value.
+        q_kv_a [Rq + R + Dr, H] joins the down projections of the query and the latent. Without a query rank its first
+        rows are the whole query projection, and q_norm and q_b are absent. The decompression kv_b [Hq, nope + Dv, R]
+        turns a latent into each head's key (without its rotated part) and value.
         """
         heads, rank, query_rank = self.num_heads, self.kv_lora_rank, self.q_lora_rank
         first = ("q_proj", heads * self.qk_dim) if query_rank is None else ("q_a_proj", query_rank)
@@ -68,7 +68,7 @@ class Mla:
             found["q_norm"] = weight(f"{at}q_a_layernorm.weight", query_rank)
             found["q_b"] = matrix(f"{at}q_b_proj.weight", heads * self.qk_dim, query_rank)
         if self.bias:
-            # The undivided query projection never has a bias.
+            # The full query projection never has a bias.
             query_bias = (None if query_rank is None else f"{at}q_a_proj.bias", first[1])
             found["q_kv_a_bias"] = stacked(query_bias, (f"{at}{down[0]}.bias", down[1]))
             found["o_bias"] = weight(f"{at}o_proj.bias", hidden)
@@ -105,7 +105,7 @@ class Mla:
                 kv_b=weights["kv_b"],
                 rope=rope,
                 interleaved=self.rope is not None and self.rope.interleaved,
-                # With a query rank one launch normalises both, ahead of the query's up projection.
+                # With a query rank one launch normalises both, before the query's up projection.
                 kv_norm=None if "q_norm" in weights else weights["kv_norm"],
                 eps=self.norm_eps,
                 latents=state["latents"],

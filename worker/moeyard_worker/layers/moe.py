@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: gate, token exchange, experts, weighted sum at home."""
+"""The Mixture-of-Experts layer: gate, dispatch, experts, combine, weighted sum."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ if TYPE_CHECKING:
 
 
 class Experts(Protocol):
-    """What computes the rows that reach a rank (the expert cache)."""
+    """The expert cache, which computes the rows that reach a rank."""
 
     @property
     def takes_choices(self) -> bool:
-        """Whether the experts of one row may be chosen by what computes them, so that nobody knows them before."""
+        """Whether the expert kernel may choose the experts of a single row, so that no one knows them before."""
         ...
 
     @property
     def all_resident(self) -> bool:
-        """Whether every expert has its slot. Else the host may wait for prompt rows, to see what they need."""
+        """Whether every expert has a slot. Otherwise the host may wait for prompt rows to learn which experts they
+        need."""
         ...
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
-        """The experts' outputs [R, K, H], one row per (row, k) whose expert is here, holes elsewhere.
+        """Return the experts' outputs [R, K, H], one row per (row, k) of a local expert, other rows undefined.
 
-        None: they have been put home.
+        None if the kernel has already written them to the ranks of their rows.
         """
         ...
 
 
 class Moe:
-    """The gate [E, H] is fp32 where the family computes its logits so; gate_bias [E] is fp32; `dtype` is that of rows.
+    """The gate [E, H] is fp32 if the family computes its logits in fp32; gate_bias [E] is fp32; `dtype` is that of the
+    rows.
 
     All shared experts are one MLP. shared_gate [1, H] gives the logit that scales its output.
     """
@@ -73,14 +75,14 @@ class Moe:
     def forward(self, x: torch.Tensor, plan: StepPlan) -> ExpertParts:
         """Return the unreduced results of normalised rows x [num_rows, H].
 
-        Every rank calls this in every step, also without a row.
+        Every rank calls this in every step, even without rows.
         """
         alone = plan.num_rows == 1
         defer = alone and self._exchange.traits.local and self._experts.takes_choices
-        # What chooses as it computes leaves no room on the multiprocessors for shared experts beside it.
+        # An expert kernel that chooses leaves no room on the multiprocessors for shared experts in parallel.
         defer = defer and (self._shared is None or self._gate.takes_shared)
-        # Beside the routed experts; of one row already beside the choice, which is latencies. More rows take the memory
-        # for longer, and the choice would wait.
+        # Shared experts run in parallel with the routed ones. A single row's gate is latency-bound, so they start with
+        # it. More rows occupy the memory for longer, and the gate would wait.
         shared = self._share(x, plan) if alone and not defer else None
         chosen = self._gate.choose(x, plan, defer=defer)
         if not alone:
@@ -95,7 +97,7 @@ class Moe:
         return ExpertParts(routed=routed, weights=chosen.weights, shared=beside, shared_gate=chosen.shared_gate)
 
     def _share(self, x: torch.Tensor, plan: StepPlan) -> Callable[[], torch.Tensor] | None:
-        """What gives the shared experts' output of normalised rows x [num_rows, H]."""
+        """Return a function that gives the shared experts' output of normalised rows x [num_rows, H]."""
         if self._shared is None or not plan.num_tokens:
             return None
         return self._backend.beside(partial(self._shared.forward, x, plan), plan)

@@ -1,8 +1,8 @@
-"""The residual: what carries rows past the blocks, with the norm in front of each block. Pure.
+"""The residual: the stream of rows around the blocks, with the norm before each block. Pure.
 
-A block (attention, MLP, experts) reads normalised rows and returns its result. It never sees the residual. A model has
-one kind of residual (`Streams`), which begins a `Residual` in every step. A site is the place in front of a block: it
-holds whatever weights the kind needs there. The last site stands in front of the head.
+A block (attention, MLP, experts) reads normalised rows and returns its result; it never sees the residual. A model has
+one kind of residual (`Streams`), which creates a `Residual` in every step. A site is the place before a block and holds
+the weights that the residual needs there. The last site is before the head.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
-    """The results of an MoE block before their sum: routed [T', K, H] and weights [T', K] fp32, T' of `Chosen`.
+    """The results of an MoE block before their sum: routed [T', K, H] and weights [T', K] fp32, T' as in `Chosen`.
 
-    shared [num_rows, H]: the shared experts' output, times the sigmoid of shared_gate [num_rows] if there is one.
+    shared [num_rows, H]: the shared experts' output, multiplied by the sigmoid of shared_gate [num_rows] if given.
     """
 
     routed: torch.Tensor
@@ -38,7 +38,7 @@ class Residual(Protocol):
         ...
 
     def leave(self, result: torch.Tensor | ExpertParts, site: Any) -> torch.Tensor:
-        """Take a block's result, rows [num_rows, H] or unreduced parts, and return the rows that `site` reads."""
+        """Take a block's result, rows [num_rows, H] or unreduced parts; return the rows that `site` reads."""
         ...
 
 
@@ -50,12 +50,12 @@ class Streams(Protocol):
         ...
 
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> Residual:
-        """Return the residual of a step, which starts as rows [num_rows, H]."""
+        """Return the residual of a step, which begins as rows [num_rows, H]."""
         ...
 
 
 class AddNormStreams:
-    """One stream: a block's result is added to it, and an RMS norm follows. Both are one launch on a GPU."""
+    """One stream: add a block's result, then apply an RMS norm. Both are one launch on a GPU."""
 
     def __init__(self, backend: Backend, eps: float) -> None:
         self._backend, self._eps = backend, eps

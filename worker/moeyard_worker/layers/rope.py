@@ -1,7 +1,7 @@
-"""Rotary position embedding: the table of cos and sin of every position, which a step looks up once.
+"""Rotary position embedding: the table of cos and sin of every position, looked up once per step.
 
-They come from one table and not from the step's positions, because cos of a tensor's vectorised part and of its scalar
-tail differ in the last bit, so that a position's angle would depend on its place in the batch.
+A table is necessary for reproducible bits. The vectorised part of a tensor and its scalar tail have cos values that
+differ in the last bit. So a position's angle would depend on its place in the batch.
 """
 
 import math
@@ -12,13 +12,13 @@ from moeyard_worker.config.rope_config import RopeConfig
 
 
 def rope_table(config: RopeConfig, *, max_position: int, device: torch.device) -> torch.Tensor:
-    """[max_position, dim] fp32: cos of each rotated pair, then sin, both scaled by the attention factor."""
+    """Return [max_position, dim] fp32: cos of each rotated pair, then sin, both scaled by the attention factor."""
     angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config)
     return (torch.cat((angles.cos(), angles.sin()), -1) * config.attention_factor).to(device)
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each rotated pair, [dim / 2] fp32; the formulas' sources are in rope_config.py."""
+    """Return the radians per position of each rotated pair, [dim / 2] fp32; rope_config.py lists the formulas' sources."""
     dim = config.dim
     inverse = 1.0 / config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if config.kind == "linear":
@@ -34,7 +34,7 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
 
 
 def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    """Divide long wavelengths by the factor, keep short ones, interpolate between them."""
     original = config.original_max_position
     low, high = config.low_freq_factor, config.high_freq_factor
     wavelength = 2 * math.pi / inverse
@@ -43,7 +43,7 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Pairs that turn more than beta_fast times in the original context are kept, fewer than beta_slow interpolated."""
+    """Keep pairs with more than beta_fast turns in the original context, interpolate those with fewer than beta_slow."""
 
     def pair_of(rotations: float) -> float:
         period = config.original_max_position / (rotations * 2 * math.pi)

@@ -1,13 +1,13 @@
-"""The parameters of a layer, and the checkpoint tensors that each is put together from. Pure."""
+"""The parameters of a layer, and the checkpoint tensors that form each of them. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Loaded parameters by name: a `Matrix` where the weight says so, else a tensor.
+# Loaded parameters by name: a `Matrix` if the weight says so, else a tensor.
 Loaded = Mapping[str, Any]
-# Groups of stored rows, and the rows [begin, end) of each piece of a group.
+# The number of groups of stored rows, and the rows [begin, end) of each piece of a group.
 Regroup = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -15,9 +15,9 @@ Regroup = tuple[int, tuple[tuple[int, int], ...]]
 class Part:
     """Checkpoint tensor `key` of `shape`, stored in rows [row, row + shape[0]) of a weight seen as shape[1:] rows.
 
-    `regroup` reorders rows that the file has head by head. The stored rows are groups of one size. The weight has the
-    rows [begin, end) of the first piece of all groups, then those of the second piece, and so on. `whole` is the shape
-    of the stored tensor where the part is less of it, from row `begin` of it on, counted in shape[1:] rows.
+    `regroup` reorders rows that the file stores head by head. The stored rows are groups of one size. The weight has
+    the rows [begin, end) of the first piece of all groups, then those of the second piece, and so on. `whole` is the
+    shape of the stored tensor if the part is a slice of it; the slice starts at row `begin`, in shape[1:] rows.
     """
 
     key: str
@@ -30,11 +30,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of `shape`; rows that no part fills are zero.
+    """A parameter of `shape`; rows without a part are zero.
 
     `fp32`: kept in float32 whatever dtype is served. `matrix`: used only as the right side of `linear`, so kept in that
-    kernel's layout. `plus` is added to the stored values: some families store norms less one. The parts' rows are
-    counted in the flattened form [rows, columns].
+    kernel's layout. `plus` is added to the stored values, for families that store norms minus one. Rows of parts count
+    in the flattened form [rows, columns].
     """
 
     shape: tuple[int, ...]
@@ -50,30 +50,30 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        """Rows of the parts in the whole."""
+        """Rows of all parts together."""
         return num_elements(self.shape) // self.columns
 
 
 def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
-    """A parameter that is one checkpoint tensor."""
+    """Return a parameter that is one checkpoint tensor."""
     return Weight(shape, (Part(key, shape),), fp32)
 
 
 def norm(key: str, width: int, *, less_one: bool) -> Weight:
-    """The weight of a norm. One that is stored less one is kept in fp32, where the sum has room."""
+    """Return the weight of a norm. One that is stored minus one is kept in fp32, which holds the sum exactly."""
     found = weight(key, width, fp32=less_one)
     return replace(found, plus=1.0) if less_one else found
 
 
 def matrix(key: str, *shape: int, fp32: bool = False) -> Weight:
-    """A matrix of a linear layer that is one checkpoint tensor."""
+    """Return a matrix of a linear layer that is one checkpoint tensor."""
     return replace(weight(key, *shape, fp32=fp32), matrix=True)
 
 
 def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
-    """Checkpoint tensors on top of each other, (key, number of rows) each: a matrix of `width` columns, or a vector.
+    """Stack checkpoint tensors, (key, number of rows) each: a matrix of `width` columns, or a vector.
 
-    A key of None leaves its rows zero (the bias of a projection that has none).
+    A key of None leaves its rows zero (the bias of a projection without one).
     """
     columns = () if width is None else (width,)
     parts, row = [], 0
@@ -85,10 +85,10 @@ def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
 
 
 def regrouped(found: Weight, regroup: Mapping[str, Regroup]) -> Weight:
-    """The same with the rows of some of its tensors, by key, in another order than stored: see `Part`."""
+    """Return the weight with the rows of some tensors, by key, in another order than stored: see `Part`."""
     return replace(found, parts=tuple(replace(part, regroup=regroup.get(part.key)) for part in found.parts))
 
 
 def num_elements(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of `shape`."""
+    """Return the number of elements of a tensor of `shape`."""
     return math.prod(shape)

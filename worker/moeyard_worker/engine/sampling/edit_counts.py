@@ -1,7 +1,7 @@
-"""Counts of each request's tokens, and its biases, kept on the device for penalties and biases.
+"""Token counts and biases of requests on the device, for penalties and biases.
 
-The row of a request is written once from its prompt and output. From then on the steps add the tokens that they choose,
-so a step need not wait for the tokens of the one before.
+A request's row is written once from its prompt and output. Each step then adds the tokens that it chooses, so a step
+need not wait for the tokens of the step before.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
 
-# Biased tokens of a request for which the device has room; OpenAI's API allows 300. More are edited on the host.
+# Biased tokens of a request that fit on the device; OpenAI's API allows 300. Requests with more are edited on the host.
 MAX_BIASES = 512
-# Rows of `EditCounts.bias`: while stop tokens are allowed, while they are held back, and as of the current step.
+# Rows of `EditCounts.bias`: biases while stop tokens are allowed, while they are held back, and in the current step.
 FREE, HELD, NOW = range(3)
 
 
 @dataclass(slots=True)
 class Counted:
-    """The row of a request, `slot`, of `num_output` tokens and of those that `launches` accept.
+    """The row of a request, `slot`, with `num_output` tokens and those that `launches` accept.
 
-    Each launch stands with the place of the request in it. `held`: which biases are those of the current step.
+    Each launch is paired with the request's index in it. `held`: which biases the current step uses.
     """
 
     slot: int
@@ -36,7 +36,8 @@ class Counted:
     launches: list[tuple[Yielded, int]] = field(default_factory=list)
 
     def settle(self, before: Yielded | None) -> bool:
-        """Count what launches have accepted but for `before`, which runs. Returns whether `before` counts too."""
+        """Add the accepted tokens of all launches except `before`, which runs. Return whether `before` counts tokens
+        too."""
         runs = self.launches[-1:] if self.launches and self.launches[-1][0] is before else []
         for launch, place in self.launches[: len(self.launches) - len(runs)]:
             self.num_output += len(launch.results[place].token_ids)
@@ -47,7 +48,7 @@ class Counted:
 class EditCounts:
     """Rows of up to `max_requests` requests at once.
 
-    words: [max_requests, V], as of `LogitEdits`. bias: [3, max_requests, MAX_BIASES].
+    words: [max_requests, V], as in `LogitEdits`. bias: [3, max_requests, MAX_BIASES].
     """
 
     def __init__(self, *, max_requests: int, vocab: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
@@ -57,15 +58,15 @@ class EditCounts:
         self._counted: dict[RequestKey, Counted] = {}
 
     def takes(self, p: SamplingParams) -> bool:
-        """Whether there is room for what a request adds to its logits."""
+        """Return whether the biases of a request fit."""
         return len(p.logit_bias) + len(p.stop_token_ids) + len(self._eos) <= MAX_BIASES
 
     def up_to_date(self, chunk: Chunk, request: Request, here: set[RequestKey], before: Yielded | None) -> Counted:
-        """The request's row, with all tokens before the chunk's first sampled row in it.
+        """Return the request's row, which counts all tokens before the chunk's first sampled row.
 
-        `here` are the requests of this step. Waits for `before` only where its tokens are not on the device.
+        `here` are the requests of this step. Waits for `before` only if its tokens are not on the device.
         """
-        # A fed chunk has its least start, which counts on one token of the step before.
+        # A fed chunk's start assumes one token of the step before.
         num_output, found = chunk.end - chunk.num_sampled + 1 - len(request.prompt), self._counted.get(request.key)
         if found is not None and found.sampling is request.sampling:
             runs = found.settle(before)
@@ -89,21 +90,22 @@ class EditCounts:
         return found
 
     def hold(self, found: Counted, held: bool) -> None:
-        """Make the biases of the current step those of a request that is too short to stop, or no longer is."""
+        """Select the biases of the current step: with or without stop tokens held back."""
         if found.held != held:
             found.held = held
             self.bias[NOW, found.slot] = self.bias[HELD if held else FREE, found.slot]
 
     def _free(self, here: set[RequestKey]) -> int:
-        """A slot that no request of this step has: there is one for each of a step's."""
+        """Return a slot that no request of this step uses; there is one for each request of a step."""
         if len(self._counted) < self.words.shape[0]:
             return min(set(range(self.words.shape[0])) - {c.slot for c in self._counted.values()})
         return self._counted.pop(next(key for key in self._counted if key not in here)).slot
 
     def rows(self, slots: torch.Tensor, tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Words [B Q, V] and biases [B Q, MAX_BIASES] of rows that read tokens [B, Q], of sequences with `slots` [B].
+        """Return words [B Q, V] and biases [B Q, MAX_BIASES] of rows that read tokens [B, Q], of sequences with `slots`
+        [B].
 
-        A row counts its request's tokens, and the drafts up to its own; token 0 of a sequence is counted already.
+        A row counts its request's tokens, and the drafts up to its own; token 0 of a sequence is already counted.
         `held` [B, Q]: 1 where the sequence is too short to stop.
         """
         count, each = tokens.shape
@@ -114,5 +116,5 @@ class EditCounts:
         return words.view(count * each, -1), self.bias[held, slots[:, None]].view(count * each, -1)
 
     def add(self, slots: torch.Tensor, ids: torch.Tensor, once: torch.Tensor) -> None:
-        """Count ids [B] of `slots` [B] where once [B] int32 is `LogitEdits.ONCE` rather than 0."""
+        """Count ids [B] in `slots` [B] where once [B] int32 is `LogitEdits.ONCE` rather than 0."""
         self.words.view(-1).scatter_add_(0, slots * self._vocab + ids, once)

@@ -1,4 +1,4 @@
-"""Connections to the processes that have compiled grammars (`grammar_process.py`), and what starts these processes."""
+"""Connections to the processes that hold compiled grammars (`grammar_process.py`), and the start of these processes."""
 
 import contextlib
 import json
@@ -25,27 +25,27 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from moeyard_worker.engine.sampling.grammar_process import main; main()"
 )
-# Bounds of one grammar: seconds of processor time for its compilation, and bytes of memory that its process may add. A
+# Limits of one grammar: seconds of processor time for its compilation, and bytes of memory that its process may add. A
 # schema of 20,000 values takes 0.1 s and 20 MiB.
 COMPILE_SECONDS, MEMORY_BYTES = 3.0, 256 << 20
-# Seconds on the clock after which a process is taken for hung: for a mask, and for a compilation on a busy machine.
+# Wall-clock seconds after which a process counts as hung: for a mask, and for a compilation on a busy machine.
 _MASK_PATIENCE, _COMPILE_PATIENCE = 2.0, 30.0
-# A compilation that takes longer than this gives way to steps, and is not repeated within one.
+# A longer compilation runs at lower priority than steps, and is not repeated within a step.
 SHORT_SECONDS = 0.1
 _NICENESS = 10
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled; says why."""
+    """A grammar that cannot be compiled, with the reason."""
 
 
 class GrammarsFull(RuntimeError):
-    """There is no room for another grammar now."""
+    """There is no capacity for another grammar now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of a process: a status, the seconds of processor time that it took, and a mask or an error."""
+    """The reply of a process: a status, the seconds of processor time, and a mask or an error."""
 
     status: int
     seconds: float
@@ -53,19 +53,19 @@ class Answer:
 
 
 class Asker(Protocol):
-    """A sequence that asks for masks."""
+    """A sequence that requests masks."""
 
     def answered(self, answer: Answer, waited: float) -> None:
-        """Take the answer to the oldest question, after a wait of `waited` seconds."""
+        """Take the reply to the oldest question, after a wait of `waited` seconds."""
         ...
 
     def lost(self, *, at_fault: bool) -> None:
-        """Learn that the process has ended before it answered; `at_fault` if it was at a question of this one."""
+        """Handle the exit of the process before it replied; `at_fault` if it was computing this sequence's mask."""
         ...
 
 
 class Forks:
-    """The process that has read the tokenizer, which forks one for each grammar. It is replaced when it dies."""
+    """The process that has read the tokenizer and forks once for each grammar. It is replaced when it dies."""
 
     def __init__(self, vocabulary: bytes) -> None:
         self._vocabulary = vocabulary
@@ -76,23 +76,24 @@ class Forks:
             self.close()
 
     def _start(self) -> str:
-        """Start the process and return why it cannot read the tokenizer; nothing as a rule."""
+        """Start the process. Return why it cannot read the tokenizer, or an empty string."""
         self._control, theirs = socket.socketpair()
         with theirs:
-            # The path is handed over, for a program that found its modules in a way of its own. In a session of its
-            # own the process is spared the terminal's Ctrl-C. It ends with its control socket, so always with us.
+            # Pass sys.path on, for programs with a module search path of their own. A separate session keeps the
+            # terminal's Ctrl-C away from the process. It exits when its control socket closes, so it never outlives
+            # this process.
             command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
             )
         assert self._process.stdin is not None, "a pipe was asked for"
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # boundary: the answer says why
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # boundary: the reply has the reason
             given.write(self._vocabulary)
         said = self._control.recv(1000)
         return "" if said == b"\0" else said.decode() or "its process has ended"
 
     def open(self) -> socket.socket:
-        """Return a connection to a new fork. Raises GrammarsFull where there is none."""
+        """Return a connection to a new fork. Raises GrammarsFull if no process can fork."""
         with self._lock:
             for _ in range(2):
                 if self._closed:
@@ -113,7 +114,7 @@ class Forks:
         return self._process.wait()
 
     def close(self) -> None:
-        """End the process; forks end with their connections."""
+        """Stop the process; forks exit when their connections close."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -121,21 +122,21 @@ class Forks:
 
 
 class Compiled:
-    """A compiled grammar: the connection to the process that has it. Used by one thread at a time.
+    """A compiled grammar: the connection to the process that holds it. Used by one thread at a time.
 
-    `first` has the mask of a first token and the seconds of the compilation, `num_bytes` is the memory that the process
-    has added. The process of a grammar that is not `usable` has ended; a `worn` one is not for further requests.
-    `generation` counts the processes that have ended before. Raises GrammarError when the grammar cannot be compiled
-    within its bounds.
+    `first` has the mask of the first token and the seconds of the compilation; `num_bytes` is the memory that the
+    process has added. The process of a grammar that is not `usable` has exited; a `worn` grammar takes no further
+    requests. `generation` counts earlier processes. Raises GrammarError when the grammar cannot be compiled within its
+    limits.
     """
 
     def __init__(self, grammar: Grammar, forks: Forks) -> None:
         self.grammar = grammar
         self.usable, self.worn, self.num_bytes, self.generation = True, False, 0, 0
         self.successor: Compiled | None = None
-        # Numbers of sequences that are over. Finalizers append to it, in any thread.
+        # Numbers of ended sequences. Finalizers append to it, in any thread.
         self.over: deque[int] = deque()
-        # Askers in the order of their questions. Weak, because a request may end before its answer.
+        # Askers in the order of their questions. Weak, because a request may end before its reply.
         self._asking: deque[weakref.ref[Asker]] = deque()
         self._socket = forks.open()
         self._socket.setblocking(False)
@@ -150,7 +151,7 @@ class Compiled:
             kind, text = grammar.kind.encode(), grammar.text.encode()
             self._send(GRAMMAR.pack(len(kind), len(text), COMPILE_SECONDS, MEMORY_BYTES) + kind + text)
             if not self._poll(select.POLLIN, SHORT_SECONDS):
-                with contextlib.suppress(ProcessLookupError):  # boundary: it has just ended
+                with contextlib.suppress(ProcessLookupError):  # boundary: it has just exited
                     os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
             self.first = self._receive()
         except OSError as error:
@@ -164,7 +165,7 @@ class Compiled:
             raise GrammarError(self.first.payload.decode())
 
     def ask(self, asker: Asker, question: bytes) -> bool:
-        """Ask for a mask, without waiting for it; False when the process has ended."""
+        """Request a mask without waiting for it; return False when the process has exited."""
         over = [QUESTION.pack(self.over.popleft(), FORGET, 0, 0.0) for _ in range(len(self.over))]
         try:
             self._send(b"".join([*over, question]))
@@ -175,7 +176,7 @@ class Compiled:
         return True
 
     def take(self) -> None:
-        """Wait for the next answer and hand it to the one that asked, or tell all that the process has ended."""
+        """Wait for the next reply and pass it to its asker, or tell all askers that the process has exited."""
         begun = time.monotonic()
         try:
             answer = self._receive()
@@ -208,7 +209,7 @@ class Compiled:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                # The process reads nothing while it waits for its own answers to be read.
+                # The process reads no questions until its own replies are read.
                 if self._wait(select.POLLIN | select.POLLOUT) & select.POLLIN and self._asking:
                     self.take()
 
@@ -224,11 +225,11 @@ class Compiled:
         return next((found for _, found in poll.poll(seconds * 1000)), 0)
 
     def _end(self, error: OSError | None = None) -> None:
-        """Give the process up. The question that it was at has ended it, the others are asked again elsewhere."""
+        """Abandon the process. Its current question caused the exit; the others move to another process."""
         self.usable = False
         self._socket.close()
         if isinstance(error, TimeoutError):
-            with contextlib.suppress(ProcessLookupError):  # boundary: it has just ended
+            with contextlib.suppress(ProcessLookupError):  # boundary: it has just exited
                 os.kill(self._pid, signal.SIGKILL)
         waiting = [each() for each in self._asking]
         self._asking.clear()

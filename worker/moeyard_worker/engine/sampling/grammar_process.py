@@ -1,12 +1,12 @@
 """The processes that run llguidance: a parent that has read the tokenizer, and one fork of it for each grammar.
 
-A grammar comes from a client, and no limit of llguidance bounds the time or the memory of every call: products of
-automata and ambiguous rules defeat them. A call cannot be interrupted, but a process can be killed. So each grammar has
-a process with a limit on its memory and a timer on each of its calls. A fork starts with the tokenizer's tables, within
-milliseconds. `grammars.py` is the other side.
+Grammars come from clients. No limit of llguidance bounds the time or the memory of every call, because products of
+automata and ambiguous rules defeat the limits. A call cannot be interrupted, but a process can be killed. So each
+grammar has a process with a memory limit and a timer on each call. A fork inherits the tokenizer's tables and starts
+within milliseconds. `grammars.py` is the other side.
 
-The parent reads the tokenizer on standard input and then takes sockets on a socket of its own, one for each grammar.
-Imports must stay light: this module is loaded by a bare interpreter.
+The parent reads the tokenizer from standard input, then receives one socket per grammar over its control socket.
+Imports must stay light: a bare interpreter loads this module.
 """
 
 import gc
@@ -33,39 +33,39 @@ from moeyard_worker.protocol import SCHEMA_MAPS
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Frames. A grammar: bytes of its kind and of its text, in UTF-8; the seconds of processor time that its compilation may
-# take, and the bytes of memory that the process may add. A question: the sequence, how many of its tokens stay, how
-# many follow, and the seconds that the answer may take. An answer: its status, the seconds that it took, the bytes of
-# memory that the process has added, and how many bytes follow.
+# Frames. A grammar: the sizes of its kind and text in UTF-8 bytes, the seconds of processor time of its compilation,
+# and the bytes of memory that the process may add. A question: the sequence, how many of its tokens stay, how many
+# follow, and the seconds allowed. A reply: its status, the seconds used, the bytes of memory that the process has
+# added, and how many bytes follow.
 GRAMMAR = struct.Struct("<IIdQ")
 QUESTION = struct.Struct("<QIId")
 ANSWER = struct.Struct("<BdQI")
 PID = struct.Struct("<I")
-# Statuses. MASK: the tokens that may follow, one bit each. FREE: the tokens do not follow the grammar, so any may come.
+# Statuses. MASK: one bit for each token that may follow. FREE: the tokens violate the grammar, so any token may follow.
 MASK, FREE, ERROR = range(3)
 FORGET = 0xFFFFFFFF  # the number of tokens that stay when a sequence has ended
 
 _MAX_MESSAGE = 500
-# A compiled grammar is tried on random answers, so that a limit of llguidance is met before a request runs.
+# A compiled grammar is tried on random answers, so that it meets a limit of llguidance before a request runs.
 _TRIALS, _TRIAL_TOKENS, _TRIAL_SECONDS = 2, 8, 0.02
-# Between the parts of a JSON text a model may write this and no more, a few blanks or a line break with indentation: a
-# model that has lost its way writes empty lines until it may write nothing at all.
+# The whitespace that a model may write between the parts of a JSON text: a few blanks, or a line break and an
+# indentation. A confused model would otherwise write empty lines until its token limit.
 _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 # States of an automaton, 1 to 2 kB each. llguidance allows 250,000.
 _MAX_STATES = 50_000
-# An automaton that counts modulo n has n states, made before any of llguidance's limits is asked: a million took 8 s
-# and 250 MB (2026-11-22).
+# An automaton that counts modulo n has n states, and llguidance builds them before it checks its limits. A million
+# states took 8 s and 250 MB (2026-11-22).
 _MAX_MULTIPLE = 10_000
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?[0-9.]+(?:[eE][-+]?[0-9]+)?)')
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
-# Keywords of JSON Schema whose value holds no schema.
+# JSON Schema keywords whose value contains no schema.
 _PLAIN = frozenset(("const", "enum", "default", "examples", "x-guidance"))
 
 
 def main() -> None:
-    """Read the tokenizer, then fork for each socket that comes, until there are no more."""
+    """Read the tokenizer, then fork for each socket that arrives, until the control socket closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    # A timer's default is to end the process, in whatever code it is.
+    # The timer's default action ends the process wherever it is.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
     control = socket.socket(fileno=int(sys.argv[2]))
@@ -90,16 +90,16 @@ def main() -> None:
 
 
 def _run(connection: socket.socket, tokenizer: LLTokenizer) -> None:
-    """Serve one grammar and end this process."""
+    """Serve one grammar, then exit this process."""
     try:
-        # llguidance's panics and a failed allocation print there, and a client could fill the log.
+        # llguidance prints panics and failed allocations to stderr, and a client could fill the log with them.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with connection, connection.makefile("rb") as questions:
             connection.sendall(PID.pack(os.getpid()))
             _serve(connection, questions, tokenizer)
     except (OSError, MemoryError):
-        pass  # the other side sees the end of the connection
+        pass  # the client sees the closed connection
     finally:
         os._exit(0)
 
@@ -122,7 +122,7 @@ def _serve(connection: socket.socket, questions: BinaryIO, tokenizer: LLTokenize
             first = bytes(compiled.compute_bitmask())
     except MemoryError:
         raise
-    except Exception as error:  # boundary: of any kind, and told to the one who sent the grammar
+    except Exception as error:  # boundary: any error of the compilation goes to the client
         answer(ERROR, time.process_time(), cut(str(error)).encode())
         return
     answer(MASK, time.process_time(), first)
@@ -141,7 +141,7 @@ def _serve(connection: socket.socket, questions: BinaryIO, tokenizer: LLTokenize
 
 
 class _Sequence:
-    """A copy of a compiled grammar, and the tokens that it has been given."""
+    """A copy of a compiled grammar, and the tokens that it has consumed."""
 
     def __init__(self, compiled: LLMatcher) -> None:
         self._compiled, self._matcher = compiled, compiled.deep_copy()
@@ -149,17 +149,17 @@ class _Sequence:
         self._consumed = 0
 
     def follow(self, kept: int, token_ids: Sequence[int]) -> tuple[int, bytes]:
-        """Keep `kept` tokens, add others, and return what may come next: a status and its payload."""
+        """Keep `kept` tokens, append others, and return what may come next: a status and its payload."""
         self._token_ids[kept:] = token_ids
         if kept < self._consumed:
             back, self._consumed = self._consumed - kept, kept
             if not self._matcher.rollback(back):
-                # It cannot where a rule counts its tokens or has a stop (`max_tokens=`, `stop=`): start again.
+                # Rollback fails if a rule counts its tokens or has a stop (`max_tokens=`, `stop=`): start again.
                 self._matcher, self._consumed = self._compiled.deep_copy(), 0
         new = self._token_ids[self._consumed :]
         self._consumed += self._matcher.try_consume_tokens(new) if new else 0
         if self._consumed < len(self._token_ids) and not self._matcher.is_error():
-            # A draft that will be refused, or the row after the one that ended the request: its token is not used.
+            # A draft that will be refused, or the row after the end of the request: its token is not used.
             return FREE, b""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -170,19 +170,19 @@ class _Sequence:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Have the process killed if the block takes more processor time."""
+    """Kill the process if the block takes more processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _resident() -> int:
-    """The most bytes of memory that this process has had."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher to copy. Raises ValueError, and whatever a malformed grammar leads to."""
+    """Return a matcher to copy. Raises ValueError, and any error that a malformed grammar causes in llguidance."""
     matcher = _matcher_of(_source_of(kind, text, tokenizer), tokenizer)
     # The first mask fills tables that copies share.
     if matcher.is_error() or not any(matcher.compute_bitmask()):
@@ -194,7 +194,7 @@ def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _try_out(compiled: LLMatcher, tokenizer: LLTokenizer) -> None:
     """Follow random answers for some tokens. Raises ValueError when llguidance meets one of its limits.
 
-    Answers that the grammar leads into a dead end are left: few of a model's are like that.
+    Answers that run into a dead end of the grammar are ignored: a model's answers rarely do.
     """
     chance, begun = random.Random(0), time.thread_time()
     for _ in range(_TRIALS):
@@ -215,19 +215,19 @@ def _try_out(compiled: LLMatcher, tokenizer: LLTokenizer) -> None:
 
 
 def cut(message: str, length: int = _MAX_MESSAGE) -> str:
-    """A message in one line, without what llguidance adds for its own developers."""
+    """Return a message in one line, without llguidance's notes for its own developers."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _matcher_of(source: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return a matcher, which may be in an error."""
+    """Return a matcher, which may be in an error state."""
     limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
 def _source_of(kind: str, text: str, tokenizer: LLTokenizer) -> str:
-    """The grammar in llguidance's own words. Raises ValueError."""
+    """Return the grammar in llguidance's syntax. Raises ValueError."""
     if kind in ("json_schema", "lark"):
         _check_multiples(text)
     if kind == "json_object":
@@ -240,7 +240,7 @@ def _source_of(kind: str, text: str, tokenizer: LLTokenizer) -> str:
         choices = json.loads(text)
         if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
             raise ValueError("a choice is a list of strings, none of them empty")
-        # One terminal. As a rule each string is an item of the parser, and it takes 2,000 at once.
+        # One terminal. A rule would make each string an item of the parser, which takes 2,000 at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
     return LLMatcher.grammar_from_lark(_closed_within(any_to_lark(text), tokenizer))
 
@@ -252,7 +252,7 @@ def _json(text: str, tokenizer: LLTokenizer) -> str:
     if not isinstance(schema, dict):
         raise ValueError(f"no answer can satisfy {text:.20}, a schema is an object")
     own = schema.get("x-guidance")
-    # A default pattern would win over "whitespace_flexible": false.
+    # A default pattern would override "whitespace_flexible": false.
     chosen = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
     defaults: JsonCompileOptions | None = None if chosen else {"whitespace_pattern": _WHITESPACE}
     # The schema is passed as text because llguidance refuses Python's integers above 64 bits.
@@ -260,14 +260,14 @@ def _json(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _closed_within(text: str, tokenizer: LLTokenizer) -> str:
-    """The same Lark grammar, with `_closed` schemas behind `%json`."""
+    """Return the Lark grammar with `_closed` schemas after `%json`."""
     parts, end = [], 0
     for found in _SCHEMA.finditer(text):
         if found.start() < end:
             continue
         try:
             schema, after = json.JSONDecoder().raw_decode(text, found.end())
-        except ValueError:  # a text of the grammar, or llguidance's to refuse
+        except ValueError:  # text of the grammar, or an error for llguidance to report
             continue
         if (closed := _closed(schema, schema, tokenizer)) != schema:
             parts += [text[end : found.end()], json.dumps(closed)]
@@ -276,9 +276,9 @@ def _closed_within(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _closed(schema: Any, root: Mapping[str, Any], tokenizer: LLTokenizer) -> Any:
-    """The same schema, with objects closed whose patterns match no name but those of their properties.
+    """Return the schema with objects closed whose patterns only match names of their properties.
 
-    llguidance would let a comma through behind the last property, and nothing after it
+    Otherwise llguidance allows a comma after the last property and then nothing
     (https://github.com/guidance-ai/llguidance/issues/265).
     """
     if isinstance(schema, list):
@@ -310,7 +310,7 @@ def _closed(schema: Any, root: Mapping[str, Any], tokenizer: LLTokenizer) -> Any
 def _is_complete(
     names: Sequence[str], schema: Mapping[str, Any], root: Mapping[str, Any], tokenizer: LLTokenizer
 ) -> bool:
-    """Whether no object of a schema has a member of another name than these."""
+    """Return whether no object of a schema can have a member with another name than these."""
     given = ("patternProperties", "additionalProperties")
     other = {
         **{key: root[key] for key in ("$schema", "$defs", "definitions") if key in root},

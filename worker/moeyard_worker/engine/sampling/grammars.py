@@ -1,12 +1,12 @@
-"""Grammars: which tokens may follow an answer's tokens so far, as one bit per token of the vocabulary.
+"""Grammars: the tokens that may follow an answer's tokens so far, as one bit per token of the vocabulary.
 
-llguidance compiles grammars and computes masks in processes of their own, which have limits and may die
-(`grammar_process.py`). A grammar is compiled once and kept for the requests that name it again. A mask is asked for as
-soon as the token before it is known, so it is computed while the forward pass of the next step runs. The time that all
-masks of a request take is bounded; a request that needs more ends with an error.
+llguidance compiles grammars and computes masks in separate processes, which have limits and may die
+(`grammar_process.py`). A grammar is compiled once and kept for later requests. A mask is requested as soon as the token
+before it is known, so it is computed during the forward pass of the next step. The total mask time of a request is
+bounded; a request that exceeds it ends with an error.
 
-No step waits for a compilation: requests queue here (`GrammarQueue`), threads of `Grammars` wait for the processes, and
-the engine's loop asks at each turn which are done.
+No step waits for a compilation: requests wait in `GrammarQueue`, threads of `Grammars` wait for the processes, and each
+turn of the engine's loop collects finished ones.
 """
 
 import itertools
@@ -40,17 +40,17 @@ from moeyard_worker.tokenizer import read_tokenizer
 log = logging.getLogger(__name__)
 
 _KEPT = 16
-# The most bytes of memory that all grammars of a rank take before another one is refused.
+# Bytes of memory of all grammars of a rank above which another one is refused.
 MAX_BYTES = 1 << 30
-# The process of a call that exceeds the time left by this much is killed.
+# The process is killed when a call exceeds its remaining time by this much.
 _GRACE_SECONDS = 0.02
 # Steps wait for masks of costly requests for a share of all time, with at most `_MOST_WAITING` seconds saved up. When
-# none are left, one costly request ends and the others get `_NEXT_WAITING` seconds.
+# nothing is left, one costly request ends and the others get `_NEXT_WAITING` seconds.
 WAITING_SHARE, _MOST_WAITING, _NEXT_WAITING = 0.05, 0.05, 0.005
-# How often a grammar's process is replaced for the other requests that have the grammar.
+# How often the process of a grammar is replaced for its other requests.
 _MOST_GENERATIONS = 3
 _TOO_MUCH = "the grammar cannot be followed any further: its masks take more time or memory than a request may use"
-# How long a request waits for its grammar, in seconds.
+# Seconds that a request waits for its grammar.
 QUEUE_SECONDS = 10.0
 MAX_COMPILING = 256
 
@@ -73,8 +73,8 @@ class MaskLimits:
     def of(cls, vocab_size: int) -> "MaskLimits":
         """Return the limits for a vocabulary.
 
-        A mask that looks at each token of the vocabulary takes 24 ns for each, and one in six of an ordinary schema
-        does so. The time of an ambiguous grammar's masks grows with the answer instead.
+        A mask that visits every token takes 24 ns per token; one in six masks of an ordinary schema does so. With an
+        ambiguous grammar the time of a mask grows with the answer.
         """
         return cls(
             seconds=0.05 + 1e-6 * vocab_size,
@@ -85,9 +85,10 @@ class MaskLimits:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary. `tokenizer_json` None, or one that llguidance cannot read: for none.
+    """Compiles grammars for one vocabulary.
 
-    Raises nothing for that; `refusal` then says why grammars are refused.
+    `refusal` says why grammars are refused: `tokenizer_json` is None, llguidance cannot read it, or the model has no
+    EOS token.
     """
 
     def __init__(self, tokenizer_json: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -113,7 +114,7 @@ class Grammars:
 
     @staticmethod
     def of_directory(directory: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Grammars":
-        """Return those of a checkpoint's tokenizer. Raises `ValueError` naming a file that cannot be read."""
+        """Return the grammars of a checkpoint's tokenizer. Raises `ValueError` naming a file that cannot be read."""
         files = None if directory is None else read_tokenizer(Path(directory))
         text = None if files is None else files.json_within(vocab_size)
         return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -121,7 +122,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull.
 
-        One thread calls this, and it may cancel the future. The last results and errors are remembered.
+        One thread calls this, and it may cancel the future. Recent results and errors are cached.
         """
         assert self.refusal is None, self.refusal
         found = self._compiled.pop(grammar, None)
@@ -145,7 +146,7 @@ class Grammars:
         return compiled
 
     def again(self, compiled: Compiled) -> Compiled:
-        """Return another process for the grammar of one that has ended. Raises GrammarError, GrammarsFull."""
+        """Return another process for the grammar of one that has exited. Raises GrammarError, GrammarsFull."""
         if compiled.successor is None or not compiled.successor.usable:
             if compiled.first.seconds > SHORT_SECONDS or compiled.generation == _MOST_GENERATIONS:
                 raise GrammarError("its process has ended too often, or takes too long to start again")
@@ -154,11 +155,11 @@ class Grammars:
         return compiled.successor
 
     def constraint(self, compiled: Compiled, sampling: SamplingParams) -> "Constraint":
-        """Return what holds one sequence to a compiled grammar."""
+        """Return the constraint that holds one sequence to a compiled grammar."""
         return Constraint(compiled, sampling, self)
 
     def close(self) -> None:
-        """End threads and processes without waiting for compilations."""
+        """Stop threads and processes without waiting for compilations."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._compiled.clear()
         if self._forks is not None:
@@ -178,7 +179,7 @@ class Waiting:
         self._since = now
 
     def is_over(self) -> bool:
-        """Whether one costly request must end now."""
+        """Return whether one costly request must end now."""
         self.charge(0.0)
         if self._left > 0:
             return False
@@ -187,7 +188,7 @@ class Waiting:
 
 
 def _is_lasting(found: Future[Compiled]) -> bool:
-    """Whether a later request may have this result too."""
+    """Return whether later requests may reuse this result."""
     if not found.done():
         return True
     error = found.exception()
@@ -206,13 +207,13 @@ class Constraint:
         eos = grammars.eos_token_ids
         self._min_tokens = sampling.min_tokens
         self._stops = tuple(t for t in sampling.stop_token_ids if 0 <= t < grammars.vocab_size)
-        # Tokens that do not end the request while it is too short, and tokens that never do.
+        # Tokens that may not end the request while it is too short, and tokens that never may.
         self._ends = tuple({*eos, *self._stops})
         self._unwanted = tuple({*eos} - {*self._stops}) if sampling.ignore_eos else ()
         self._limits = grammars.limits
         self._seconds_left, self._waited, self._num_tokens = self._limits.seconds, 0.0, 0
         self._error: str | None = None
-        # The output of the last question; of those that are not answered, with how many tokens were new; and answers.
+        # The output of the last question; the unanswered questions, each with its number of new tokens; and the masks.
         self._asked: list[int] = []
         self._questions: deque[tuple[list[int], int]] = deque()
         self._masks: deque[tuple[list[int], Mask]] = deque([([], self._mask(compiled.first, 0))])
@@ -253,7 +254,7 @@ class Constraint:
             self._move()
             return
         same = min(len(self._asked), len(output))
-        # Tokens are only ever taken back from the end: drafts that were refused.
+        # Only tokens at the end are taken back: refused drafts.
         while same and self._asked[same - 1] != output[same - 1]:
             same -= 1
         new = output[same:]
@@ -264,7 +265,7 @@ class Constraint:
             self._questions.append((output, len(new)))
 
     def _move(self) -> None:
-        """Go on with another process that has the grammar."""
+        """Continue with another process that has the grammar."""
         try:
             self._compiled = self._grammars.again(self._compiled)
         except (GrammarError, GrammarsFull) as error:
@@ -275,9 +276,9 @@ class Constraint:
         self._asked = []
 
     def answered(self, answer: Answer, waited: float) -> None:
-        """Take the answer to the oldest question."""
+        """Take the reply to the oldest question."""
         output, num_new = self._questions.popleft()
-        # Time beyond that of the answer was a wait for a core.
+        # Time beyond the reply's processor time was a wait for a core.
         waited, limits = min(waited, answer.seconds), self._limits
         self._waited, self._num_tokens = self._waited + waited, self._num_tokens + num_new
         if self._is_costly:
@@ -286,12 +287,13 @@ class Constraint:
         self._seconds_left = min(limits.seconds, left)
         if self._seconds_left < 0:
             self._error = _TOO_MUCH
-        # Sequences share an automaton, which may have as many states as it can.
+        # Sequences share an automaton, which may have reached its limit of states.
         self._compiled.worn |= answer.status == ERROR
         self._masks.append((output, self._mask(answer, len(output))))
 
     def lost(self, *, at_fault: bool) -> None:
-        """Forget the questions, whose process has ended; the request ends by an error where its own has ended it."""
+        """Forget the questions of the exited process. The request ends with an error if its own question caused the
+        exit."""
         self._questions.clear()
         if at_fault:
             self._error = _TOO_MUCH
@@ -301,7 +303,7 @@ class Constraint:
             return Mask()
         if answer.status == ERROR:
             return Mask(error=f"the grammar cannot be followed any further: {answer.payload.decode()}")
-        # It may have a word more than the vocabulary has.
+        # It may have one word more than the vocabulary needs.
         words = np.frombuffer(answer.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
         complete = _has(words, self._grammars.eos_token_ids[0])
         held = num_output < self._min_tokens
@@ -309,7 +311,7 @@ class Constraint:
             for token_id in self._stops:
                 words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if held or self._unwanted:
-            # Unless they are all that is left.
+            # Unless no other token is left.
             others = words.copy()
             for token_id in self._ends if held else self._unwanted:
                 others[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
@@ -325,7 +327,7 @@ def _has(words: NDArray[np.uint32], token_id: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiling:
-    """A request that waits; `arrived` in monotonic seconds."""
+    """A waiting request; `arrived` in monotonic seconds."""
 
     client: bytes
     submit: Submit
@@ -334,9 +336,9 @@ class Compiling:
 
 
 class GrammarQueue:
-    """Owner of the requests that wait for a grammar, by client and id: `waiting`.
+    """The requests that wait for a grammar, by client and id: `waiting`.
 
-    `wake` is called by another thread when one is compiled.
+    Another thread calls `wake` when a grammar is compiled.
     """
 
     def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
@@ -346,11 +348,11 @@ class GrammarQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of the requests that wait."""
+        """Prompt tokens of the waiting requests."""
         return sum(len(each.submit.prompt_token_ids) for each in self.waiting.values())
 
     def add(self, client: bytes, submit: Submit, now: float) -> Rejected | None:
-        """Have a request's grammar compiled, or say why not."""
+        """Compile a request's grammar, or return why it is refused."""
         grammar = submit.sampling.grammar
         assert grammar is not None, "only a request with a grammar waits for one"
         key = (client, submit.request_id)
@@ -368,9 +370,9 @@ class GrammarQueue:
         return None
 
     def ready(self, now: float) -> Iterator[tuple[Compiling, Constraint | Rejected]]:
-        """Those whose wait is over, in order of arrival: with what holds them to their grammar, or a refusal.
+        """Yield the requests whose wait is over, in order of arrival: each with its constraint, or a refusal.
 
-        Between two of them the caller may end others, by `abort_client`: these are left out.
+        The caller may call `abort_client` between two of them; those requests are left out.
         """
         for key, each in list(self.waiting.items()):
             done = each.compiled.done()
@@ -391,7 +393,7 @@ class GrammarQueue:
         return constraint
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
-        """End one that waits; None when there is none of this name."""
+        """End a waiting request; None if there is none with this id."""
         each = self.waiting.pop((client, request_id), None)
         if each is None:
             return None
@@ -404,7 +406,7 @@ class GrammarQueue:
             self._leave(self.waiting.pop(key))
 
     def _leave(self, each: Compiling) -> None:
-        """End a wait. A compilation that has not begun is cancelled when no request waits for it."""
+        """End a wait. Cancel a compilation that has not begun if no other request waits for it."""
         if not each.compiled.done() and all(other.compiled is not each.compiled for other in self.waiting.values()):
             each.compiled.cancel()
 
@@ -418,7 +420,8 @@ def _full(submit: Submit, message: str) -> Rejected:
 
 
 def _late(each: Compiling) -> Rejected:
-    """Refuse a request that has waited too long: by its grammar if that is being compiled, else by those before it."""
+    """Refuse a request that waited too long: because of its own grammar if that is compiling, else because of earlier
+    ones."""
     if each.compiled.running():
         return _bad(each.submit, f"the grammar was not compiled within {QUEUE_SECONDS:.0f} s")
     return _full(each.submit, f"{QUEUE_SECONDS:.0f} s were not enough for the grammars of earlier requests")

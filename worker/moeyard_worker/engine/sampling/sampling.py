@@ -1,9 +1,9 @@
-"""Choosing tokens from logits: what a step's requests ask for as arguments of `ops.sample`, and its answers in words.
+"""Choose tokens from logits: turn the parameters of a step's requests into arguments of `ops.sample`, and read its
+results.
 
-Order of the transforms, as vLLM applies them: grammar, logit bias, penalties, minimum length, temperature, min-p,
-top-k, top-p; then an exponential race with noise from the request's own counter. Every row is treated alone, so its
-token cannot depend on the batch around it; which rows use which transform is known here, so that rows without them pay
-for none.
+The order of the transforms is vLLM's: grammar, logit bias, penalties, minimum length, temperature, min-p, top-k, top-p,
+then an exponential race with noise from the request's own counter. Every row is computed alone, so its token cannot
+depend on the batch. The host knows which rows use which transform, so the other rows do not pay for it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,9 +22,9 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
-    """One row whose token is wanted: `output` are the tokens chosen before it, drafts that it counts on among them.
+    """One row whose token is wanted. `output` are the tokens before it, including drafts that it depends on.
 
-    `mask` is its grammar's, None without one.
+    `mask` is the mask of its grammar, None without one.
     """
 
     params: SamplingParams
@@ -34,36 +34,36 @@ class SampledRow:
 
     @property
     def position(self) -> int:
-        """Where the wanted token will sit: the counter of its noise."""
+        """The position of the wanted token, which is also the counter of its noise."""
         return len(self.prompt) + len(self.output)
 
     @property
     def edits(self) -> bool:
-        """Whether bias or penalties change its logits."""
+        """Whether biases or penalties change its logits."""
         return edits_logits(self.params)
 
     @property
     def held(self) -> bool:
-        """Whether it is too short to stop; a grammar's mask has that in it."""
+        """Whether it is too short to stop. A grammar's mask already includes this."""
         return self.mask is None and len(self.output) < self.params.min_tokens
 
 
 def edits_logits(p: SamplingParams) -> bool:
-    """Whether a request asks for bias or penalties."""
+    """Return whether a request has biases or penalties."""
     return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
 class Yielded(Protocol):
-    """A launched step, as far as the next one asks: `results[i]` of its i-th sampled chunk."""
+    """A launched step, as the next step sees it: `results[i]` belongs to its i-th sampled chunk."""
 
     @property
     def results(self) -> list[Accepted]: ...
 
 
 def feed(step: Step, before: Yielded | None) -> Step:
-    """`step` with what the one before it yielded where it was planned without knowing.
+    """Return `step` with the results of the step before where it was planned without them.
 
-    For a backend whose results are there when the next step is launched; another feeds its rows on the device.
+    For a backend whose results are available at the next launch; other backends feed rows on the device.
     """
     if before is None or all(chunk.fed is None for chunk in step.decode):
         return step
@@ -76,15 +76,15 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
     before = results[chunk.fed]
     rows = (before.token_ids[-1], *before.drafts)[: chunk.num_tokens]
     rows += (0,) * (chunk.num_tokens - len(rows))
-    # The least start counts on one accepted token.
+    # The planned start assumes one accepted token.
     start = chunk.start + len(before.token_ids) - 1
     return replace(chunk, start=start, token_ids=rows, slack=0)
 
 
 def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None) -> list[SampledRow]:
-    """The rows of `step.sample_rows`; `requests[i]` is behind `step.sampled[i]`, `before` as in `feed`.
+    """Return the rows of `step.sample_rows`. `requests[i]` belongs to `step.sampled[i]`; `before` is as in `feed`.
 
-    Waits for masks that are being computed, so it is called behind the forward pass.
+    Waits for masks that are being computed, so call it after the forward pass is launched.
     """
     found: list[tuple[Request, Sequence[int]]] = []
     for chunk, request in zip(step.sampled, requests, strict=True):
@@ -99,7 +99,7 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
             assert len(request.prompt) + len(output) == chunk.start + row + 1, "a row's tokens are not those before it"
             found.append((request, output))
             if request.constraint is not None:
-                # Ask for all masks before waiting for the first: each grammar has a process of its own.
+                # Request all masks before waiting for the first one: each grammar has its own process.
                 request.constraint.expect(output)
     return [
         SampledRow(
@@ -111,14 +111,14 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
 
 
 def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:
-    """Why a row has no token that its grammar lets through, by its index."""
+    """Return, by row index, why no token satisfies the row's grammar."""
     return {i: row.mask.error for i, row in enumerate(rows) if row.mask is not None and row.mask.error is not None}
 
 
 def accepted(
     step: Step, chosen: Sequence[tuple[int, TokenLogprob | None]], errors: Mapping[int, str] | None = None
 ) -> list[Accepted]:
-    """Return what each of `step.sampled` yielded, by the tokens of all sampled rows; `errors` as `errors_of`."""
+    """Return the results of `step.sampled`, given the tokens of all sampled rows; `errors` as from `errors_of`."""
     results, begin = [], 0
     for chunk in step.sampled:
         mine = chosen[begin : begin + chunk.num_sampled]
@@ -132,7 +132,8 @@ def accepted(
 
 
 def chosen_logits(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[B] what each row's token had of logits [>= B, V]: not finite where the row's largest is not.
+    """Return [B], the logit of each row's token in logits [>= B, V]. It is not finite if the row's largest logit is
+    not.
 
     The sampler takes the lowest NaN of a row that has one, and the largest of a row where that is infinite.
     """
@@ -140,7 +141,7 @@ def chosen_logits(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def unsound(step: Step, requests: Sequence[Request], logits: torch.Tensor) -> tuple[str, ...]:
-    """Requests whose chosen tokens' logits (on the CPU, in the order of `step.sample_rows`) are not finite."""
+    """Return the requests whose chosen tokens have non-finite logits (on the CPU, in the order of `step.sample_rows`)."""
     finite = iter(torch.isfinite(logits).tolist())
     rows = [
         (request, [next(finite) for _ in range(c.num_sampled)])
@@ -152,7 +153,7 @@ def unsound(step: Step, requests: Sequence[Request], logits: torch.Tensor) -> tu
 def choose(
     backend: Backend, logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """The token of each row of logits [>= len(rows), V], and what its request wants to know of it."""
+    """Return the token of each row of logits [>= len(rows), V], and its log-probabilities if the request wants them."""
     if not rows:
         return []
     return tell(ask(backend, logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
@@ -161,7 +162,7 @@ def choose(
 def ask(
     backend: Backend, logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
 ) -> SampledTokens:
-    """The first half of `choose`: where the logits are, and without waiting for them."""
+    """Launch the sampling of `choose` on the device of the logits, without waiting for it."""
     logits = logits[: len(rows)]
     num_top = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
     edits = _edits(logits, rows, eos_token_ids)
@@ -169,7 +170,7 @@ def ask(
 
 
 def tell(done: SampledTokens, asked: Sequence[int | None]) -> list[tuple[int, TokenLogprob | None]]:
-    """The second half: tokens in words, and of each as many alternatives as were asked for."""
+    """Read sampled tokens, each with as many alternatives as its request wants."""
     token_ids = done.ids.tolist()
     if done.logprobs is None or done.ranks is None:
         return [(token_id, None) for token_id in token_ids]
@@ -190,7 +191,7 @@ def _pairs(ids: torch.Tensor, logprobs: torch.Tensor | None) -> list[list[tuple[
 
 
 def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, torch.Tensor]:
-    """Those of `ops.sample` that some row needs; none when all rows are greedy."""
+    """Return the arguments of `ops.sample` that some row needs; none when all rows are greedy."""
     params = [row.params for row in rows]
     if all(p.temperature == 0 for p in params):
         return {}
@@ -213,12 +214,12 @@ def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, to
 
 
 def seed_bits(seed: int) -> int:
-    """The generator's key and counter are 64 bits; torch has them signed."""
+    """Return a seed as a signed 64-bit integer, which is torch's form of the generator's key."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
-    """Bias, penalties and tokens held back, of the rows that have any."""
+    """Return the biases, penalties and held-back tokens of the rows that have any."""
     vocab = logits.shape[1]
     biases = [bias_of(row.params, held=row.held, eos_token_ids=eos_token_ids, vocab=vocab) for row in rows]
     edited = [i for i, row in enumerate(rows) if row.edits or biases[i] or row.mask is not None]
@@ -235,7 +236,7 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
             words[slot] = edit_words(p, biases[i], rows[i].prompt, rows[i].output, vocab)
         bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
         if rows[i].edits:
-            # In fp64, as a GPU's sampler has them: torch's default rounds them, and what is a tie then is none there.
+            # Use fp64, as a GPU's sampler does: torch's default dtype would round them and break ties differently.
             asked = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
             penalties[i] = torch.tensor(asked, dtype=torch.float64)
     allowed = _allowed([rows[i].mask for i in edited], vocab)
@@ -246,7 +247,7 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
 
 
 def _allowed(masks: Sequence[Mask | None], vocab: int) -> torch.Tensor | None:
-    """`LogitEdits.allowed` of these slots; None where no mask says anything."""
+    """Return `LogitEdits.allowed` of these slots; None if no mask excludes a token."""
     if all(mask is None or mask.words is None for mask in masks):
         return None
     allowed = torch.full((len(masks), -(-vocab // 32)), -1, dtype=torch.int32)
@@ -259,7 +260,7 @@ def _allowed(masks: Sequence[Mask | None], vocab: int) -> torch.Tensor | None:
 def edit_words(
     p: SamplingParams, biased: Collection[int], prompt: Sequence[int], output: Sequence[int], vocab: int
 ) -> torch.Tensor:
-    """A request's row of `LogitEdits.words` [V], where bias i - 1 is that of the i-th of the `biased` tokens."""
+    """Return a request's row of `LogitEdits.words` [V]; bias i - 1 belongs to the i-th of the `biased` tokens."""
     words = torch.zeros(vocab, dtype=torch.int32)
     words[list(biased)] = torch.arange(1, len(biased) + 1, dtype=torch.int32)
     if edits_logits(p):
@@ -270,7 +271,8 @@ def edit_words(
 
 
 def bias_of(p: SamplingParams, *, held: bool, eos_token_ids: tuple[int, ...], vocab: int) -> dict[int, float]:
-    """Return the biases of tokens: the request's own, and minus infinity for stops while it is `held`, too short."""
+    """Return the biases of tokens: the request's own, and minus infinity for stop tokens while it is `held` (too
+    short)."""
     if not held:
         return p.logit_bias
     back = p.stop_token_ids + (() if p.ignore_eos else eos_token_ids)

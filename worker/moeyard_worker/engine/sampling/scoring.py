@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens: the head over rows from which no token is sampled.
 
-The head sees a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest of
-the step. Sampled rows go through the same product, and its rows do not know how many they are: neither blocks, chunks
-nor neighbours show.
+The head processes a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest
+of the step. Sampled rows use the same product, in which a row's bits do not depend on the number of rows. So blocks,
+chunks and neighbours do not change a score.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from moeyard_worker.engine.sampling.sampling import tell
 from moeyard_worker.protocol import TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, Step
 
-# For each chunk of `step.scored`, what is said of each of its targets.
+# For each chunk of `step.scored`, the log-probabilities of its targets.
 Scores = list[tuple[TokenLogprob, ...]]
 
 
@@ -29,7 +29,7 @@ def score(
     *,
     whole: bool = False,
 ) -> list[SampledTokens]:
-    """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]); without waiting for a device.
+    """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]), without waiting for the device.
 
     `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size.
     """
@@ -49,14 +49,14 @@ def score(
 
 
 def warm_scoring(backend: Backend, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
-    """Have the kernels of a whole block compiled, by a row of any values, hidden [1, H]."""
+    """Compile the kernels of a whole block, with a row of any values, hidden [1, H]."""
     rows = hidden.expand(SCORED_ROWS, -1).contiguous()
     ids = torch.zeros(SCORED_ROWS, dtype=torch.int64, device=hidden.device)
     backend.token_logprobs(head(rows).float(), ids, MAX_TOP)
 
 
 def _wanted(step: Step) -> tuple[list[int], list[int], int]:
-    """Rows of the step, the tokens behind them, and the most alternatives that one of the requests asks for."""
+    """Return the scored rows of the step, the tokens after them, and the largest number of alternatives."""
     rows: list[int] = []
     targets: list[int] = []
     num_top = begin = 0
@@ -87,7 +87,7 @@ def _asked(chunk: Chunk) -> list[int]:
 
 
 def unsound_scores(step: Step, scores: Scores) -> tuple[str, ...]:
-    """Return the requests with a scored row whose logits are not finite: its log-probabilities are not numbers."""
+    """Return the requests with a scored row whose logits are not finite, so that its log-probabilities are NaN."""
     return tuple(
         chunk.key[1]
         for chunk, found in zip(step.scored, scores, strict=True)

@@ -1,9 +1,9 @@
-"""Tokens of a step's rows on a GPU, by fixed chains of launches over logits in one place.
+"""Sampling of a step's rows on a GPU, by fixed sequences of launches over logits in one buffer.
 
-What a row asks for (temperature, cuts, seed, position, penalties) is in tensors that one copy fills before a step. The
-host takes part in rows with a grammar only: a mask needs the token before it, which is on the host when the step before
-is done. That is when this step begins on the device, so the host has as long as the forward pass takes. Such rows are
-chosen again, and their neighbours wait for nothing.
+One copy before each step fills the tensors of all parameters (temperature, cuts, seed, position, penalties). Only rows
+with a grammar need the host: their mask depends on the token before, which reaches the host when the step before ends.
+The step itself starts then, so the host has the time of the forward pass. These rows are chosen again, and their
+neighbours do not wait.
 """
 
 import bisect
@@ -36,14 +36,14 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Which launches a step's rows need: cuts are top-k, top-p and min-p, edits are biases and penalties."""
+    """The launches that a step's rows need: cuts are top-k, top-p and min-p; edits are biases and penalties."""
 
     cuts: bool
     edits: bool
     logprobs: bool
 
 
-# Edits have no chain without cuts.
+# Rows with edits always use the chain with cuts.
 _CHAINS = tuple(
     Chain(cuts, edits, logprobs)
     for cuts, edits in ((False, False), (True, False), (True, True))
@@ -53,7 +53,7 @@ _CHAINS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The sampled chunks of a step and their requests; `before`: the step that it was planned upon."""
+    """The sampled chunks of a step and their requests; `before`: the step that it was planned on."""
 
     chunks: Sequence[Chunk]
     requests: Sequence[Request]
@@ -62,19 +62,19 @@ class _Rows:
 
     @property
     def each(self) -> int:
-        """Rows of a sequence."""
+        """Rows per sequence."""
         return 1 if self.verified is None else self.verified.size.queries
 
     def num_output(self, i: int) -> int:
-        """How many output tokens stand before the first sampled row of a chunk, with its least start."""
+        """Return how many output tokens precede the first sampled row of a chunk, given its planned start."""
         return self.chunks[i].end - self.chunks[i].num_sampled + 1 - len(self.requests[i].prompt)
 
 
 class StepSampler:
     """Samples up to `max_rows` rows of `logits` [max_rows, V] fp32, which steps write; chosen ids go to `last_ids`.
 
-    Biases and penalties are those of up to `max_requests` requests at once. `verifies`: sequences have several rows,
-    which verify drafts; such rows with edits are chosen again, by launches of their own.
+    Up to `max_requests` requests at once may have biases or penalties. `verifies`: sequences have several rows, which
+    verify drafts; such rows with edits are chosen again by separate launches.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class StepSampler:
                 "penalties": (torch.float64, (max_rows, 3)),
                 **dict.fromkeys(("top_k", "seeds", "positions", "slots"), long),
             },
-            # A step whose rows are edited fills it twice.
+            # A step with edited rows fills it twice.
             stages=4,
         )
         self._counts = EditCounts(max_requests=max_requests, vocab=vocab, eos_token_ids=eos_token_ids, device=device)
         self._graphs: dict[Chain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
-        # Edited sequences of the step whose accepted tokens are still to be counted: their places, slots and rows.
+        # Edited sequences whose accepted tokens are not counted yet: their indices, slots and rows.
         self._uncounted: tuple[torch.Tensor, torch.Tensor, list[tuple[Counted, int]]] | None = None
-        # The graphs that chose last; None if that was launched.
+        # The graphs of the last choice; None if it was launched eagerly.
         self.replayed: tuple[torch.cuda.CUDAGraph, ...] | None = ()
-        # A chain runs before there is a step.
+        # A chain runs before the first step.
         self._fill([], [], [])
 
     def capture(self, rows: Iterable[int], pool: Any) -> None:
@@ -120,7 +120,7 @@ class StepSampler:
             self._graphs[chain] = sorted(graphs, key=lambda found: found[0])
 
     def runs(self, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
-        """Return what `capture` captures."""
+        """Yield the launches that `capture` captures."""
         return (partial(self._run, chain, count) for chain, count in product(self._chains(), rows))
 
     def _chains(self) -> list[Chain]:
@@ -128,11 +128,11 @@ class StepSampler:
 
     @property
     def num_graphs(self) -> int:
-        """How many were captured."""
+        """The number of captured graphs."""
         return sum(map(len, self._graphs.values()))
 
     def warm(self) -> None:
-        """Compile the kernels that choose edited rows again, by a row that no edit changes."""
+        """Compile the kernels that choose edited rows again, with a row that no edit changes."""
         none, off = torch.zeros(1, dtype=torch.int64, device=self._backend.device), self._counts.bias[0, 0, :1]
         penalties = torch.stack((off + 1, off, off), 1)
         edits = LogitEdits(words=self._counts.words[:1], bias=self._counts.bias[0, :1], slots=none, penalties=penalties)
@@ -153,11 +153,11 @@ class StepSampler:
         verified: VerifiedRows | None = None,
         greedy: bool = True,
     ) -> tuple[SampledTokens, dict[int, str]]:
-        """Choose for all sampled rows of a step, whose logits are the first rows of `logits`, without waiting for them.
+        """Choose tokens for all sampled rows of a step, from the first rows of `logits`, without waiting for them.
 
-        Sequence b has rows b * Q + j of `verified`, or one. `greedy`: `last_ids` holds the ids of the largest logits.
-        Waits for `before` where a grammar needs its tokens, or a penalty counts tokens that are not on the device. The
-        tokens are the sampler's own, good until the next replay. Returns `errors_of` the step's rows with them. With
+        Sequence b has rows b * Q + j of `verified`, or one row. `greedy`: `last_ids` holds the argmax of the logits.
+        Waits for `before` if a grammar needs its tokens, or if a penalty counts tokens that are not on the device. The
+        returned tokens belong to the sampler until the next replay; `errors_of` the step's rows come with them. With
         edits, `count_accepted` must follow if drafts are verified.
         """
         rows = _Rows(step.sampled, requests, before, verified)
@@ -184,12 +184,12 @@ class StepSampler:
             self._choose_edited(rows, verified, edited, tokens)
         errors = self._choose_helped(rows, helped, tokens) if helped else {}
         if apart and verified is not None and any(request.sampling.temperature for request in requests):
-            # For the drafts, which are drawn as the tokens are.
+            # Drafts are sampled with the same parameters as the tokens.
             self.ask([request.sampling for request in requests for _ in range(rows.each)])
         return tokens, errors
 
     def _apart(self, rows: _Rows) -> tuple[list[int], list[int]]:
-        """The requests whose logits are edited: on the device, and with the host's help."""
+        """Return the requests whose logits are edited: on the device, and with the host's help."""
         edited, helped = list[int](), list[int]()
         for i, request in enumerate(rows.requests):
             p = request.sampling
@@ -200,12 +200,12 @@ class StepSampler:
         return edited, helped
 
     def _counted(self, rows: _Rows, edited: Sequence[int]) -> list[Counted]:
-        """The counts of these requests, up to date with the tokens before the step."""
+        """Return the counts of these requests, up to date with the tokens before the step."""
         here = {rows.requests[i].key for i in edited}
         return [self._counts.up_to_date(rows.chunks[i], rows.requests[i], here, rows.before) for i in edited]
 
     def _slots(self, rows: _Rows, edited: Sequence[int]) -> list[int]:
-        """Where the counts of each row are; -1 for a row without edits."""
+        """Return the slot of each row's counts; -1 for a row without edits."""
         slots = [-1] * len(rows.chunks)
         for i, found in zip(edited, self._counted(rows, edited), strict=True):
             self._counts.hold(found, rows.num_output(i) < found.sampling.min_tokens)
@@ -256,10 +256,10 @@ class StepSampler:
             counted.launches.append((launch, place))
 
     def _choose_helped(self, rows: _Rows, helped: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
-        """Choose again what the host takes part in, waiting for the step before; `errors_of` the step's rows."""
+        """Choose again for rows that need the host; wait for the step before. Return `errors_of` the step's rows."""
         some = tuple(rows.chunks[i] for i in helped)
         sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in helped], rows.before)
-        # The sequence of each row, and its place there.
+        # The sequence of each row, and its place in it.
         named = [(i, row) for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
         where = to_device(torch.tensor([i * rows.each + row for i, row in named]), self._backend.device)
         self._put(tokens, where, ask(self._backend, self.logits[where], sampled, self._eos))
@@ -267,7 +267,8 @@ class StepSampler:
         return {firsts[named[k][0]] + named[k][1]: error for k, error in errors_of(sampled).items()}
 
     def _put(self, tokens: SampledTokens, where: torch.Tensor, chosen: SampledTokens) -> None:
-        """Put what was chosen for the rows `where` into `tokens`. Alternatives stay: they are those of the logits."""
+        """Write the tokens of the rows `where` into `tokens`. Alternatives stay, because they depend on the logits
+        only."""
         tokens.ids[where] = self.last_ids[where] = chosen.ids
         if chosen.logprobs is not None:
             assert tokens.logprobs is not None, "they were asked for there too"
@@ -276,11 +277,11 @@ class StepSampler:
             tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
 
     def ask(self, params: Sequence[SamplingParams]) -> None:
-        """Bring what rows ask for to the device, but for their positions."""
+        """Copy the parameters of rows to the device, without positions."""
         self._fill(params, [0] * len(params), [-1] * len(params))
 
     def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
-        """Return what `ask` brought for `count` rows, `stride` apart, as arguments of `sample`; to be captured."""
+        """Return the parameters of `count` rows from `ask`, `stride` apart, as arguments of `sample`; to be captured."""
         on = self._staging.on_device
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         return {name: on[name][: count * stride : stride].contiguous() for name in names}
@@ -309,7 +310,7 @@ class StepSampler:
         logprobs = self._num_top if chain.logprobs else None
         tokens = self._backend.sample(self.logits[:count], edits=edits, logprobs=logprobs, **arguments)
         if edits is not None:
-            # Rows without a slot add nothing, to whatever word.
+            # Rows without a slot add 0, to any word.
             once = (edits.slots >= 0).int() * LogitEdits.ONCE
             self._counts.add(edits.slots.clamp(min=0), tokens.ids, once)
         self.last_ids[:count] = tokens.ids
@@ -331,5 +332,5 @@ class StepSampler:
 
 
 def _least(p: SamplingParams) -> SamplingParams:
-    """Return what costs least: greedy, with the same alternatives, which are those of the logits whatever is chosen."""
+    """Return the cheapest parameters: greedy, with the same alternatives, which do not depend on the choice."""
     return SamplingParams(max_tokens=p.max_tokens, temperature=0.0, logprobs=p.logprobs)

@@ -1,12 +1,12 @@
-"""Guesses at the tokens behind those a step has sampled, by the model's layer for multi-token prediction.
+"""Draft the tokens after those a step has sampled, with the model's layer for multi-token prediction.
 
-A first pass goes over all rows of the step, with the tokens behind them: its states are those that later passes attend
-to, and the row of each sequence's last accepted token gives its first draft. Every other pass has one row per sequence,
-the draft before, given the output of the pass before. State that such rows, or rows of refused drafts, leave is a guess
-too: the next step's first pass overwrites it. All ranks make the same number of passes, with or without own rows.
+The first pass covers all rows of the step, each with the token after it. Later passes attend to its states. The row of
+each sequence's last accepted token gives its first draft. Every other pass has one row per sequence: the draft before,
+with the output of the pass before. The state of such rows, and of refused drafts, is provisional: the next step's first
+pass overwrites it. All ranks make the same number of passes, with or without rows.
 
-A draft is chosen as its token will be: with the noise of its position, what its request asks for and its grammar. It is
-kept only if the model then chooses the same, so nothing here can change an answer.
+A draft is chosen as its token will be: with the noise of its position, its request's parameters and its grammar. It is
+kept only if the model then chooses the same token, so drafts cannot change an answer.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 
 class Speculation:
-    """Makes drafts with `drafter` for `model`, in steps that `backend` plans, over the model's `exchange`."""
+    """Makes drafts with `drafter` for `model`, in steps planned by `backend`, over the model's `exchange`."""
 
     def __init__(
         self, drafter: Drafter, *, model: Decoder, backend: Backend, exchange: Exchange, eos_token_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Speculation:
         self._eos_token_ids = eos_token_ids
 
     def warm(self, plan: StepPlan) -> None:
-        """Launch what prompts do, and the first pass behind them."""
+        """Launch the model over prompts, and the first pass after it."""
         self.drafter.forward(plan.token_ids, self._model.hidden(plan), plan)
 
     def draft(
@@ -50,11 +50,11 @@ class Speculation:
         num_passes: int,
         most_rows: int,
     ) -> list[Accepted]:
-        """`results` with up to `num_passes` drafts each.
+        """Return `results` with up to `num_passes` drafts each.
 
-        `hidden` [num_rows, H] is what the head read of the step, `plan` is the step's; `requests`, `rows` and `results`
-        are those of its sampled chunks. No rank brings more than `most_rows` to the step's exchanges. Raises
-        ExchangeError when a peer is lost.
+        `hidden` [num_rows, H] are the step's inputs to the head, and `plan` is the step's plan; `requests`, `rows` and
+        `results` belong to its sampled chunks. No rank brings more than `most_rows` rows to the step's exchanges.
+        Raises ExchangeError when a peer is lost.
         """
         tails = _tails(step, requests, rows, results)
         token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
@@ -62,7 +62,7 @@ class Speculation:
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
         x = _rows(x, [tail.row for tail in going])
         self._choose(x, going)
-        # From here on no rank has rows of prompts.
+        # No rank has prompt rows in the remaining passes.
         self._exchange.steps.set_rows(PeerRows(most_rows))
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
@@ -72,12 +72,12 @@ class Speculation:
             padded[: len(going)] = x
             x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
             self._choose(x, going)
-        # Also without rows of its own: these passes wait for peers, too.
+        # A rank without rows drains too: these passes also wait for peers.
         self._exchange.steps.drain()
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
     def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:
-        """One more draft of each, by rows x [len(going), H]."""
+        """Add one draft to each sequence, from rows x [len(going), H]."""
         if not going:
             return
         self._exchange.steps.drain()
@@ -92,9 +92,9 @@ def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 class _Tail:
-    """Where one sequence has come to: its accepted tokens, and drafts behind them.
+    """The end of one sequence: its accepted tokens, and the drafts after them.
 
-    `row` of the step read the token before the last accepted one, which sits at `end`.
+    `row` of the step read the token before the last accepted one, which is at position `end`.
     """
 
     __slots__ = ("_chunk", "_params", "_prompt", "_request", "drafts", "end", "output", "result", "row")
@@ -109,23 +109,23 @@ class _Tail:
         self.drafts: list[int] = []
 
     def wants(self, number: int, page_size: int) -> bool:
-        """Whether it may have a draft of this number, from 1: within its request, and with a place for its row."""
+        """Return whether it may have draft `number` (from 1): within its request's limit, and with a page for its row."""
         request = self._request
         if request.ended or self.result.error is not None or len(self.drafts) < number - 1:
             return False
-        # The row that gives it sits two positions before it.
+        # The row that produces the draft is two positions before it.
         pages, dropped = self._chunk.behind
         return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
 
     def row_of_next(self) -> SampledRow:
-        """Return the row by which the next draft is chosen."""
+        """Return the row that chooses the next draft."""
         output = [*self.output, *self.drafts]
         constraint = self._request.constraint
         mask = None if constraint is None else constraint.mask(output)
         return SampledRow(params=self._params, prompt=self._prompt, output=output, mask=mask)
 
     def chunk(self, number: int) -> Chunk:
-        """The row of pass `number`: it reads the draft before. The layer keeps no state per sequence."""
+        """Return the row of pass `number`, which reads the draft before. The layer keeps no state per sequence."""
         pages, dropped = self._chunk.behind
         return Chunk(
             key=self._chunk.key,
@@ -154,7 +154,7 @@ def _tails(
 
 
 def _tokens_behind(step: Step, results: Sequence[Accepted], num_rows: int) -> np.ndarray:
-    """[num_rows] int64: of every row the token behind it; zero behind a refused draft and in the padding."""
+    """Return [num_rows] int64: the token after each row; zero after a refused draft and in the padding."""
     token_ids, begin = np.zeros(num_rows, dtype=np.int64), 0
     remaining = iter(results)
     for chunk in step.chunks:

@@ -1,9 +1,9 @@
-"""Runs steps on a GPU: most as CUDA graphs, others launch by launch; results are taken when they are there.
+"""Runs steps on a GPU: most as CUDA graphs, the others kernel by kernel. Results are read when they arrive.
 
-A step has Q rows per sequence: one decodes, several verify drafts; prompts are chunks beside them, or alone in a model
-that drafts. A step is launched and not waited for. Its tokens, and drafts behind them, stay on the device, where the
-next step finds those that the host does not know yet (`Chunk.fed`), and are copied to the host behind it. In a model
-that drafts the host waits for steps with prompts, or with positions that are computed again (`Runner.settle`).
+A step has Q rows per sequence: one row decodes, several verify drafts. Prompts run as chunks in the same step; in a
+model that drafts they run alone. A launch does not wait for the step. Its tokens and drafts stay on the device, where
+the next step reads the ones that the host does not know yet (`Chunk.fed`); copies go to the host. In a model that
+drafts, the host waits for steps with prompts or with recomputed positions (`Runner.settle`).
 """
 
 import logging
@@ -44,7 +44,7 @@ from moeyard_worker.scheduling.step import Step
 
 log = logging.getLogger(__name__)
 
-# Prompt rows by which kernels are chosen where prompts are launched.
+# Row counts at which kernels of eager prompts are warmed up.
 _WARM = (64, 256, 1024, 2048)
 
 
@@ -52,12 +52,12 @@ class GpuRunner:
     """A runner on a GPU.
 
     `max_sequences` bounds the sequences of a step, `max_pages` the pages of each, `max_prompt` the prompt rows of a
-    step. Each sequence has up to `num_drafts` drafts; if `adaptive`, as many as each step likes. `captures_prompts`:
-    whether a step with prompts asks nothing of the host. `num_replayed` and `num_eager` count how steps ran;
-    `num_rows` are the rows of those that were replayed, `num_padded_rows` the same with padding.
+    step. Each sequence has up to `num_drafts` drafts; if `adaptive`, each step chooses how many. `captures_prompts`:
+    steps with prompts need nothing from the host. `num_replayed` and `num_eager` count steps; `num_rows` counts the
+    rows of replayed steps, `num_padded_rows` the same with padding.
 
-    With `ExchangeTraits.graphs_per_epoch` each step is captured when it is first met, and only steps without prompts:
-    the host asks what prompts bring.
+    With `ExchangeTraits.graphs_per_epoch`, each size is captured at its first use in an epoch, and only without
+    prompts, because the host must read the counts of prompt rows.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class GpuRunner:
         self._runner, self._backend, self._exchange = runner, backend, exchange
         self._max_sequences, self._max_pages, self._max_prompt = max_sequences, max_pages, max_prompt
         self._per_epoch, self._has_peers = exchange.traits.graphs_per_epoch, exchange.traits.pads_peers
-        # Whether steps beside prompts are captured, and whether steps with prompts are.
+        # Whether a rank captures steps in which a peer has prompts, and whether it captures steps with prompts.
         self._captures_prompts = captures_prompts and not self._per_epoch
         self._replays_prompts = self._captures_prompts and (not num_drafts or exchange.traits.local)
-        # A step without drafts has one row per sequence, another has as many as the step before drafted.
+        # A step has one row per sequence, or as many as the step before drafted.
         self._queries = range(1, 2 + num_drafts) if adaptive else sorted({1, 1 + num_drafts})
         self._drafts = num_drafts > 0
         self._sampler = StepSampler(
@@ -100,20 +100,20 @@ class GpuRunner:
         )
         self._graphs = StepGraphs(self._programs, exchange, backend)
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
-        # While this is set every step is launched kernel by kernel.
+        # If set, every step is launched kernel by kernel.
         self.eager = False
-        # Graphs of the last step without drafts, in order; none where a part of it was launched.
+        # Graphs of the last step without drafts, in order; empty if a part of it was launched eagerly.
         self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def sizes(self) -> Iterator[StepSize]:
-        """The size of every step that is captured."""
+        """Yield the size of every step that is captured."""
         own = [*self._own_sizes()]
         if self._per_epoch:
             return with_agreed_rows(own, self._exchange.traits.row_sizes)
         return with_peers(own) if self._has_peers else iter(own)
 
     def _own_sizes(self) -> Iterator[StepSize]:
-        """The same of a rank by itself."""
+        """Yield the sizes of this rank alone, without room for peers' rows."""
         sequences, pages = self._max_sequences, self._max_pages
         ladder = DRAFTING if self._drafts else DECODING
         yield from decode_sizes(ladder, max_sequences=sequences, max_pages=pages, queries=self._queries)
@@ -127,20 +127,20 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture steps of all sizes, or run steps of these sizes where they are one epoch's; log which."""
+        """Capture steps of all sizes, or run each size once if graphs last one epoch; log the sizes."""
         begun, sizes = time.perf_counter(), [*self.sizes()]
         if self._drafts:
             sampled = sorted({size.rows for size in sizes if size.decode})
         else:
             sampled = below(DECODING.sequences, self._max_sequences)
         if not self._per_epoch:
-            # But for prompts that ask the host about experts without a slot.
+            # Prompts that ask the host about missing experts cannot be compiled ahead.
             prompts = self._warm_runs() if self._captures_prompts else ()
             self._backend.compile_ahead(self._rehearsal(chain(prompts, self._graphs.runs(sizes)), sampled))
         self._warm_prompts()
         pool = self._graphs.prepare(sizes)
         if self._per_epoch:
-            # More rows than there is room for are launched.
+            # Steps with more rows than peers agree on run eagerly.
             self._warm_decode(above=max(self._exchange.traits.row_sizes, default=0))
         with self._backend.without_collection():
             self._sampler.capture(sampled, pool)
@@ -153,11 +153,11 @@ class GpuRunner:
     def _rehearsal(
         self, steps: Iterator[Callable[[], object]], sampled: Sequence[int]
     ) -> Iterator[Callable[[], object]]:
-        """For `compile_ahead`: steps through one layer of each kind, then choices of tokens."""
+        """Yield the runs for `compile_ahead`: steps through one layer of each kind, then choices of tokens."""
         with self._runner.model.one_layer_of_each_kind():
             yield from steps
         yield from self._sampler.runs(sampled)
-        # Nothing of the last step is kept.
+        # Release what the last rehearsed step holds.
         self._exchange.steps.set_rows(PeerRows(0))
 
     def _warm_decode(self, above: int = 0) -> None:
@@ -170,10 +170,10 @@ class GpuRunner:
             run()
 
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
-        """Yield what is launched kernel by kernel beside the graphs."""
+        """Yield the launches of eager steps."""
         model, sizes = self._runner.model, {size for size in (*_WARM, self._max_prompt) if size <= self._max_prompt}
         if not self._drafts and self._captures_prompts and self._exchange.traits.capturable:
-            # Captured sizes run once before their capture.
+            # Captured sizes are compiled by their own warm-up run.
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
             keys = size if self._backend.flat else 0
@@ -187,9 +187,9 @@ class GpuRunner:
             yield self._sampler.warm
 
     def rows_of(self, step: Step) -> int:
-        """The most rows, with padding, that a step brings to its exchanges.
+        """Return the most rows, with padding, that a step brings to its exchanges.
 
-        No graph is looked for where exchanges do not place rows by their padding.
+        Padding only matters to exchanges that place rows by it.
         """
         if not self._has_peers:
             return step.num_tokens
@@ -197,8 +197,8 @@ class GpuRunner:
         return step.num_tokens if found is None else found.rows
 
     def _find(self, step: Step, peers: PeerRows) -> StepSize | None:
-        """The smallest captured size that this step fits; None for a step that is launched kernel by kernel."""
-        # A graph keeps the logits of sampled rows only. Experts without a slot ask the host about any rank's prompts.
+        """Return the smallest captured size that holds this step, or None if the step runs eagerly."""
+        # A graph computes the logits of sampled rows only. Streamed experts need the host in every rank's prompt step.
         if self.eager or step.scored or (not self._captures_prompts and any(peers.prompts)):
             return None
         if any(chunk.num_sampled != chunk.num_tokens for chunk in step.decode):
@@ -216,7 +216,7 @@ class GpuRunner:
         num_drafts: int = 0,
         peers: PeerRows | None = None,
     ) -> LaunchedStep:
-        """See `Runner.launch`; returns before the step has run, but for prompts of a model that drafts."""
+        """See `Runner.launch`. Returns before the step has run, except for prompts of a model that drafts."""
         assert self._drafts or not num_drafts, "no layer makes drafts"
         peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
         size = self._find(step, peers)
@@ -240,7 +240,7 @@ class GpuRunner:
         self.replayed = (*graphs, *self._sampler.replayed) if graphs and self._sampler.replayed is not None else ()
         each = 1 if verified is None else verified.size.queries
         chosen = _to_host(chosen_logits(self._sampler.logits, self._sampler.last_ids[: len(step.sampled) * each]))
-        # Before another replay: results of the sampler's graphs share memory with what others compute on the way.
+        # Copy before another replay: the sampler's graphs share memory with intermediate results of other graphs.
         tokens, blocks = tokens.each(_to_host), [block.each(_to_host) for block in scores]
         left = None
         if self._drafts and found is not None:
@@ -262,9 +262,9 @@ class GpuRunner:
         return launched
 
     def _replay(self, found: CapturedStep, step: Step, before: Yielded | None) -> None:
-        """Run the model of a captured step."""
+        """Run the model part of a captured step."""
         if step.chunks:
-            # A step that the host has settled leaves nothing on the device.
+            # After a settled step the device holds no tokens, so the host supplies them.
             found.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
         found.graphs[MODEL].replay()
         if self._per_epoch:
@@ -278,7 +278,7 @@ class GpuRunner:
         self.num_padded_rows += found.inputs.num_rows
 
     def _draft(self, found: CapturedStep, step: Step, requests: Sequence[Request], num_drafts: int) -> Verified:
-        """Count the tokens that are right, and draft behind them; a rank without rows takes part in the passes."""
+        """Count the accepted tokens and draft behind them. A rank without rows only takes part in the passes."""
         if not step.chunks:
             for _ in range(num_drafts):
                 found.graphs[IDLE_DRAFT].replay()
@@ -321,7 +321,7 @@ class GpuRunner:
         )
 
     def _eager(self, step: Step) -> list[SampledTokens]:
-        """Compute the logits of the sampled rows, and scores; tokens unknown to the host are fed on the device."""
+        """Compute the logits of the sampled rows, and scores. Tokens that the host does not know are fed on the device."""
         if not step.chunks:
             self._runner.forward(step)
             self._drain()
@@ -345,22 +345,22 @@ class GpuRunner:
         return score(self._backend, model.head, hidden, step, whole=True) if step.scored else []
 
     def _drain(self) -> None:
-        """Where only the host can end what a device waits for, that is over before the step's last launches."""
-        # Also of a graph: later work of the host may wait for the device, where peers are not watched.
+        """Wait for the exchange where only the host can end the device's wait, before the step's last launches."""
+        # Graphs too: the host may later wait for the device while no one watches for lost peers.
         if not self._exchange.traits.capturable or self._per_epoch:
             self._exchange.steps.drain()
 
 
 def _places(step: Step, each: int) -> list[int]:
-    """Where a graph with `each` rows of every sequence has the rows of a step."""
+    """Return the rows of a step within a graph that has `each` rows per sequence."""
     return [b * each + row for b, chunk in enumerate(step.decode) for row in range(chunk.num_tokens)]
 
 
 def _known(step: Step, before: Yielded) -> Step:
-    """The step with all tokens as the host knows them."""
+    """Return the step with all its tokens from the host."""
     return replace(step, decode=tuple(replace(chunk, fed=None) for chunk in feed(step, before).decode))
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory that is on its way."""
+    """Return a pinned copy of x; the transfer is asynchronous."""
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The captured steps of a rank, by size: all from its start on, or each once it is met."""
+"""The captured steps of a rank, by size: captured at start, or each at its first use."""
 
 import logging
 import time
@@ -14,14 +14,14 @@ from moeyard_worker.exchange.base import Exchange, PeerRows
 
 log = logging.getLogger(__name__)
 
-# How long launches may take to end once nothing waits for peers.
+# Seconds in which launches must end once nothing waits for peers.
 _END_S, _PAUSE_S = 10.0, 1e-3
 
 Graph = torch.cuda.CUDAGraph
 
 
 class Program(Protocol):
-    """The launches of a step of one size: parts in order. Each may read what earlier parts leave."""
+    """The launches of a step of one size: parts in order. Each part may read the results of earlier parts."""
 
     @property
     def inputs(self) -> StepInputs: ...
@@ -31,7 +31,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step: its program and that one's inputs, and the graph of each part."""
+    """A captured step: its program, the program's inputs, and the graph of each part."""
 
     program: Any
     inputs: StepInputs
@@ -39,37 +39,37 @@ class CapturedStep:
 
 
 class StepGraphs:
-    """Captured steps: what `program` launches for a size.
+    """Captured steps: the launches of `program` for each size.
 
-    With `ExchangeTraits.graphs_per_epoch` each is captured when it is first met in the epoch, while peers wait.
+    With `ExchangeTraits.graphs_per_epoch` each size is captured at its first use in the epoch, while peers wait.
     """
 
     def __init__(self, program: Callable[[StepSize], Program], exchange: Exchange, backend: StepBackend) -> None:
         self._program, self._exchange, self._backend = program, exchange, backend
         self._per_epoch = exchange.traits.graphs_per_epoch
         exchange.steps.release_graphs = self._release
-        # The smallest first: a step takes the first that holds it.
+        # Smallest first: a step uses the first size that holds it.
         self._sizes: tuple[StepSize, ...] = ()
         self._captured: dict[StepSize, CapturedStep] = {}
-        # Graphs of epochs that have ended, which a device may still run.
+        # Graphs of ended epochs that the device may still run.
         self._running: list[dict[StepSize, CapturedStep]] = []
         self._pool: Any = None
 
     @property
     def captured(self) -> Mapping[StepSize, CapturedStep]:
-        """The captured steps that there are."""
+        """The captured steps by size."""
         return self._captured
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are."""
+        """The number of graphs."""
         return sum(len(step.graphs) for step in self._captured.values())
 
     def prepare(self, sizes: Iterable[StepSize]) -> Any:
-        """Have steps run in these sizes from here on, and return the pool of their memory.
+        """Run steps in these sizes from now on; return their memory pool.
 
-        They are captured from the largest on, so that the others find their memory in its pool. Where captures wait for
-        an epoch, each number of rows, width and number of peers' rows runs once, which compiles its kernels.
+        Captures begin with the largest size, so that smaller ones reuse its memory. If graphs last one epoch, each
+        number of rows, width and number of peers' rows runs once to compile its kernels.
         """
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = tuple(sorted(sizes, key=lambda size: size.order))
@@ -78,7 +78,7 @@ class StepGraphs:
         return self._pool
 
     def runs(self, sizes: Iterable[StepSize]) -> Iterator[Callable[[], object]]:
-        """Yield what `prepare` captures of these sizes, in its order."""
+        """Yield the launches that `prepare` captures for these sizes, in its order."""
         for size in sorted(sizes, key=lambda size: size.order, reverse=True):
             yield from self._expected(size).parts.values()
 
@@ -87,12 +87,12 @@ class StepGraphs:
         for size in reversed(self._sizes):
             program, graphs = self._expected(size), dict[str, Graph]()
             for name, run in program.parts.items():
-                # Layers keep things from their first run; the first of each kind makes them.
+                # Layers allocate workspace in their first run of each kind.
                 kind = bool(size.prompt), size.queries if size.decode else 0, name
                 graphs[name] = self._backend.capture(run, self._pool, ahead=kind not in kinds)[0]
                 kinds.add(kind)
                 if len(program.parts) > 1:
-                    # A captured part has not run, and the next reads what it leaves.
+                    # Capturing does not run a part, and the next part reads its results.
                     graphs[name].replay()
             self._captured[size] = CapturedStep(program, program.inputs, graphs)
 
@@ -114,11 +114,11 @@ class StepGraphs:
             run()
 
     def find(self, size: StepSize, most: int) -> StepSize | None:
-        """The size that a step runs in; see `smallest`."""
+        """Return the size that a step runs in; see `smallest`."""
         return smallest(self._sizes, size, most)
 
     def step(self, size: StepSize) -> CapturedStep:
-        """A captured step, captured now if it has not been. Raises ExchangeError as `ExchangeSteps.before_capture`."""
+        """Return a captured step; capture it now if necessary. Raises ExchangeError as `ExchangeSteps.before_capture`."""
         found = self._captured.get(size)
         if found is None:
             assert self._per_epoch, f"{size} was to be captured at the start"
@@ -129,7 +129,7 @@ class StepGraphs:
         return found
 
     def _release(self) -> None:
-        """Free all graphs, as `ExchangeSteps.release_graphs` asks. Any thread may call it."""
+        """Free all graphs, for `ExchangeSteps.release_graphs`. Any thread may call it."""
         captured, self._captured = self._captured, {}
         if not captured:
             return
@@ -139,11 +139,11 @@ class StepGraphs:
             return
         for step in captured.values():
             for graph in step.graphs.values():
-                # Not by its last reference, which the frame that an error came from may hold.
+                # Reset explicitly: the traceback of an error may still hold a reference.
                 graph.reset()
 
     def _has_ended(self) -> bool:
-        """Wait, but not for ever, until all launches have run; whether they have."""
+        """Wait up to `_END_S` seconds for all launches; return whether they have ended."""
         if self._backend.device.type == "cpu":
             return True
         limit = time.monotonic() + _END_S
@@ -154,15 +154,15 @@ class StepGraphs:
                 if time.monotonic() > limit:
                     return False
                 time.sleep(_PAUSE_S)
-        except RuntimeError:  # boundary: a device that has failed; its error is raised elsewhere
+        except RuntimeError:  # boundary: the device has failed; other code raises its error
             return False
         return True
 
 
 def smallest(sizes: Iterable[StepSize], size: StepSize, most: int) -> StepSize | None:
-    """The first of `sizes` that holds a step of `size` beside peers who bring at most `most` rows; None for none.
+    """Return the first of `sizes` that holds a step of `size` while a peer brings up to `most` rows; None if none does.
 
-    Without peers `most` is 0. With peers it brings no more than `most` itself, as was agreed on.
+    Without peers `most` is 0. With peers this rank brings at most `most` rows itself, as the ranks agreed.
     """
     for each in sizes:
         if each.holds(size) and each.peers >= most and (not most or each.rows <= most):

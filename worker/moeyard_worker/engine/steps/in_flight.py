@@ -17,9 +17,9 @@ from moeyard_worker.scheduling.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """State behind a step that verified drafts: `read` [B, 1 + Q] (`VerifiedRows.read`) and `state` of its tails.
+    """State after a step that verified drafts: `read` [B, 1 + Q] (`VerifiedRows.read`) and `state` of its tails.
 
-    All `num_drafts` drafts that were made are results: the scheduler says how many are verified.
+    Results contain all `num_drafts` drafts; the scheduler decides how many are verified.
     """
 
     read: torch.Tensor
@@ -28,11 +28,10 @@ class Verified:
 
 
 class InFlight:
-    """A step that runs on a GPU; made behind all that the step launches. `begun` was recorded before that.
+    """A step that runs on a GPU. Create it after all launches of the step; `begun` was recorded before them.
 
-    `tokens` and `chosen` (what the tokens had of the logits) are copies on their way to the host; `places` are the rows
-    of the step among theirs, None for all in order. The exchange waits for the step, since peers may be gone; it waits
-    for no step behind it.
+    `tokens` and `chosen` (the logits of the chosen tokens) are asynchronous copies to the host. `places` are their rows
+    that belong to the step, None for all in order. The exchange waits for this step only, since peers may be lost.
     """
 
     def __init__(
@@ -58,18 +57,18 @@ class InFlight:
         self._done.record()
 
     def has_run(self) -> bool:
-        """Whether nothing of it is left to wait for."""
+        """Return whether the step has finished."""
         return bool(self._done.query())
 
     @property
     def device_seconds(self) -> float:
-        """Seconds on the device, from the end of what was launched before this step to its own end."""
+        """Seconds on the device, from the end of earlier launches to the end of this step."""
         self._done.synchronize()
         return self._begun.elapsed_time(self._done) * 1e-3
 
     @property
     def results(self) -> list[Accepted]:
-        """`results[i]` of `step.sampled[i]`."""
+        """`results[i]` belongs to `step.sampled[i]`. Waits for the step."""
         if self._results is None:
             begun = time.monotonic()
             self._exchange.steps.drain(self.has_run)
@@ -81,7 +80,7 @@ class InFlight:
     def _accepted(self) -> list[Accepted]:
         step, tokens, verified = self.step, self._tokens, self._verified
         if verified is not None:
-            # With the start and the tokens that the device took.
+            # The device determined the start and the tokens.
             chunks = [
                 replace(chunk, start=row[0], token_ids=tuple(row[1 : 1 + chunk.num_tokens]), slack=0)
                 for chunk, row in zip(step.decode, verified.read.tolist(), strict=True)
@@ -101,7 +100,7 @@ class InFlight:
 
     @property
     def scores(self) -> Scores:
-        """`scores[i]` of `step.scored[i]`."""
+        """`scores[i]` belongs to `step.scored[i]`. Waits for the step."""
         if self._scores is None:
             self._done.synchronize()
             self._scores = read_scores(self.step, self._blocks) if self._blocks else []
@@ -109,7 +108,7 @@ class InFlight:
 
     @property
     def unsound(self) -> tuple[str, ...]:
-        """Ids of the requests whose logits were not finite."""
+        """Ids of the requests with non-finite logits. Waits for the step."""
         self._done.synchronize()
         chosen = self._chosen if self._places is None else self._chosen[self._places]
         bad = unsound(self.step, self._requests, chosen)

@@ -1,17 +1,16 @@
-"""Programs of captured steps on a GPU: the model and the choice of tokens, and drafts where a model makes them.
+"""Programs of captured steps on a GPU: the model and the choice of tokens, and drafts if the model makes them.
 
-A step without drafts is one part: the model over all rows and the ids of the largest logits. A step that verifies
-drafts has more parts: which of the chosen tokens count, a pass of the layer for multi-token prediction over the same
-rows with the tokens behind them, and a pass over one row per sequence for every further draft. The state that the next
-step begins with stays on the device (`tails`). A step of prompts of a model that drafts ends with its logits; the host
-chooses its tokens and makes the drafts behind them.
+A step without drafts has one part: the model over all rows and the argmax of the logits. A step that verifies drafts
+has more parts. One counts the accepted tokens. One runs the multi-token prediction layer over the same rows, each with
+the token after it. Every further draft is a pass over one row per sequence. The state that the next step begins with
+stays on the device (`tails`). In a model that drafts, a prompt step ends with its logits; the host chooses the tokens
+and makes the drafts.
 
-With peers every pass is an exchange, which all ranks take part in: they agree on how many passes a step has and on the
-most rows that one of them verifies. A rank without rows has a part for the model's exchanges and one for those of a
-pass.
+With peers every pass is an exchange that all ranks join. They agree on the number of passes of a step and on the most
+rows that a rank verifies. A rank without rows has one part for the model's exchanges and one for those of a pass.
 
-A draft is drawn with the noise of its position and with its request's temperature and cuts. Penalties, a minimum length
-and grammars do not reach it here: where they decide, drafts are refused more often, and tokens stay what they are.
+A draft is sampled with the noise of its position and with its request's temperature and cuts. Penalties, minimum
+lengths and grammars do not apply to drafts. Where these decide, more drafts are refused, and the tokens stay the same.
 """
 
 from collections.abc import Callable
@@ -27,19 +26,19 @@ from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.runner import Runner
 
-# Parts of a program; those of drafts are named by `draft_part`.
+# Parts of a program; `draft_part` names the parts of drafts.
 MODEL, ACCEPT, IDLE_DRAFT = "model", "accept", "draft"
 
 
 def draft_part(drawn: bool, number: int) -> str:
-    """The part that makes a draft; `drawn` if one of the step's requests is."""
+    """Return the name of the part that makes a draft; `drawn` if any request of the step samples."""
     return f"{'drawn' if drawn else 'greedy'} draft {number}"
 
 
 @dataclass(slots=True)
 class _Drafts:
-    """By number, from 1: the states behind the drafts [B, H], and the drafts [B]; `end` [B]: where the last accepted
-    token sits."""
+    """Drafts by number, from 1: their hidden states [B, H] and tokens [B]. `end` [B]: the position of the last accepted
+    token."""
 
     states: dict[int, torch.Tensor] = field(default_factory=dict)
     tokens: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class _Drafts:
 
 @dataclass(slots=True)
 class StepState:
-    """The inputs of a step, and what its parts leave to each other and to the host."""
+    """The inputs of a step, and the results that its parts leave to each other and to the host."""
 
     inputs: StepInputs
     hidden: torch.Tensor | None = None
@@ -63,7 +62,7 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """The parts of a step, in order. Its state refers to no part, so that a rehearsed step is freed at once."""
+    """The parts of a step, in order. The state refers to no part, so that a rehearsed step is freed at once."""
 
     state: StepState
     parts: dict[str, Callable[[], object]]
@@ -75,7 +74,7 @@ class StepProgram:
 
 
 class StepPrograms:
-    """Makes the programs of `runner`'s steps. `max_prompt` bounds the prompt rows of steps of a model that drafts."""
+    """Makes the programs of a runner's steps. `max_prompt` bounds the prompt rows of a model that drafts."""
 
     def __init__(
         self,
@@ -102,12 +101,12 @@ class StepPrograms:
 
     @property
     def accepted(self) -> torch.Tensor:
-        """How many tokens of each sequence the latest step accepts, on the device."""
+        """The number of accepted tokens of each sequence in the latest step, on the device."""
         counts: torch.Tensor = self.tails.state[:, 0]
         return counts
 
     def __call__(self, size: StepSize) -> StepProgram:
-        """The program of steps of a size."""
+        """Return the program of steps of a size."""
         verifies = bool(self._num_drafts and size.sequences)
         step = StepState(self._backend.step_inputs(size, self._sampler.last_ids, self.tails if verifies else None))
         parts: dict[str, Callable[[], object]] = {MODEL: partial(self.run_model, step)}
@@ -121,7 +120,7 @@ class StepPrograms:
         return StepProgram(step, parts)
 
     def run_model(self, step: StepState) -> None:
-        """The model over all rows, and the ids of the largest logits of those that are sampled."""
+        """Run the model over all rows, and take the argmax of the logits of sampled rows."""
         inputs, sampler = step.inputs, self._sampler
         if not inputs.num_rows:
             step.hidden = self._model.hidden(inputs)
@@ -144,7 +143,7 @@ class StepPrograms:
         self._drafter.forward(step.inputs.token_ids, step.hidden, step.inputs)
 
     def _first(self, step: StepState, drawn: bool) -> None:
-        """The first draft: of the row of each sequence's last accepted token."""
+        """Make the first draft, from the row of each sequence's last accepted token."""
         size, drafts = step.inputs.size, step.drafts[drawn]
         count = self._accept(step)
         drafts.end = step.verified.start + count
@@ -155,7 +154,7 @@ class StepPrograms:
         self._draw(step, drawn, 1, x.index_select(0, last))
 
     def _more(self, step: StepState, drawn: bool, number: int) -> None:
-        """Another draft: of a row that reads the draft before, given the state behind that."""
+        """Make another draft, from a row that reads the draft before and its hidden state."""
         drafts = step.drafts[drawn]
         assert self._drafter is not None, "drafts are made by a layer for that"
         assert drafts.end is not None, "there is a first one"

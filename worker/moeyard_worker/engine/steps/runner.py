@@ -1,4 +1,4 @@
-"""Runs steps on one rank: a `Step` in, what its sampled chunks yielded out."""
+"""Runs steps on one rank: takes a `Step` and returns the results of its sampled chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ from moeyard_worker.state.pools import allocate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step that runs, or has run: `results[i]` of `step.sampled[i]`, `scores[i]` of `step.scored[i]`.
+    """A step that runs or has run: `results[i]` belongs to `step.sampled[i]`, `scores[i]` to `step.scored[i]`.
 
-    `unsound`: requests with logits not finite.
+    `unsound`: ids of requests with non-finite logits.
     """
 
     step: Step
@@ -44,14 +44,14 @@ class Launched:
     waited: float = 0.0
 
     def has_run(self) -> bool:
-        """Whether nothing of it is left to wait for."""
+        """Return True: this step has finished."""
         return True
 
 
 class Runner:
     """A model with its dense weights and state on one rank.
 
-    `load` gives the dense weights, `experts` computes the rows that the exchange brings; both belong to this runner.
+    `load` gives the dense weights; `experts` computes the rows that the exchange delivers. The runner owns both.
     """
 
     def __init__(
@@ -95,19 +95,18 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
-        """fp32 logits [num_sampled padded, V]; row i belongs to step.sample_rows[i], the padding is garbage.
+        """Return fp32 logits [num_sampled padded, V]. Row i belongs to step.sample_rows[i]; padding rows are undefined.
 
         An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
         """
         return self.model.forward(self.backend.plan(step))
 
     def warm_recompute(self) -> None:
-        """Where state is kept per sequence, have the kernels compiled that compute output again, of several rows of a
-        sequence. Before the first step, when neither slots nor pages hold anything.
-        """
+        """Compile the kernels that recompute output with several rows per sequence, for models with state per sequence.
+        Call it before the first step, while slots and pages are empty."""
         if not self.config.has_slots:
             return
-        # A few rows take a shorter way than many.
+        # Few rows and many rows use different kernels.
         for rows in (2, 5):
             ids = (0,) * rows
             again = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=ids, state_slot=0, prompt=False, num_sampled=1)
@@ -117,7 +116,7 @@ class Runner:
             self.backend.choices.clear()
 
     def rows_of(self, step: Step) -> int:
-        """The most rows, with padding, that a step brings to its exchanges."""
+        """Return the most rows, with padding, that a step brings to its exchanges."""
         return step.num_tokens
 
     @torch.inference_mode()
@@ -125,13 +124,14 @@ class Runner:
         self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0,
         peers: PeerRows | None = None,
     ) -> Launched:  # fmt: skip
-        """Start a step; `requests[i]` is behind `step.sampled[i]`, `before` is the launch that it was planned upon.
+        """Start a step. `requests[i]` belongs to `step.sampled[i]`; `before` is the launch that the step was planned
+        on.
 
-        Up to `num_drafts` tokens are drafted behind them; all ranks make as many passes for that. `peers`: what ranks
-        bring to the exchanges (None: this is the only one).
+        Draft up to `num_drafts` tokens per sequence; all ranks make the same number of passes. `peers`: the rows that
+        ranks bring to the exchanges (None: there is no other rank).
 
-        Here the step has run when this returns, and rows that another backend would feed on its device are fed from the
-        results before. Raises ExchangeError when a peer is lost.
+        On this runner the step has run when this returns, and fed rows take their tokens from the results of `before`.
+        Raises ExchangeError when a peer is lost.
         """
         peers = peers or PeerRows(step.num_tokens, (step.num_prefill_tokens,))
         self.exchange.steps.set_rows(peers)
@@ -148,10 +148,10 @@ class Runner:
         self, step: Step, fed: Step, requests: Sequence[Request], *, plan: StepPlan, hidden: torch.Tensor,
         logits: torch.Tensor, before: Yielded | None, num_drafts: int, most_rows: int,
     ) -> Launched:  # fmt: skip
-        """The rest of `launch`: choose tokens by a step's `logits`, and draft behind them by its `hidden` states.
+        """Do the rest of `launch`: choose tokens from a step's `logits`, and draft from its `hidden` states.
 
-        `fed` is the step with all its tokens, `plan` what it was computed by. Drafts are made with `most_rows` of any
-        rank in an exchange.
+        `fed` is the step with all its tokens and `plan` the plan that computed it. No rank brings more than `most_rows`
+        rows to an exchange of the drafts.
         """
         rows = sampled_rows(fed, requests, before)
         self.exchange.steps.drain()
@@ -165,7 +165,7 @@ class Runner:
                 fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
             )
         _look_ahead(fed, requests, rows, results)
-        # On a CPU a product of fewer rows takes less time, on a GPU every size is a kernel to choose.
+        # A smaller product is faster on a CPU; on a GPU every new size selects another kernel.
         whole = self.backend.device.type != "cpu"
         scores = (
             read_scores(step, score(self.backend, self.model.head, hidden, step, whole=whole)) if step.scored else []
@@ -177,7 +177,7 @@ class Runner:
 def _look_ahead(
     step: Step, requests: Sequence[Request], rows: Sequence[SampledRow], results: Sequence[Accepted]
 ) -> None:
-    """Have the next masks computed beside the next step, now that the tokens before them are known."""
+    """Request the next masks now, so that they are computed during the next step."""
     first = 0
     for chunk, request, result in zip(step.sampled, requests, results, strict=True):
         if request.constraint is not None and not request.ended:

@@ -1,9 +1,9 @@
-"""The sizes of steps that are captured, and the size that a step runs in. Pure.
+"""The sizes of captured steps, and the size in which a step runs. Pure.
 
-Each size costs time at start and memory, so there are few; a step runs in the next larger one. With peers a size has a
-second part: how many rows each rank may bring to this rank's experts. Ranks then replay different graphs in one step,
-each by its own rows and by the most that one rank brings, which all know from the plan frames. Room for a row that no
-peer brings costs an id that says so.
+Each size costs start time and memory, so there are few; a step runs in the next larger one. With peers a size also has
+a number of rows that each rank may bring to this rank's experts. Ranks may replay different graphs in one step. Each
+picks its size by its own rows and by the most rows of any rank, which all know from the plan frames. An unused row of a
+peer costs one id that marks it as empty.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,40 +15,40 @@ from moeyard_kernels.types.step_size import StepSize
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Numbers of sequences, and the factor between widths of tables, in pages from `FIRST_WIDTH` on."""
+    """Numbers of sequences, and the factor between table widths, in pages from `FIRST_WIDTH` on."""
 
     sequences: tuple[int, ...]
     wider: int
 
 
-# Pages of a table that are one split of the keys, so that nothing is merged.
+# Pages that one split of the keys covers, so that nothing is merged.
 FIRST_WIDTH = 8
-# A step with few rows costs little more than a step with one row, so steps are wide.
+# A step with few rows costs little more than one with a single row, so the numbers are far apart.
 DECODING = Ladder((1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256), 4)
-# A size has several graphs where drafts are made, so there are fewer sizes.
+# A size has several graphs in a model that drafts, so there are fewer sizes.
 DRAFTING = Ladder((1, 2, 4, 8, 16, 32, 64, 128), 16)
-# Prompt rows, alone and beside decode rows. A layer that is launched kernel by kernel takes 1.3 to 3 ms of a host, as
-# much as a GPU takes for 4000 to 8000 rows; more rows keep the GPU busy.
+# Prompt rows, alone and together with decode rows. Eager launches of a layer take the host 1.3 to 3 ms. A GPU computes
+# 4000 to 8000 rows in that time, so larger prompts need no graph.
 _PROMPTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MIXED_PROMPTS = (128, 512, 1024, 2048)
 _MIXED_ROWS = (16, 64)
 MAX_PROMPT = _PROMPTS[-1]
-# Prompts of a captured step.
+# Prompt chunks of a captured step.
 CHUNKS = 16
-# Where prompts decompress their keys: how many keys the largest prompts beside output have, in multiples of their rows;
-# and the most that longer prompts have, since decompressed keys take memory.
+# For models whose prompts decompress their keys. _KEYS: how many keys the largest mixed prompts have, as multiples of
+# their rows. _MOST_KEYS limits longer prompts, because decompressed keys take memory.
 _KEYS = (1, 2, 4, 8)
 _MOST_KEYS = 16384
-# Rows of a peer that a step without prompts has room for, beside as many as its own.
+# Rows of a peer for which a step without prompts has room, besides its own number of rows.
 _PEERS_DECODING = (16, 64)
-# The same where a peer has prompts, beside the most that a captured step with and without output brings.
+# The same while a peer has prompts, besides the most rows of captured steps with and without output.
 _PEERS_PROMPTS = (512,)
 
 
 def decode_sizes(
     ladder: Ladder, *, max_sequences: int, max_pages: int, queries: Sequence[int] = (1,)
 ) -> Iterator[StepSize]:
-    """Steps of up to `max_sequences` sequences of up to `max_pages` pages, each with one of `queries` rows."""
+    """Yield steps of up to `max_sequences` sequences of up to `max_pages` pages, each with one of `queries` rows."""
     widths, width = [], FIRST_WIDTH
     while width < max_pages:
         widths.append(width)
@@ -58,7 +58,7 @@ def decode_sizes(
 
 
 def prompt_sizes(*, max_sequences: int, max_pages: int, max_prompt: int, flat: bool) -> Iterator[StepSize]:
-    """Steps of up to `max_prompt` prompt rows, alone and beside up to `max_sequences` decode rows (0: alone only).
+    """Yield steps of up to `max_prompt` prompt rows, alone and with up to `max_sequences` decode rows (0: alone only).
 
     `flat`: prompts decompress their keys.
     """
@@ -71,22 +71,22 @@ def prompt_sizes(*, max_sequences: int, max_pages: int, max_prompt: int, flat: b
 
 
 def _keys(prompt: int, max_prompt: int) -> list[int]:
-    """How many keys steps with this many prompt rows may have."""
+    """Return the numbers of keys of steps with this many prompt rows."""
     if prompt > _MIXED_PROMPTS[-1]:
         return sorted({prompt, max(prompt, _MOST_KEYS)})
     return [prompt * times for times in (_KEYS if prompt in (_MIXED_PROMPTS[-1], max_prompt) else _KEYS[:1])]
 
 
 def below(sizes: Sequence[int], most: int) -> list[int]:
-    """The sizes below `most`, and `most` itself."""
+    """Return the sizes below `most`, and `most` itself."""
     return [*(size for size in sizes if size < most), most]
 
 
 def with_peers(sizes: Sequence[StepSize]) -> Iterator[StepSize]:
-    """These sizes of a rank by itself, with room for peers' rows; and those of a rank without rows.
+    """Yield these sizes of one rank with room for peers' rows, and the sizes of a rank without rows.
 
-    A decode step beside more rows than its own has the wider tables only: a narrow table fits into them, and such a
-    step waits anyway.
+    A decode step next to a peer with more rows has only the wider tables: a narrow table fits into them, and such a
+    step waits for the peer anyway.
     """
     decoding = [size for size in sizes if not size.prompt]
     widths = sorted({size.width for size in decoding})
@@ -109,7 +109,7 @@ def with_peers(sizes: Sequence[StepSize]) -> Iterator[StepSize]:
 
 
 def with_agreed_rows(sizes: Sequence[StepSize], agreed: Sequence[int]) -> Iterator[StepSize]:
-    """These sizes with each number of peers' rows that ranks agree on; and those of a rank without rows."""
+    """Yield these sizes with each number of peers' rows that ranks agree on, and the sizes of a rank without rows."""
     for rows in agreed:
         yield StepSize(width=min(size.width for size in sizes), peers=rows)
     for size in sizes:
@@ -119,7 +119,7 @@ def with_agreed_rows(sizes: Sequence[StepSize], agreed: Sequence[int]) -> Iterat
 
 
 def listed(sizes: Iterable[StepSize], *, num_graphs: int, seconds: float) -> str:
-    """One line for the log: the number of graphs, of which rows, table widths (pages) and prompts, in what time."""
+    """Return one log line: the number of graphs, their rows, table widths (pages) and prompts, and the time taken."""
     found = [*sizes]
     decode = [size for size in found if size.decode and not size.prompt]
     verifying = decode if any(size.queries > 1 for size in decode) else []
