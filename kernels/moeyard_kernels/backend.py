@@ -4,7 +4,7 @@ A worker chooses its backend once, at assembly. In each step the backend makes a
 kernel inputs). Layers pass the plan back and read only the fields of `StepPlan`. The backend pads rows: every
 activation has `num_rows` rows, and rows from `num_tokens` on hold finite values or are never read.
 
-Objects that a backend makes for a layer (`Gate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) hold its
+Objects that a backend makes for a layer (`ExpertGate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) hold its
 weights and state in the layout of the backend's kernels. H is the hidden size, T = num_tokens, K = experts per token.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from moeyard_kernels.types.gate import Chosen, GateRule, TokenChoice
+from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule, TokenChoice
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.step import StepRows
 
@@ -71,7 +71,6 @@ class GqaAttend(Protocol):
 
     def attend(self, qkv: torch.Tensor, plan: Opaque) -> torch.Tensor:
         """qkv [num_rows, (Hq + 2 Hkv) D] -> [num_rows, Hq D]. Store all rows of the step before any row attends."""
-        ...
 
 
 class MlaAttend(Protocol):
@@ -80,7 +79,6 @@ class MlaAttend(Protocol):
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Opaque) -> torch.Tensor:
         """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] as in `Backend.mla`, k_rope [num_rows, Dr] -> [num_rows,
         Hq Dv]."""
-        ...
 
 
 class GdnMix(Protocol):
@@ -91,7 +89,6 @@ class GdnMix(Protocol):
 
         Prompt positions use the chunk formula, output positions the recurrent one, in order.
         """
-        ...
 
 
 class KdaMix(Protocol):
@@ -100,10 +97,9 @@ class KdaMix(Protocol):
     def mix(self, x: torch.Tensor, plan: Opaque) -> torch.Tensor:
         """x [num_rows, 3 H D + 2 D + H] holds q, k, v, the low-rank inputs of the decay and of the output gate, and
         beta -> [num_rows, H D]."""
-        ...
 
 
-class Gate(Protocol):
+class ExpertGate(Protocol):
     """The router of one layer: its product and the choice of experts."""
 
     takes_shared: bool  # a deferred choice's expert kernel computes shared experts, too
@@ -111,7 +107,6 @@ class Gate(Protocol):
     def choose(self, x: torch.Tensor, plan: Opaque, *, defer: bool) -> Chosen:
         """Choose experts for normalised rows x [num_rows, H]: T' rows, T <= T' <= num_rows; ids of padding are -1.
         `defer`: the expert kernel may make the choice of a single row, and no one reads the choice before it."""
-        ...
 
 
 class ExpertRun(Protocol):
@@ -120,26 +115,38 @@ class ExpertRun(Protocol):
     @property
     def counts(self) -> tuple[int, ...]:
         """(row, k) pairs of each local expert. On a GPU the host waits for the device."""
-        ...
 
     @property
     def decode_counts(self) -> tuple[int, ...]:
         """The counts of decode rows. On a GPU the host waits for the device."""
-        ...
 
     @property
     def known_counts(self) -> tuple[int, ...] | None:
         """`counts` if the host has them without waiting, else None."""
-        ...
 
     def compute(self, slot_of_expert: Opaque) -> None:
         """Compute the pairs of every local expert whose slot in a `slot_table` is not -1."""
-        ...
 
     def result(self) -> torch.Tensor | None:
         """Return [R, K, H], unweighted; entries are undefined where `experts` was -1 or no table had the expert. None
         if `compute` wrote the results into the peer window."""
-        ...
+
+
+class ReceivedRows(Protocol):
+    """The rows that an exchange delivers to a rank for one layer: `Dispatched` of the worker has the definitions."""
+
+    @property
+    def rows(self) -> torch.Tensor: ...
+    @property
+    def experts(self) -> torch.Tensor: ...
+    @property
+    def prompt(self) -> torch.Tensor | None: ...
+    @property
+    def num_owners(self) -> int: ...
+    @property
+    def deferred_choice(self) -> TokenChoice | None: ...
+    @property
+    def result_window(self) -> PeerWindow | None: ...
 
 
 class ExpertSlots(Protocol):
@@ -149,22 +156,12 @@ class ExpertSlots(Protocol):
 
     def write(self, slot: int, fill: Fill) -> None:
         """Put the expert that `fill` writes into a slot."""
-        ...
 
     def slot_table(self, slots: Sequence[int]) -> Opaque:
-        """Return the slot of each local expert as `ExpertRun.compute` reads it; -1 for an expert that is not to be run."""
-        ...
+        """Return the slot of each local expert as `ExpertRun.compute` reads it; -1 for an expert that does not run."""
 
-    def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None, one_in: int,
-        choice: TokenChoice | None = None, home: PeerWindow | None = None,
-    ) -> ExpertRun:  # fmt: skip
-        """rows [R, H] for local ids experts [R, K] (-1: not local); prompt [R] bool marks prompt rows (None: none).
-
-        `one_in`: a hint that about 1/one_in of the pairs are local. `choice`: the pending choice of a single row, which
-        the run's `compute` makes. `home`: the window into which `compute` may write the results itself.
-        """
-        ...
+    def begin(self, received: ReceivedRows, *, num_experts: int) -> ExpertRun:
+        """Begin a run over the rows of one layer with `num_experts` local experts."""
 
 
 @runtime_checkable
@@ -172,17 +169,16 @@ class MovableSlots(ExpertSlots, Protocol):
     """Slots whose number can change, for ranks whose experts may move."""
 
     def pack(self, fill: Fill) -> Opaque:
-        """Return one expert in the form that `write` stores, in memory of its own. Any thread may call it during steps."""
-        ...
+        """Return one expert in the form that `write` stores, in its own memory. Any thread may call it during steps."""
 
     def rearrange(self, order: Sequence[Opaque]) -> None:
         """Replace the slots by len(order) new ones. Slot s becomes the old slot order[s], a `pack` result, or empty
         (None)."""
-        ...
 
 
 class Backend(Protocol):
-    """The operations of layers on one device. One instance per rank and model; it records which plans its objects need."""
+    """The operations of layers on one device. One instance per rank and model; it records the plans that its objects
+    need."""
 
     device: torch.device
     page_size: int
@@ -193,7 +189,6 @@ class Backend(Protocol):
     @property
     def choices(self) -> GateCounts | None:
         """The counters of its gates; None if the host already knows the counts (`ExpertRun.known_counts`)."""
-        ...
 
     # Ops, as `ops` declares them.
     @property
@@ -214,45 +209,35 @@ class Backend(Protocol):
     def matrix(self, weight: Matrix) -> Matrix:
         """Return weight [N, K] in the layout of `linear`, repacked once. Call it for every use of a weight or for none.
         Raises ValueError for a form that the backend cannot multiply."""
-        ...
 
     def plan(self, step: StepRows) -> StepPlan:
         """Return the plan of one step. An empty step has no rows."""
-        ...
 
     def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding. A row's bits do not depend on other rows."""
-        ...
+        """x [M, K] @ weight [N, K].T + bias [N]; sums in fp32, one rounding. A row's bits depend on no other row."""
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may overwrite x."""
-        ...
 
     def gate(
         self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
         shared_gate: Matrix | None = None, shared: tuple[Matrix, Matrix] | None = None,
-    ) -> Gate:  # fmt: skip
+    ) -> ExpertGate:  # fmt: skip
         """weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only.
         `dtype` is the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its
         gate_up [2 I, H] and down [H, I]."""
-        ...
 
     def beside(self, run: Callable[[], torch.Tensor], plan: Opaque) -> Callable[[], torch.Tensor]:
         """Return a function that gives the result of `run`, which reads nothing that is launched later. Call that
         function once: a device may run `run` in parallel with the launches in between."""
-        ...
 
     def reduce_add_norm(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: Opaque, *, shared_gate: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm`; return (normalised rows, new residual), [num_rows,
-        H].
+        self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: Opaque
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H].
 
-        partial [T', K, H], weights [T', K], shared [num_rows, H], which is multiplied by the sigmoid of shared_gate
-        [num_rows] and rounded; residual [num_rows, H], norm [H].
+        Returns (normalised rows, new residual), [num_rows, H]. The gated shared experts' output is rounded first.
         """
-        ...
 
     def gqa(self, layer: GqaLayer) -> GqaAttend: ...
     def mla(self, layer: MlaLayer) -> MlaAttend: ...
@@ -261,11 +246,9 @@ class Backend(Protocol):
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Allocate memory for routed experts."""
-        ...
 
     def expert_residency(
         self, slots: Opaque, *, policy: str, num_layers: int, num_experts: int, num_slots: int, shared: bool
     ) -> ExpertResidency | None:
         """Return the residency of `num_slots` of these slots; the others stream the misses of prompts. None if the host
         decides. `shared`: other ranks of the host may read the experts in host memory."""
-        ...

@@ -28,7 +28,7 @@ from moeyard_worker.engine.sampling.grammar_client import GrammarError
 from moeyard_worker.engine.sampling.grammars import (
     QUEUE_SECONDS,
     WAITING_SHARE,
-    Constraint,
+    GrammarConstraint,
     GrammarQueue,
     Grammars,
     Waiting,
@@ -57,7 +57,7 @@ def grammars(bench: Bench) -> Grammars:
     return bench.grammars
 
 
-def held(grammars: Grammars, grammar: Grammar, **sampling: Any) -> Constraint:
+def held(grammars: Grammars, grammar: Grammar, **sampling: Any) -> GrammarConstraint:
     params = SamplingParams(**{"max_tokens": 100, "grammar": grammar, **sampling})
     return grammars.constraint(grammars.compile(grammar).result(), params)
 
@@ -472,7 +472,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
         assert woken.acquire(timeout=HANG_SECONDS)
     (good, made), (bad, refused) = waiting.ready(4.0)
     assert (good.submit.request_id, good.arrived, bad.submit.request_id) == ("good", 1.0, "bad")
-    assert isinstance(made, Constraint)
+    assert isinstance(made, GrammarConstraint)
     assert made.mask([]).words is not None
     assert isinstance(refused, Rejected)
     assert refused.reason == "bad_request"
@@ -568,7 +568,10 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
         each.compiled.result(timeout=HANG_SECONDS)
     for each, made in waiting.ready(12.0):
         results[each.submit.request_id] = made
-    assert {name: type(made) for name, made in results.items()} == {"shares": Constraint, "again": Constraint}
+    assert {name: type(made) for name, made in results.items()} == {
+        "shares": GrammarConstraint,
+        "again": GrammarConstraint,
+    }
     assert set(begun) == {flood[0].text, flood[1].text, flood[5].text, flood[7].text}
 
 

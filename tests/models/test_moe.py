@@ -123,10 +123,7 @@ class Slots:
         self._slots, self.takes_choices = slots, takes_choices
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
-        run = self._slots.begin(
-            dispatched.rows, dispatched.experts, num_experts=WIDE_EXPERTS, prompt=None,
-            choice=dispatched.deferred_choice,
-        )  # fmt: skip
+        run = self._slots.begin(dispatched, num_experts=WIDE_EXPERTS)
         run.compute(self._slots.slot_table(range(WIDE_EXPERTS)))
         return run.result()
 

@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.rank import Rank
 
-from moeyard_worker.layers.residual import ExpertParts
+from moeyard_kernels.types.gate import ExpertParts
 from moeyard_worker.models import decoder
 from moeyard_worker.protocol import SamplingParams
 
@@ -40,8 +40,7 @@ class MixedResidual:
         if isinstance(result, ExpertParts):
             # The stream of zeros gives the sum alone.
             zeros = self._streams.new_zeros(len(self._streams), self._streams.shape[2])
-            parts = (result.routed, result.weights, result.shared, zeros, site, self._eps, self._plan)
-            _, result = self._backend.reduce_add_norm(*parts, shared_gate=result.shared_gate)
+            _, result = self._backend.reduce_add_norm(result, zeros, site, self._eps, self._plan)
         self._streams = self._streams + result[:, None] * self._shares[:, None]
         return self.enter(site)
 

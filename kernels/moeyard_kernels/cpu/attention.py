@@ -7,11 +7,15 @@ import torch.nn.functional as F
 
 from moeyard_kernels.common.kept import latest
 from moeyard_kernels.cpu.attn_prefill import attn_prefill, snapkv
-from moeyard_kernels.cpu.decode import gqa_decode, mla_decode
-from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment, pad_heads
+from moeyard_kernels.cpu.plan import CpuPlan, DecodePlan, PromptSegment, pad_rows
 from moeyard_kernels.ops.attention import rope as rotate
 from moeyard_kernels.ops.elementwise import rms_norm
+from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.layers import GqaLayer, MlaLayer
+
+# Blocks are gathered from the cache in pieces of about this many values. 2 MiB of fp32 stay in a core's cache, and
+# malloc recycles them. Larger pieces would be mapped and zeroed by the kernel each time.
+_PIECE = 512 * 1024
 
 
 class CpuGqa:
@@ -57,7 +61,7 @@ class CpuGqa:
     def _attend(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         """q [num_rows, Hq, D] -> the same shape, zero in the padding."""
         if not plan.segments:
-            return pad_heads(self._decode(q[: plan.num_decode], plan), plan.num_rows)
+            return pad_rows(self._decode(q[: plan.num_decode], plan), plan.num_rows)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for part in plan.segments:
             k, v = (x.index_select(1, part.pages).flatten(1, 2) for x in (self._k, self._v))
@@ -122,7 +126,7 @@ class CpuMla:
     def _attend(self, q: torch.Tensor, q_rope: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         """Return [num_rows, Hq, Dv]."""
         if not plan.segments:
-            return pad_heads(self._decode(q, q_rope, plan), plan.num_rows)
+            return pad_rows(self._decode(q, q_rope, plan), plan.num_rows)
         out = q.new_zeros(plan.num_rows, self._layer.num_heads, self._layer.v_dim)
         for part in plan.segments:
             out[part.begin : part.end] = self._prompt(q, q_rope, part)
@@ -166,7 +170,7 @@ class CpuMla:
             plan=plan.decode[None],
             scale=self._layer.scale,
         )
-        latent = pad_heads(latent, plan.num_decode_rows)
+        latent = pad_rows(latent, plan.num_decode_rows)
         return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : self._layer.v_dim]
 
 
@@ -175,3 +179,81 @@ def _columns(weight: torch.Tensor) -> torch.Tensor:
     fewer columns use kernels of the CPU's library in which a row's bits depend on its place."""
     missing = -weight.shape[2] % 16
     return F.pad(weight, (0, missing)) if missing else weight
+
+
+def gqa_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, plan: DecodePlan, scale: float
+) -> torch.Tensor:
+    """Attention of q [B, Hq, Dk], each row over its own pages -> [B, Hq, Dv] in q's dtype.
+
+    k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv] are finite everywhere; `plan` holds the
+    step's lengths, pages and window. Scores and sums are fp32, also for bf16 caches.
+    """
+    num_rows, num_q_heads, dim = q.shape
+    num_kv_heads, dim_v = k_cache.shape[0], v_cache.shape[-1]
+    if num_rows == 0:
+        return q.new_empty(0, num_q_heads, dim_v)
+    heads_first = (q.float() * scale).view(num_rows, num_kv_heads, -1, dim).transpose(0, 1)
+    out = attend_blocks(heads_first, k_cache, v_cache, dim_v=dim_v, plan=plan)
+    return out.transpose(0, 1).reshape(num_rows, num_q_heads, dim_v).to(q.dtype)
+
+
+def mla_decode(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor, *, plan: DecodePlan, scale: float
+) -> torch.Tensor:
+    """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> [B, Hq, R] in q's dtype.
+
+    latent_cache [num_pages, page, R + Dr] is finite everywhere. Every query head reads the one latent, whose first R
+    values are also the values. Scores and sums are fp32, also for bf16 caches.
+    """
+    rank = q_latent.shape[2]
+    if q_latent.shape[0] == 0:
+        return torch.empty_like(q_latent)
+    q = torch.cat((q_latent, q_rope), -1).float().mul_(scale)
+    out = attend_blocks(q.unsqueeze(0), latent_cache.unsqueeze(0), None, dim_v=rank, plan=plan)
+    return out.view(q_latent.shape).to(q_latent.dtype)
+
+
+def attend_blocks(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None, *, dim_v: int, plan: DecodePlan
+) -> torch.Tensor:
+    """q [X, B, M, Dk] fp32, scaled; caches [X, num_pages, page, D] -> [X, B, M, dim_v] fp32.
+
+    X counts key heads, M the query heads of each. Without `v_cache` the values are the first `dim_v` of the keys. Per
+    row: out = sum_b exp(s_b - m) v_b / sum_b sum(exp(s_b - m)). m is the row's maximum over all its blocks, which is
+    exact in any order. Both sums run over ascending blocks. Every product is M x 64 whatever the batch, and every
+    exponential runs over a multiple of 64 values. So neither the batch nor the pieces affect the bits.
+    """
+    num_heads, num_rows, m, dim = q.shape
+    num_blocks = plan.row_of_block.shape[0]
+    step = max(1, _PIECE // (num_heads * BLOCK * dim))
+    pieces = [slice(i, min(i + step, num_blocks)) for i in range(0, num_blocks, step)]
+    scores = []
+    for piece in pieces:
+        k = _gather(k_cache, plan, piece)
+        rows = q.index_select(1, plan.row_of_block[piece]).view(-1, m, dim)
+        s = torch.bmm(rows, k.transpose(1, 2)).view(num_heads, -1, m, BLOCK)
+        scores.append(s.add_(plan.mask[piece]))
+    tops = [s.amax(-1) for s in scores]
+    top = torch.cat(tops, 1) if len(tops) > 1 else tops[0]
+    top = top.index_select(1, plan.blocks_of_row).view(num_heads, num_rows, -1, m).amax(2)
+    out = q.new_zeros(num_heads, num_rows, m, dim_v)
+    total = q.new_zeros(num_heads, num_rows, m)
+    for piece, s in zip(pieces, scores, strict=True):
+        row = plan.row_of_block[piece]
+        p = s.sub_(top.index_select(1, row).unsqueeze(-1)).exp_()
+        if v_cache is not None:
+            v = _gather(v_cache, plan, piece)
+        else:
+            v = (k if len(pieces) == 1 else _gather(k_cache, plan, piece))[..., :dim_v]
+        o = torch.bmm(p.view(-1, m, BLOCK), v)
+        out.index_add_(1, row, o.view(num_heads, -1, m, dim_v))
+        total.index_add_(1, row, p.sum(-1))
+    return out.div_(total.unsqueeze(-1))
+
+
+def _gather(cache: torch.Tensor, plan: DecodePlan, piece: slice) -> torch.Tensor:
+    """Return the blocks of `piece` of each head, [X * blocks, 64, D] fp32."""
+    per_block = BLOCK // plan.page_size
+    pages = plan.page_ids[piece.start * per_block : piece.stop * per_block]
+    return cache.index_select(1, pages).float().view(-1, BLOCK, cache.shape[-1])

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from moeyard_kernels import ops
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
@@ -13,11 +12,11 @@ from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
 from moeyard_kernels.cpu.linear import linear, pack_matrix
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
-from moeyard_kernels.cpu.plan import CpuPlan
+from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
 from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import Chosen, GateRule, no_choice
+from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule, no_choice
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
@@ -102,15 +101,13 @@ class CpuBackend:
         return run
 
     def reduce_add_norm(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CpuPlan, *, shared_gate: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        count = plan.num_tokens
+        self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: CpuPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count, shared = plan.num_tokens, parts.shared
         if not count:
             return residual, residual
-        if shared is not None and shared_gate is not None:
-            shared = self.sigmoid_mul(shared, shared_gate[:, None])
-        out = ops.moe_weighted_reduce.reference(partial, weights, None if shared is None else shared[:count])
-        if count < plan.num_rows:
-            out = F.pad(out, (0, 0, 0, plan.num_rows - count))
+        if shared is not None and parts.shared_gate is not None:
+            shared = self.sigmoid_mul(shared, parts.shared_gate[:, None])
+        shared = None if shared is None else shared[:count]
+        out = pad_rows(ops.moe_weighted_reduce.reference(parts.routed, parts.weights, shared), plan.num_rows)
         return ops.add_rms_norm.reference(out, residual, norm, eps)

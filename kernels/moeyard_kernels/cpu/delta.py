@@ -50,7 +50,7 @@ def _chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Compute whole chunks: first everything that does not need the state, for all together, then one after the other."""
+    """Compute whole chunks: first everything that does not need the state, for all at once, then one after the other."""
     # [n, heads, 64, D], where g and beta may have no D.
     q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
     num, width = v.shape[0], v.shape[3]
@@ -79,7 +79,7 @@ def _chunks(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k_i k_j D_ij and q_i k_j D_ij, zero for j > i, [n, Hv, 64, 64]; q, k [n, Hk, 64, Dk], total [n, Hv, 64]."""
+    """Return k_i k_j D_ij and q_i k_j D_ij, 0 for j > i, [n, Hv, 64, 64]; q, k [n, Hk, 64, Dk], total [n, Hv, 64]."""
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
     decay = decay.unflatten(1, (k.shape[1], -1))

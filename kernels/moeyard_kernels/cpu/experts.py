@@ -10,12 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moeyard_kernels.backend import ReceivedRows
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, JOINT_ROWS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_matrix, padded_rows, project
 from moeyard_kernels.ops.elementwise import silu_mul
-from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.matrix import ExpertViews, Fill, Matrix, blob_views
-from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_kernels.types.weight_form import ExpertForm
 
 
@@ -61,12 +60,9 @@ class CpuExpertSlots:
         """Return the slots themselves."""
         return slots
 
-    def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
-    ) -> "CpuExpertRun":  # fmt: skip
-        assert choice is None, "a CPU's gate has chosen"
-        return CpuExpertRun(self, rows, experts, num_experts=num_experts, prompt=prompt)
+    def begin(self, received: ReceivedRows, *, num_experts: int) -> "CpuExpertRun":
+        assert received.deferred_choice is None, "a CPU's gate has chosen"
+        return CpuExpertRun(self, received, num_experts=num_experts)
 
     def _kept(self, matrix: Matrix) -> torch.Tensor:
         """Return a copy of `matrix` in the layout of the products, which is the plain one on some machines."""
@@ -77,11 +73,8 @@ class CpuExpertSlots:
 class CpuExpertRun:
     """One layer's rows, grouped by expert. Asserts that every id is below num_experts."""
 
-    def __init__(
-        self, slots: CpuExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
-        prompt: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self._slots, self._rows = slots, rows
+    def __init__(self, slots: CpuExpertSlots, received: ReceivedRows, *, num_experts: int) -> None:
+        self._slots, self._rows, experts, prompt = slots, received.rows, received.experts, received.prompt
         self._num_rows, self._top_k = experts.shape
         self._flat = flat = experts.numpy().reshape(-1)
         counts = np.bincount(flat + 1, minlength=num_experts + 1).tolist()

@@ -7,7 +7,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.common.kept import best, latest, sum_rows
-from moeyard_kernels.cuda.plan import CudaPlan, Kept
+from moeyard_kernels.cuda.plan import CudaPlan, PromptCompaction
 from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 
 # Positions of the table of layers without rotation, which takes no memory.
@@ -56,7 +56,7 @@ class CudaGqa:
                 self._compact(q[kept.choosing], kept)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
-    def _compact(self, q: torch.Tensor, kept: Kept) -> None:
+    def _compact(self, q: torch.Tensor, kept: PromptCompaction) -> None:
         """Copy the kept positions of a prompt to new places; q [W, Hq, D] are its last queries.
 
         With a sliding window each layer keeps the latest positions, so that distances between places stay those of
@@ -122,7 +122,7 @@ class CudaMla:
         return ops.attn_prefill_varlen(queries, k, v, plan=plan.flat, scale=self._scale, k_rope=k_rope)[0]
 
     def _compact(
-        self, q: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor, latents: torch.Tensor, kept: Kept
+        self, q: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor, latents: torch.Tensor, kept: PromptCompaction
     ) -> None:  # fmt: skip
         """Copy the kept positions of a prompt. All heads choose together, because one latent is the key of all."""
         scores = ops.snapkv_scores(q, k, k_rope=k_rope, length=kept.length, scale=self._scale)

@@ -18,13 +18,12 @@ from moeyard_kernels.cuda.gate import CudaGate, GateCounts
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
-from moeyard_kernels.cuda.staging import Staging
-from moeyard_kernels.cuda.step_inputs import StepInputs
+from moeyard_kernels.cuda.step_inputs import StepInputs, StepStaging
 from moeyard_kernels.cuda.verified_rows import Tails
 from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.gate import ExpertParts, GateRule
 from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
@@ -85,8 +84,8 @@ class CudaBackend:
     def tails(self, *, max_sequences: int, num_drafts: int, limit: int) -> Tails:
         return Tails(max_sequences=max_sequences, num_drafts=num_drafts, limit=limit, device=self.device)
 
-    def staging(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, stages: int) -> Staging:
-        return Staging(fields, self.device, stages=stages)
+    def staging(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, stages: int) -> StepStaging:
+        return StepStaging(fields, self.device, stages=stages)
 
     def compile_ahead(self, runs: Iterable[Callable[[], object]]) -> None:
         compile_ahead(runs, self.device)
@@ -154,11 +153,11 @@ class CudaBackend:
         return joined
 
     def reduce_add_norm(
-        self, partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-        norm: torch.Tensor, eps: float, plan: CudaPlan, *, shared_gate: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: CudaPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not plan.num_rows:
             return residual, residual
-        if plan.num_rows <= _FEW_ROWS and residual.shape[1] > _LARGE and shared_gate is None:
-            return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
-        return ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, eps, shared_gate=shared_gate)
+        routed, weights, shared, gate = parts.routed, parts.weights, parts.shared, parts.shared_gate
+        if plan.num_rows <= _FEW_ROWS and residual.shape[1] > _LARGE and gate is None:
+            return ops.add_rms_norm(ops.moe_weighted_reduce(routed, weights, shared), residual, norm, eps)
+        return ops.moe_reduce_add_norm(routed, weights, shared, residual, norm, eps, shared_gate=gate)

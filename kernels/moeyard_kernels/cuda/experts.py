@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.backend import ReceivedRows
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
-from moeyard_kernels.types.gate import TokenChoice
 from moeyard_kernels.types.matrix import Fill, expert_views
-from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_kernels.types.weight_form import ExpertForm
 
 
@@ -40,13 +39,8 @@ class CudaExpertSlots:
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
         return table.to(self.device)[: max(len(slots), 1)]
 
-    def begin(
-        self, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int, prompt: torch.Tensor | None,
-        one_in: int = 1, choice: TokenChoice | None = None, home: PeerWindow | None = None,
-    ) -> "CudaExpertRun":  # fmt: skip
-        return CudaExpertRun(
-            self, rows, experts, num_experts=num_experts, prompt=prompt, one_in=one_in, choice=choice, home=home
-        )  # fmt: skip
+    def begin(self, received: ReceivedRows, *, num_experts: int) -> "CudaExpertRun":
+        return CudaExpertRun(self, received, num_experts=num_experts)
 
 
 class CudaExpertRun:
@@ -54,14 +48,14 @@ class CudaExpertRun:
 
     known_counts = None
 
-    def __init__(
-        self, slots: CudaExpertSlots, rows: torch.Tensor, experts: torch.Tensor, *, num_experts: int,
-        prompt: torch.Tensor | None, one_in: int, choice: TokenChoice | None, home: PeerWindow | None,
-    ) -> None:  # fmt: skip
-        self._slots, self._rows, self.experts, self.prompt, self._choice = slots, rows, experts, prompt, choice
-        self._num_experts, self._one_in, self._home = num_experts, one_in, home
-        self._block_rows = expert_block_rows(experts.numel() // one_in, num_experts)
-        self._out = None if home is not None else rows.new_empty(experts.numel(), rows.shape[1])
+    def __init__(self, slots: CudaExpertSlots, received: ReceivedRows, *, num_experts: int) -> None:
+        self._slots, self._received, self._num_experts = slots, received, num_experts
+        experts, self.prompt = received.experts, received.prompt
+        self.experts = experts
+        self._block_rows = expert_block_rows(experts.numel() // received.num_owners, num_experts)
+        self._out: torch.Tensor | None = None
+        if received.result_window is None:
+            self._out = received.rows.new_empty(experts.numel(), received.rows.shape[1])
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -80,22 +74,18 @@ class CudaExpertRun:
     def compute(self, slot_of_expert: torch.Tensor) -> None:
         if not self.experts.numel():
             return
-        layout: ExpertLayout | ExpertPairs
+        slots, received, layout = self._slots, self._received, self._layout(slot_of_expert)
+        top_k, window = self.experts.shape[1], received.result_window
+        ops.grouped_gemm(received.rows, slots.gate_up, slots.down, layout, top_k=top_k, out=self._out, home=window)
+
+    def _layout(self, slot_of_expert: torch.Tensor) -> ExpertLayout | ExpertPairs:
+        num_slots, choice, num_owners = self._slots.num_slots, self._received.deferred_choice, self._received.num_owners
         if self.experts.numel() <= FEW_PAIRS:
-            layout = ExpertPairs(
-                topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=self._slots.num_slots,
-                choice=self._choice,
-            )  # fmt: skip
-        else:
-            assert self._choice is None, "of so many pairs the gate has chosen"
-            layout = ops.expert_layout(
-                self.experts, slot_of_expert, num_slots=self._slots.num_slots, block_rows=self._block_rows,
-                one_in=self._one_in,
-            )  # fmt: skip
-        ops.grouped_gemm(
-            self._rows, self._slots.gate_up, self._slots.down, layout, top_k=self.experts.shape[1], out=self._out,
-            home=self._home,
-        )  # fmt: skip
+            return ExpertPairs(topk_ids=self.experts, slot_of_expert=slot_of_expert, num_slots=num_slots, choice=choice)
+        assert choice is None, "the gate has chosen for this many pairs"
+        return ops.expert_layout(
+            self.experts, slot_of_expert, num_slots=num_slots, block_rows=self._block_rows, one_in=num_owners
+        )
 
     def result(self) -> torch.Tensor | None:
         return None if self._out is None else self._out.view(*self.experts.shape, self._out.shape[1])

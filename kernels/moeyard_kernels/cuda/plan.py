@@ -17,7 +17,7 @@ from moeyard_kernels.types.step import ChunkRows, StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class PromptCompaction:
     """The kept part of a prompt of `length` positions: `count` of them, chosen by the rows `choosing` of the step.
 
     places: [length] int64, where the prompt lies in the pages, page * page_size + offset. entries: [count] int64, the
@@ -94,7 +94,7 @@ class CudaPlan:
         self.state = plan_state(prefill, decode, device) if slots else None
 
 
-def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[Kept, ...]:
+def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[PromptCompaction, ...]:
     """Return the kept parts of prompts that end with one of these chunks; the first chunk begins at the step's first
     row."""
     found, row, key = [], 0, 0
@@ -106,7 +106,7 @@ def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.devic
         places = entries_at(chunk, np.arange(length), page_size)
         entries = entries_of(compaction.pages, np.arange(compaction.kept), page_size)
         found.append(
-            Kept(
+            PromptCompaction(
                 length=length,
                 count=compaction.kept,
                 choosing=slice(row - compaction.window, row),

@@ -68,17 +68,17 @@ class CudaResidency:
             cast("PolicyName", policy), num_layers=num_layers, num_experts=num_experts, num_slots=num_slots,
             device=device,
         )  # fmt: skip
-        self._lane = _Lane(device)
-        self._copier = _Lane(device)
+        self._side = _SideStream(device)
+        self._copier = _SideStream(device)
         self._turn = 0
         # The prefetched layer, and the slots of its experts in each half that holds some, in turn.
         self._ahead: tuple[int, list[dict[int, int]]] = (-1, [])
         # Two events for each half: recorded after its last reader is launched, and after its copies are.
-        self._free, self._ready = ([self._lane.event() for _ in range(2)] for _ in range(2))
+        self._free, self._ready = ([self._side.event() for _ in range(2)] for _ in range(2))
         self._prompt_hits = [0, 0]
         self._prompt_misses = 0
         self._counted = torch.zeros_like(self._state.counts, device="cpu", pin_memory=device.type == "cuda")
-        self._copied = self._lane.event()
+        self._copied = self._side.event()
 
     def put(self, layer: int, expert: int, fill: Fill) -> None:
         """Store one expert in host memory."""
@@ -88,7 +88,7 @@ class CudaResidency:
         """Fill the slots as the policy starts, once all experts are stored; return the bytes copied."""
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
-        self._lane.synchronize()
+        self._side.synchronize()
         return self._num_slots * self._slots.form.blob_bytes
 
     def run(self, layer: int, run: Any, fetch: FetchWindow | None = None) -> None:
@@ -148,10 +148,10 @@ class CudaResidency:
         fetch: FetchWindow | None = None,
     ) -> None:  # fmt: skip
         tables = ops.cache_access(ids, self._state, layer=layer, num_needed=num_needed)
-        with self._lane.behind_caller():
+        with self._side.behind_caller():
             self._gather(layer, tables[1], fetch)
         run.compute(tables[0])
-        self._lane.join()
+        self._side.join()
         run.compute(tables[1])
         for table in tables[2:]:
             # Its slots may be those of the wave before. Ranks may have different numbers of waves, so each copies alone
@@ -250,7 +250,7 @@ class _NoEvent:
         return True
 
 
-class _Lane:
+class _SideStream:
     """A second stream; on a CPU the caller's own order."""
 
     def __init__(self, device: torch.device) -> None:

@@ -76,6 +76,19 @@ class Chosen:
         return self.deferred.shared.out if self.deferred is not None and self.deferred.shared is not None else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts:
+    """The results of an MoE block before their sum: routed [T', K, H] and weights [T', K] fp32, T' as in `Chosen`.
+
+    shared [num_rows, H]: the shared experts' output, multiplied by the sigmoid of shared_gate [num_rows] if given.
+    """
+
+    routed: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None
+    shared_gate: torch.Tensor | None
+
+
 def no_choice(x: torch.Tensor, top_k: int) -> Chosen:
     """Weights [0, K] fp32 and ids [0, K] int64 of a step without rows, where x is."""
     return Chosen(weights=x.new_empty(0, top_k).float(), ids=x.new_empty(0, top_k).long())

@@ -5,7 +5,8 @@ import torch
 from tests.kernels.decode_cases import exact
 from transformers.models.mixtral.modeling_mixtral import eager_attention_forward
 
-from moeyard_kernels.cpu.decode import gqa_decode, plan_decode
+from moeyard_kernels.cpu.attention import gqa_decode
+from moeyard_kernels.cpu.plan import plan_decode
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 LENS = [1, 64, 65, 200, 17, 300, 63, 128, 129, 300]
@@ -79,7 +80,7 @@ def test_pieces_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     plan = plan_decode(table, [290, 33, 320], page_size=16)
     whole = gqa_decode(q, k, k, plan=plan, scale=0.3)
     for values in (1, 2 * 64 * 32 * 3):
-        monkeypatch.setattr("moeyard_kernels.cpu.decode._PIECE", values)
+        monkeypatch.setattr("moeyard_kernels.cpu.attention._PIECE", values)
         assert torch.equal(gqa_decode(q, k, k, plan=plan, scale=0.3), whole)
 
 

@@ -9,6 +9,7 @@ from moeyard_kernels.cpu.experts import CpuExpertSlots, grouped_mlp
 from moeyard_kernels.cpu.joint_experts import FEW_PAIRS, joins, joint_mlp, pairs_mlp
 from moeyard_kernels.cpu.linear import pack_weight
 from moeyard_kernels.types.weight_form import plain_expert
+from moeyard_worker.exchange.base import Dispatched
 
 HIDDEN, INNER, EXPERTS, TOP_K = 192, 32, 32, 4
 DTYPE = torch.bfloat16
@@ -47,6 +48,10 @@ def test_where_it_is_worth_it_and_has_the_same_bits() -> None:
     assert not joins(hidden=16, intermediate=8, dtype=DTYPE)
 
 
+def received(rows: torch.Tensor, experts: torch.Tensor) -> Dispatched:
+    return Dispatched(rows=rows, experts=experts, prompt=None, handle=None)
+
+
 @needs_joins
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some elsewhere"])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 16, 70, 300])
@@ -58,10 +63,10 @@ def test_bits_are_those_of_each_expert_alone(num_rows: int, elsewhere: bool) -> 
     results = []
     for joint in (True, False):
         slots = filled(made, joint=joint)
-        run = slots.begin(rows, ids, num_experts=EXPERTS, prompt=None)
+        run = slots.begin(received(rows, ids), num_experts=EXPERTS)
         # The odd experts first, as hits, and then the others; or all at once.
         waves = [[e if e % 2 == odd else -1 for e in range(EXPERTS)] for odd in (1, 0)]
-        whole = slots.begin(rows, ids, num_experts=EXPERTS, prompt=None)
+        whole = slots.begin(received(rows, ids), num_experts=EXPERTS)
         whole.compute(range(EXPERTS))
         for wave in waves:
             run.compute(wave)
@@ -103,13 +108,13 @@ def test_a_slot_may_be_empty_and_matrices_move() -> None:
     slots = CpuExpertSlots(num_slots=4, form=FORM)
     slots.write(3, written(made[7][0][:INNER], made[7][0][INNER:], made[7][1]))
     ids = torch.full((2, TOP_K), 1)
-    run = slots.begin(rows, ids, num_experts=2, prompt=None)
+    run = slots.begin(received(rows, ids), num_experts=2)
     run.compute([-1, 3])
     slots.rearrange([None, slots.pack(written(made[7][0][:INNER], made[7][0][INNER:], made[7][1])), 3])
     for slot in (1, 2):
-        again = slots.begin(rows, ids, num_experts=2, prompt=None)
+        again = slots.begin(received(rows, ids), num_experts=2)
         again.compute([-1, slot])
         assert torch.equal(again.result(), run.result())
-    many = slots.begin(some_rows(FEW_PAIRS), torch.full((FEW_PAIRS, 1), 1), num_experts=2, prompt=None)
+    many = slots.begin(received(some_rows(FEW_PAIRS), torch.full((FEW_PAIRS, 1), 1)), num_experts=2)
     many.compute([-1, 1])
     assert many.result().isfinite().all()

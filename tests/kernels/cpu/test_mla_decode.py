@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moeyard_kernels.cpu.decode import mla_decode, plan_decode
+from moeyard_kernels.cpu.attention import mla_decode
+from moeyard_kernels.cpu.plan import plan_decode
 
 LENS = [5, 64, 190, 65, 1, 256]
 

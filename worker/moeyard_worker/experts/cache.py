@@ -202,15 +202,7 @@ class ExpertCache:
         if self.observer is not None:
             self.observer(layer, dispatched)
         owned = self._owned[self._index[layer]]
-        run = self._slots.begin(
-            dispatched.rows,
-            dispatched.experts,
-            num_experts=len(owned),
-            prompt=dispatched.prompt,
-            one_in=dispatched.num_owners,
-            choice=dispatched.deferred_choice,
-            home=dispatched.result_window,
-        )
+        run = self._slots.begin(dispatched, num_experts=len(owned))
         if self._recorder is not None:
             decode, prefill = needed(run)
             self._recorder.record(

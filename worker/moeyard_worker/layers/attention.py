@@ -6,7 +6,6 @@ of each backend, and no `if` elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
@@ -24,7 +23,6 @@ class AttentionBlock(Protocol):
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Normalised rows x [num_rows, H] -> [num_rows, H]."""
-        ...
 
 
 class Attention(Protocol):
@@ -33,32 +31,19 @@ class Attention(Protocol):
     @property
     def num_heads(self) -> int:
         """Query heads."""
-        ...
 
     @property
     def rope(self) -> RopeConfig | None:
         """Its rotation, None without one."""
-        ...
 
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
         """Return its weights under the argument names of `build`; `at` is the prefix of their checkpoint names."""
-        ...
 
     def state(self) -> LayerState:
         """Return the layout of its state of a sequence."""
-        ...
 
     def footprint(self, footprints: Footprints) -> Footprint:
         """Return the memory that a backend needs for it besides weights and state."""
-        ...
 
-    def build(
-        self,
-        backend: Backend,
-        *,
-        weights: Loaded,
-        state: Mapping[str, torch.Tensor],
-        rope: torch.Tensor | None,
-    ) -> AttentionBlock:
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> AttentionBlock:
         """Return the block on a backend; `rope` is its table [positions, dim], cos then sin."""
-        ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,14 +99,7 @@ class Gdn:
             conv_size=self.conv_size,
         )
 
-    def build(
-        self,
-        backend: Backend,
-        *,
-        weights: Loaded,
-        state: Mapping[str, torch.Tensor],
-        rope: torch.Tensor | None,
-    ) -> DeltaBlock:
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> DeltaBlock:
         mix = backend.gdn(
             GdnLayer(
                 num_k_heads=self.num_k_heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -76,14 +75,7 @@ class Gqa:
             fp32_norm=self.norm_less_one,
         )
 
-    def build(
-        self,
-        backend: Backend,
-        *,
-        weights: Loaded,
-        state: Mapping[str, torch.Tensor],
-        rope: torch.Tensor | None,
-    ) -> GqaBlock:
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> GqaBlock:
         attend = backend.gqa(
             GqaLayer(
                 num_heads=self.num_heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,14 +63,7 @@ class Kda:
     def footprint(self, footprints: Footprints) -> Footprint:
         return footprints.kda(num_heads=self.num_heads, head_dim=self.head_dim)
 
-    def build(
-        self,
-        backend: Backend,
-        *,
-        weights: Loaded,
-        state: Mapping[str, torch.Tensor],
-        rope: torch.Tensor | None,
-    ) -> DeltaBlock:
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> DeltaBlock:
         mix = backend.kda(
             KdaLayer(
                 num_heads=self.num_heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,14 +86,7 @@ class Mla:
             rank=self.kv_lora_rank,
         )
 
-    def build(
-        self,
-        backend: Backend,
-        *,
-        weights: Loaded,
-        state: Mapping[str, torch.Tensor],
-        rope: torch.Tensor | None,
-    ) -> MlaBlock:
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> MlaBlock:
         attend = backend.mla(
             MlaLayer(
                 num_heads=self.num_heads,

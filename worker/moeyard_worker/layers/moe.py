@@ -8,15 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
-from moeyard_kernels.types.gate import GateRule
+from moeyard_kernels.types.gate import ExpertParts, GateRule
 from moeyard_worker.exchange.base import Dispatched, Exchange
-from moeyard_worker.layers.mlp import Mlp
-from moeyard_worker.layers.residual import ExpertParts
 
 if TYPE_CHECKING:
     import torch
 
     from moeyard_kernels.types.matrix import Matrix
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)); gate_up [2 I, H] holds gate, then up; down [H, I]."""
+
+    def __init__(self, backend: Backend, *, gate_up: Matrix, down: Matrix) -> None:
+        self._backend, self._gate_up, self._down = backend, gate_up, down
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        backend = self._backend
+        return backend.linear(backend.silu_mul(backend.linear(x, self._gate_up)), self._down)
 
 
 class Experts(Protocol):
@@ -25,20 +35,17 @@ class Experts(Protocol):
     @property
     def takes_choices(self) -> bool:
         """Whether the expert kernel may choose the experts of a single row, so that no one knows them before."""
-        ...
 
     @property
     def all_resident(self) -> bool:
         """Whether every expert has a slot. Otherwise the host may wait for prompt rows to learn which experts they
         need."""
-        ...
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
         """Return the experts' outputs [R, K, H], one row per (row, k) of a local expert, other rows undefined.
 
         None if the kernel has already written them to the ranks of their rows.
         """
-        ...
 
 
 class Moe:

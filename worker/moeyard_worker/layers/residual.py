@@ -8,26 +8,13 @@ the weights that the residual needs there. The last site is before the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.gate import ExpertParts
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertParts:
-    """The results of an MoE block before their sum: routed [T', K, H] and weights [T', K] fp32, T' as in `Chosen`.
-
-    shared [num_rows, H]: the shared experts' output, multiplied by the sigmoid of shared_gate [num_rows] if given.
-    """
-
-    routed: torch.Tensor
-    weights: torch.Tensor
-    shared: torch.Tensor | None
-    shared_gate: torch.Tensor | None
 
 
 class Residual(Protocol):
@@ -35,11 +22,9 @@ class Residual(Protocol):
 
     def enter(self, site: Any) -> torch.Tensor:
         """Return the rows [num_rows, H] that the first block reads."""
-        ...
 
     def leave(self, result: torch.Tensor | ExpertParts, site: Any) -> torch.Tensor:
         """Take a block's result, rows [num_rows, H] or unreduced parts; return the rows that `site` reads."""
-        ...
 
 
 class Streams(Protocol):
@@ -47,11 +32,9 @@ class Streams(Protocol):
 
     def site(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """Return a site made of the weights that the model's spec names for it."""
-        ...
 
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> Residual:
         """Return the residual of a step, which begins as rows [num_rows, H]."""
-        ...
 
 
 class AddNormStreams:
@@ -81,16 +64,7 @@ class AddNormResidual:
 
     def leave(self, result: torch.Tensor | ExpertParts, site: torch.Tensor) -> torch.Tensor:
         if isinstance(result, ExpertParts):
-            rows, self._stream = self._backend.reduce_add_norm(
-                result.routed,
-                result.weights,
-                result.shared,
-                self._stream,
-                site,
-                self._eps,
-                self._plan,
-                shared_gate=result.shared_gate,
-            )
+            rows, self._stream = self._backend.reduce_add_norm(result, self._stream, site, self._eps, self._plan)
         else:
             rows, self._stream = self._backend.add_rms_norm(result, self._stream, site, self._eps)
         return rows

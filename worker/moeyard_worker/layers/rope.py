@@ -18,7 +18,7 @@ def rope_table(config: RopeConfig, *, max_position: int, device: torch.device) -
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Return the radians per position of each rotated pair, [dim / 2] fp32; rope_config.py lists the formulas' sources."""
+    """Return the radians per position of each rotated pair, [dim / 2] fp32; rope_config.py has the formulas' sources."""
     dim = config.dim
     inverse = 1.0 / config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if config.kind == "linear":
@@ -43,7 +43,7 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Keep pairs with more than beta_fast turns in the original context, interpolate those with fewer than beta_slow."""
+    """Keep pairs with more than beta_fast turns in the original context, interpolate those below beta_slow."""
 
     def pair_of(rotations: float) -> float:
         period = config.original_max_position / (rotations * 2 * math.pi)

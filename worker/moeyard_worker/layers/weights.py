@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Loaded parameters by name: a `Matrix` if the weight says so, else a tensor.
+# Loaded parameters or state by name: a `Matrix` if the weight says so, else a tensor.
 Loaded = Mapping[str, Any]
 # The number of groups of stored rows, and the rows [begin, end) of each piece of a group.
 Regroup = tuple[int, tuple[tuple[int, int], ...]]

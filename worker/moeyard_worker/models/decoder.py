@@ -9,8 +9,7 @@ import torch
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.exchange.base import Exchange
-from moeyard_worker.layers.mlp import Mlp
-from moeyard_worker.layers.moe import Experts, Moe
+from moeyard_worker.layers.moe import Experts, Mlp, Moe
 from moeyard_worker.layers.residual import AddNormStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.weights import Weight

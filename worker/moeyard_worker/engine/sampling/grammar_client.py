@@ -44,7 +44,7 @@ class GrammarsFull(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MaskReply:
     """The reply of a process: a status, the seconds of processor time, and a mask or an error."""
 
     status: int
@@ -55,13 +55,11 @@ class Answer:
 class Asker(Protocol):
     """A sequence that requests masks."""
 
-    def answered(self, answer: Answer, waited: float) -> None:
+    def answered(self, answer: MaskReply, waited: float) -> None:
         """Take the reply to the oldest question, after a wait of `waited` seconds."""
-        ...
 
     def lost(self, *, at_fault: bool) -> None:
         """Handle the exit of the process before it replied; `at_fault` if it was computing this sequence's mask."""
-        ...
 
 
 class Forks:
@@ -121,7 +119,7 @@ class Forks:
                 self._end()
 
 
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar: the connection to the process that holds it. Used by one thread at a time.
 
     `first` has the mask of the first token and the seconds of the compilation; `num_bytes` is the memory that the
@@ -133,7 +131,7 @@ class Compiled:
     def __init__(self, grammar: Grammar, forks: Forks) -> None:
         self.grammar = grammar
         self.usable, self.worn, self.num_bytes, self.generation = True, False, 0, 0
-        self.successor: Compiled | None = None
+        self.successor: CompiledGrammar | None = None
         # Numbers of ended sequences. Finalizers append to it, in any thread.
         self.over: deque[int] = deque()
         # Askers in the order of their questions. Weak, because a request may end before its reply.
@@ -186,9 +184,9 @@ class Compiled:
         if (asker := self._asking.popleft()()) is not None:
             asker.answered(answer, time.monotonic() - begun)
 
-    def _receive(self) -> Answer:
+    def _receive(self) -> MaskReply:
         status, seconds, self.num_bytes, size = ANSWER.unpack(self._read(ANSWER.size))
-        return Answer(status, seconds, self._read(size))
+        return MaskReply(status, seconds, self._read(size))
 
     def _read(self, size: int) -> bytes:
         data, count = bytearray(size), 0

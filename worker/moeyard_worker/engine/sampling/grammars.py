@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from moeyard_worker.engine.sampling.grammar_client import (
     SHORT_SECONDS,
-    Answer,
-    Compiled,
+    CompiledGrammar,
     Forks,
     GrammarError,
     GrammarsFull,
+    MaskReply,
 )
 from moeyard_worker.engine.sampling.grammar_process import ERROR, FREE, QUESTION
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
@@ -98,8 +98,8 @@ class Grammars:
         self.numbers = itertools.count()
         self.waiting, self.limits = Waiting(), MaskLimits.of(vocab_size)
         self._compiling = ThreadPoolExecutor(2, "grammar-compile")
-        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        self._live: weakref.WeakSet[Compiled] = weakref.WeakSet()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._live: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self._forks: Forks | None = None
         if tokenizer_json is None:
             self.refusal = "this server has no tokenizer, and a grammar is about text"
@@ -119,7 +119,7 @@ class Grammars:
         text = None if files is None else files.json_within(vocab_size)
         return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
-    def compile(self, grammar: Grammar) -> Future[Compiled]:
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull.
 
         One thread calls this, and it may cancel the future. Recent results and errors are cached.
@@ -137,15 +137,15 @@ class Grammars:
     def _num_bytes(self) -> int:
         return sum(compiled.num_bytes for compiled in list(self._live))
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         if (held := self._num_bytes) > MAX_BYTES:
             raise GrammarsFull(f"the grammars of running requests take {held >> 20} MiB, {MAX_BYTES >> 20} are allowed")
         assert self._forks is not None, "a refusal comes first"
-        compiled = Compiled(grammar, self._forks)
+        compiled = CompiledGrammar(grammar, self._forks)
         self._live.add(compiled)
         return compiled
 
-    def again(self, compiled: Compiled) -> Compiled:
+    def again(self, compiled: CompiledGrammar) -> CompiledGrammar:
         """Return another process for the grammar of one that has exited. Raises GrammarError, GrammarsFull."""
         if compiled.successor is None or not compiled.successor.usable:
             if compiled.first.seconds > SHORT_SECONDS or compiled.generation == _MOST_GENERATIONS:
@@ -154,9 +154,9 @@ class Grammars:
             compiled.successor.generation = compiled.generation + 1
         return compiled.successor
 
-    def constraint(self, compiled: Compiled, sampling: SamplingParams) -> "Constraint":
+    def constraint(self, compiled: CompiledGrammar, sampling: SamplingParams) -> "GrammarConstraint":
         """Return the constraint that holds one sequence to a compiled grammar."""
-        return Constraint(compiled, sampling, self)
+        return GrammarConstraint(compiled, sampling, self)
 
     def close(self) -> None:
         """Stop threads and processes without waiting for compilations."""
@@ -187,7 +187,7 @@ class Waiting:
         return True
 
 
-def _is_lasting(found: Future[Compiled]) -> bool:
+def _is_lasting(found: Future[CompiledGrammar]) -> bool:
     """Return whether later requests may reuse this result."""
     if not found.done():
         return True
@@ -197,10 +197,10 @@ def _is_lasting(found: Future[Compiled]) -> bool:
     return found.result().usable and not found.result().worn
 
 
-class Constraint:
+class GrammarConstraint:
     """One sequence and its copy of `compiled`. Used by one thread at a time; see `scheduling.request.Constraint`."""
 
-    def __init__(self, compiled: Compiled, sampling: SamplingParams, grammars: Grammars) -> None:
+    def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams, grammars: Grammars) -> None:
         self._compiled, self._grammars = compiled, grammars
         self._number = next(grammars.numbers)
         self._forget = weakref.finalize(self, compiled.over.append, self._number)
@@ -275,7 +275,7 @@ class Constraint:
         self._forget = weakref.finalize(self, self._compiled.over.append, self._number)
         self._asked = []
 
-    def answered(self, answer: Answer, waited: float) -> None:
+    def answered(self, answer: MaskReply, waited: float) -> None:
         """Take the reply to the oldest question."""
         output, num_new = self._questions.popleft()
         # Time beyond the reply's processor time was a wait for a core.
@@ -298,7 +298,7 @@ class Constraint:
         if at_fault:
             self._error = _TOO_MUCH
 
-    def _mask(self, answer: Answer, num_output: int) -> Mask:
+    def _mask(self, answer: MaskReply, num_output: int) -> Mask:
         if answer.status == FREE:
             return Mask()
         if answer.status == ERROR:
@@ -332,7 +332,7 @@ class Compiling:
     client: bytes
     submit: Submit
     arrived: float
-    compiled: Future[Compiled]
+    compiled: Future[CompiledGrammar]
 
 
 class GrammarQueue:
@@ -369,7 +369,7 @@ class GrammarQueue:
         compiled.add_done_callback(lambda _: self._wake())
         return None
 
-    def ready(self, now: float) -> Iterator[tuple[Compiling, Constraint | Rejected]]:
+    def ready(self, now: float) -> Iterator[tuple[Compiling, GrammarConstraint | Rejected]]:
         """Yield the requests whose wait is over, in order of arrival: each with its constraint, or a refusal.
 
         The caller may call `abort_client` between two of them; those requests are left out.
@@ -380,7 +380,7 @@ class GrammarQueue:
                 self._leave(each)
                 yield each, self._result(each) if done else _late(each)
 
-    def _result(self, each: Compiling) -> Constraint | Rejected:
+    def _result(self, each: Compiling) -> GrammarConstraint | Rejected:
         assert self._grammars is not None, "it was compiled"
         try:
             matcher = each.compiled.result()

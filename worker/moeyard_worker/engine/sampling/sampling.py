@@ -141,7 +141,7 @@ def chosen_logits(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def unsound(step: Step, requests: Sequence[Request], logits: torch.Tensor) -> tuple[str, ...]:
-    """Return the requests whose chosen tokens have non-finite logits (on the CPU, in the order of `step.sample_rows`)."""
+    """Return the requests whose chosen tokens have non-finite logits (on the CPU, in order of `step.sample_rows`)."""
     finite = iter(torch.isfinite(logits).tolist())
     rows = [
         (request, [next(finite) for _ in range(c.num_sampled)])

@@ -35,7 +35,7 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class SamplingChain:
     """The launches that a step's rows need: cuts are top-k, top-p and min-p; edits are biases and penalties."""
 
     cuts: bool
@@ -45,14 +45,14 @@ class Chain:
 
 # Rows with edits always use the chain with cuts.
 _CHAINS = tuple(
-    Chain(cuts, edits, logprobs)
+    SamplingChain(cuts, edits, logprobs)
     for cuts, edits in ((False, False), (True, False), (True, True))
     for logprobs in (False, True)
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Sampled:
     """The sampled chunks of a step and their requests; `before`: the step that it was planned on."""
 
     chunks: Sequence[Chunk]
@@ -102,7 +102,7 @@ class StepSampler:
             stages=4,
         )
         self._counts = EditCounts(max_requests=max_requests, vocab=vocab, eos_token_ids=eos_token_ids, device=device)
-        self._graphs: dict[Chain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
+        self._graphs: dict[SamplingChain, list[tuple[int, torch.cuda.CUDAGraph, SampledTokens]]] = {}
         # Edited sequences whose accepted tokens are not counted yet: their indices, slots and rows.
         self._uncounted: tuple[torch.Tensor, torch.Tensor, list[tuple[Counted, int]]] | None = None
         # The graphs of the last choice; None if it was launched eagerly.
@@ -123,7 +123,7 @@ class StepSampler:
         """Yield the launches that `capture` captures."""
         return (partial(self._run, chain, count) for chain, count in product(self._chains(), rows))
 
-    def _chains(self) -> list[Chain]:
+    def _chains(self) -> list[SamplingChain]:
         return [chain for chain in _CHAINS if not (chain.edits and self._verifies)]
 
     @property
@@ -160,7 +160,7 @@ class StepSampler:
         returned tokens belong to the sampler until the next replay; `errors_of` the step's rows come with them. With
         edits, `count_accepted` must follow if drafts are verified.
         """
-        rows = _Rows(step.sampled, requests, before, verified)
+        rows = _Sampled(step.sampled, requests, before, verified)
         edited, helped = self._apart(rows)
         apart = helped if verified is None else edited + helped
         params = [request.sampling for request in requests]
@@ -188,7 +188,7 @@ class StepSampler:
             self.ask([request.sampling for request in requests for _ in range(rows.each)])
         return tokens, errors
 
-    def _apart(self, rows: _Rows) -> tuple[list[int], list[int]]:
+    def _apart(self, rows: _Sampled) -> tuple[list[int], list[int]]:
         """Return the requests whose logits are edited: on the device, and with the host's help."""
         edited, helped = list[int](), list[int]()
         for i, request in enumerate(rows.requests):
@@ -199,12 +199,12 @@ class StepSampler:
                 (edited if self._counts.takes(p) else helped).append(i)
         return edited, helped
 
-    def _counted(self, rows: _Rows, edited: Sequence[int]) -> list[Counted]:
+    def _counted(self, rows: _Sampled, edited: Sequence[int]) -> list[Counted]:
         """Return the counts of these requests, up to date with the tokens before the step."""
         here = {rows.requests[i].key for i in edited}
         return [self._counts.up_to_date(rows.chunks[i], rows.requests[i], here, rows.before) for i in edited]
 
-    def _slots(self, rows: _Rows, edited: Sequence[int]) -> list[int]:
+    def _slots(self, rows: _Sampled, edited: Sequence[int]) -> list[int]:
         """Return the slot of each row's counts; -1 for a row without edits."""
         slots = [-1] * len(rows.chunks)
         for i, found in zip(edited, self._counted(rows, edited), strict=True):
@@ -214,7 +214,9 @@ class StepSampler:
             slots[i] = found.slot
         return slots
 
-    def _choose_edited(self, rows: _Rows, verified: VerifiedRows, edited: Sequence[int], tokens: SampledTokens) -> None:
+    def _choose_edited(
+        self, rows: _Sampled, verified: VerifiedRows, edited: Sequence[int], tokens: SampledTokens
+    ) -> None:
         """Choose again for all rows of edited sequences."""
         some, found = [rows.requests[i] for i in edited], self._counted(rows, edited)
         count, each, device = len(edited), rows.each, self._backend.device
@@ -255,7 +257,7 @@ class StepSampler:
         for counted, place in found:
             counted.launches.append((launch, place))
 
-    def _choose_helped(self, rows: _Rows, helped: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
+    def _choose_helped(self, rows: _Sampled, helped: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
         """Choose again for rows that need the host; wait for the step before. Return `errors_of` the step's rows."""
         some = tuple(rows.chunks[i] for i in helped)
         sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in helped], rows.before)
@@ -281,14 +283,14 @@ class StepSampler:
         self._fill(params, [0] * len(params), [-1] * len(params))
 
     def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
-        """Return the parameters of `count` rows from `ask`, `stride` apart, as arguments of `sample`; to be captured."""
+        """Return the parameters of `count` rows from `ask`, `stride` apart, as arguments of `sample` for a capture."""
         on = self._staging.on_device
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         return {name: on[name][: count * stride : stride].contiguous() for name in names}
 
     def _chosen(self, params: Sequence[SamplingParams], *, edits: bool) -> SampledTokens:
         cuts = edits or any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
-        chain = Chain(cuts=cuts, edits=edits, logprobs=any(p.logprobs is not None for p in params))
+        chain = SamplingChain(cuts=cuts, edits=edits, logprobs=any(p.logprobs is not None for p in params))
         graphs, count = self._graphs.get(chain), len(params)
         if not graphs or graphs[-1][0] < count:
             self.replayed = None
@@ -298,7 +300,7 @@ class StepSampler:
         self.replayed = (graph,)
         return tokens.each(lambda x: x[:count])
 
-    def _run(self, chain: Chain, count: int) -> SampledTokens:
+    def _run(self, chain: SamplingChain, count: int) -> SampledTokens:
         on = {name: tensor[:count] for name, tensor in self._staging.on_device.items()}
         arguments = {name: on[name] for name in ("temperature", "seeds", "positions")}
         if chain.cuts:

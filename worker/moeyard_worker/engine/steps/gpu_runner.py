@@ -321,7 +321,7 @@ class GpuRunner:
         )
 
     def _eager(self, step: Step) -> list[SampledTokens]:
-        """Compute the logits of the sampled rows, and scores. Tokens that the host does not know are fed on the device."""
+        """Compute the logits of the sampled rows, and scores. The device feeds tokens that the host does not know."""
         if not step.chunks:
             self._runner.forward(step)
             self._drain()

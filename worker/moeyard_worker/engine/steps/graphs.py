@@ -118,7 +118,8 @@ class StepGraphs:
         return smallest(self._sizes, size, most)
 
     def step(self, size: StepSize) -> CapturedStep:
-        """Return a captured step; capture it now if necessary. Raises ExchangeError as `ExchangeSteps.before_capture`."""
+        """Return a captured step; capture it now if necessary. Raises ExchangeError, see
+        `ExchangeSteps.before_capture`."""
         found = self._captured.get(size)
         if found is None:
             assert self._per_epoch, f"{size} was to be captured at the start"
