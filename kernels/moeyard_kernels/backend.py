@@ -50,18 +50,13 @@ class StepPlan(Protocol):
     rows in order.
     """
 
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_prompt(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_sampled(self) -> int: ...
-    @property
-    def token_ids(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
+    num_tokens: int
+    num_prompt: int
+    num_rows: int
+    num_sampled: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+
     @property
     def sample_rows(self) -> torch.Tensor | None: ...
 
@@ -220,9 +215,15 @@ class Backend(Protocol):
         """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may overwrite x."""
 
     def gate(
-        self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
-        shared_gate: Matrix | None = None, shared: tuple[Matrix, Matrix] | None = None,
-    ) -> ExpertGate:  # fmt: skip
+        self,
+        weight: Matrix,
+        bias: torch.Tensor | None,
+        rule: GateRule,
+        *,
+        dtype: torch.dtype,
+        shared_gate: Matrix | None = None,
+        shared: tuple[Matrix, Matrix] | None = None,
+    ) -> ExpertGate:
         """weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only.
         `dtype` is the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its
         gate_up [2 I, H] and down [H, I]."""

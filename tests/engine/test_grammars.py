@@ -31,7 +31,7 @@ from moeyard_worker.engine.sampling.grammars import (
     GrammarConstraint,
     GrammarQueue,
     Grammars,
-    Waiting,
+    WaitBudget,
 )
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
@@ -347,7 +347,7 @@ def test_steps_wait_a_bounded_time_for_costly_masks(
     """One costly request ends when no time is left, and that gives the others some; a cheap one always goes on."""
     now = 1000.0
     monkeypatch.setattr(grammars_module.time, "monotonic", lambda: now)
-    waiting = Waiting()
+    waiting = WaitBudget()
     assert not waiting.is_over()
     waiting.charge(0.06)
     assert waiting.is_over()

@@ -12,7 +12,7 @@ import torch
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.engine.sampling.edit_counts import MAX_BIASES
-from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose, read_tokens
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.protocol import SamplingParams, TokenLogprob
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -86,7 +86,7 @@ class Session:
         wanted = choose(BACKEND, logits.clone(), theirs, EOS)
         with torch.inference_mode():
             tokens, errors = self.sampler.choose(step, mine, before=self.before, greedy=False)
-            got = tell(tokens, [r.sampling.logprobs for r in mine])
+            got = read_tokens(tokens, [r.sampling.logprobs for r in mine])
         assert errors == {}
         assert got == [
             (token, logprob if r.sampling.logprobs is not None else None)

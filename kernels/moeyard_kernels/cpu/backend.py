@@ -28,9 +28,15 @@ class CpuGate:
     takes_shared = False
 
     def __init__(
-        self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, *, dtype: torch.dtype,
-        shared_gate: Matrix | None = None, shared: object = None,
-    ) -> None:  # fmt: skip
+        self,
+        weight: Matrix,
+        bias: torch.Tensor | None,
+        rule: GateRule,
+        *,
+        dtype: torch.dtype,
+        shared_gate: Matrix | None = None,
+        shared: object = None,
+    ) -> None:
         self._weight, self._top_k = weight.data, rule.top_k
         self._shared_gate = None if shared_gate is None else shared_gate.data
         self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}

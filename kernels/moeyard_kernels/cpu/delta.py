@@ -47,10 +47,15 @@ def chunk_delta_rule(
 
 
 def _chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
     out: torch.Tensor,
-) -> None:  # fmt: skip
-    """Compute whole chunks: first everything that does not need the state, for all at once, then one after the other."""
+) -> None:
+    """Compute whole chunks: first everything that does not need the state, for all, then one after the other."""
     # [n, heads, 64, D], where g and beta may have no D.
     q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
     num, width = v.shape[0], v.shape[3]
@@ -120,9 +125,15 @@ def _scores_by_row(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tup
 
 
 def step_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
-    read_from: torch.Tensor, write_to: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    read_from: torch.Tensor,
+    write_to: torch.Tensor,
+) -> torch.Tensor:
     """One position of each of B sequences: q, k [B, Hk, Dk], v [B, Hv, Dv], beta [B, Hv] -> [B, Hv, Dv], all fp32.
 
     decay [B, Hv, 1 or Dk] is exp(g). The state [num_slots, Hv, Dk, Dv] fp32 is read at `read_from` [B] and written at

@@ -52,9 +52,14 @@ class CpuKda:
 
 
 def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
     plan: CpuPlan,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Apply the rule to a step's rows: q, k [num_rows, Hk, Dk] convolved, g [num_rows, Hv] or [num_rows, Hk, Dk].
 
     state [num_slots, Hv, Dk, Dv] is updated. Returns [num_rows, Hv, Dv] fp32, zero in the padding.

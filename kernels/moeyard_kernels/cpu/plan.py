@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from moeyard_kernels.cpu.linear import padded_rows
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_of, row_indices
 from moeyard_kernels.types.step import ChunkRows, CompactionRows, StepRows, slot_behind, slot_left, slot_restored
 
 # The absorbed products of latent attention use decode rows in multiples of this number. Fewer than four rows use
@@ -55,9 +55,13 @@ def plan_decode(
     if num_rows == 0:
         index = torch.zeros(0, dtype=torch.int64)
         return DecodePlan(
-            num_rows=0, page_size=page_size, page_ids=index, row_of_block=index, blocks_of_row=index,
+            num_rows=0,
+            page_size=page_size,
+            page_ids=index,
+            row_of_block=index,
+            blocks_of_row=index,
             mask=torch.zeros(0, 1, BLOCK),
-        )  # fmt: skip
+        )
     lens = np.asarray(kv_lens, dtype=np.int64)
     if lens.min() < 1 or lens.max() > page_table.shape[1] * page_size:
         raise ValueError(f"kv_lens: {min(kv_lens)} to {max(kv_lens)}, outside 1 to {page_table.shape[1] * page_size}")
@@ -148,34 +152,22 @@ class CpuPlan:
         self.num_tokens = num_tokens = num_prompt + num_decode
         self.num_decode_rows = num_decode + -num_decode % DECODE_TILE
         self.num_rows = padded_rows(num_prompt + self.num_decode_rows)
-        token_ids = np.zeros(self.num_rows, dtype=np.int64)
-        positions = np.zeros(self.num_rows, dtype=np.int64)
-        entries = np.empty(num_tokens, dtype=np.int64)
+        rows = np.zeros((2, self.num_rows), dtype=np.int64)
+        found = row_indices(chunks, page_size)
+        rows[:, :num_tokens] = found[:2]
         self.segments: list[PromptSegment] = []
         begin = 0
-        for chunk in chunks:
-            start, end = chunk.start, begin + len(chunk.token_ids)
-            if end == begin + 1:
-                page, offset = divmod(start - chunk.dropped, page_size)
-                token_ids[begin], positions[begin] = chunk.token_ids[0], start
-                entries[begin] = chunk.pages[page] * page_size + offset
-            else:
-                token_ids[begin:end] = chunk.token_ids
-                position = np.arange(start, start + end - begin)
-                positions[begin:end] = position
-                entries[begin:end] = entries_at(chunk, position, page_size)
-            if chunk.prompt:
-                pages = torch.from_numpy(_block_pages(chunk, page_size))
-                kept = None
-                if chunk.compaction is not None:
-                    kept = SegmentCompaction(start + end - begin, chunk.compaction, page_size)
-                self.segments.append(PromptSegment(begin, chunk, pages=pages, kept=kept))
-            begin = end
+        for chunk in step.prefill:
+            pages, kept = torch.from_numpy(_block_pages(chunk, page_size)), None
+            if chunk.compaction is not None:
+                kept = SegmentCompaction(chunk.start + len(chunk.token_ids), chunk.compaction, page_size)
+            self.segments.append(PromptSegment(begin, chunk, pages=pages, kept=kept))
+            begin += len(chunk.token_ids)
         self.num_sampled = len(step.sample_rows)
         sample_rows = np.zeros(padded_rows(self.num_sampled), dtype=np.int64)
         sample_rows[: self.num_sampled] = step.sample_rows
-        self.token_ids, self.positions = torch.from_numpy(token_ids), torch.from_numpy(positions)
-        self.entries, self.sample_rows = torch.from_numpy(entries), torch.from_numpy(sample_rows)
+        self.token_ids, self.positions = torch.from_numpy(rows)
+        self.entries, self.sample_rows = torch.from_numpy(found[2]), torch.from_numpy(sample_rows)
         table, kv_lens = decode_table(step.decode, page_size)
         pages = torch.from_numpy(table)
         self.decode = {w: plan_decode(pages, kv_lens, page_size=page_size, window=w) for w in windows}

@@ -34,9 +34,13 @@ class CudaGqa:
         if not plan.num_prompt and plan.num_tokens:
             # The launch before is a product or a norm of these rows. Tables and keys of earlier steps are older.
             out, _ = ops.rope_gqa_decode(
-                *step, tables=plan.decode[self._window], scale=self._scale, static_tables=True,
-                lone_rows=plan.lone_rows, **norms,
-            )  # fmt: skip
+                *step,
+                tables=plan.decode[self._window],
+                scale=self._scale,
+                static_tables=True,
+                lone_rows=plan.lone_rows,
+                **norms,
+            )
             return out.flatten(1)
         q = ops.rope_cache_write_gqa(*step, **norms)
         parts = []
@@ -98,9 +102,16 @@ class CudaMla:
         layer = self._layer
         q_nope, q_rope = q.view(q.shape[0], layer.num_heads, -1).split((layer.nope_dim, layer.rope_dim), 2)
         q_rope = ops.rope_cache_write_mla(
-            q_rope, latent, k_rope, *plan.rotation(self._rope), plan.entries, self._latents,
-            interleaved=layer.interleaved, kv_norm=layer.kv_norm, eps=layer.eps,
-        )  # fmt: skip
+            q_rope,
+            latent,
+            k_rope,
+            *plan.rotation(self._rope),
+            plan.entries,
+            self._latents,
+            interleaved=layer.interleaved,
+            kv_norm=layer.kv_norm,
+            eps=layer.eps,
+        )
         parts = []
         if plan.num_prompt:
             parts.append(self._prompt(q_nope[: plan.num_prompt], q_rope[: plan.num_prompt], plan))
@@ -123,7 +134,7 @@ class CudaMla:
 
     def _compact(
         self, q: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor, latents: torch.Tensor, kept: PromptCompaction
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy the kept positions of a prompt. All heads choose together, because one latent is the key of all."""
         scores = ops.snapkv_scores(q, k, k_rope=k_rope, length=kept.length, scale=self._scale)
         found = best(sum_rows(scores).unsqueeze(0), length=kept.length, budget=kept.count)
@@ -144,9 +155,14 @@ class CudaMla:
         # The product before and the cache write before it may still run. Tables are older. So are a sequence's keys
         # except its own row's, unless the step has several rows of it.
         latent, _ = ops.mla_decode(
-            q_latent, q_rope, self._latents, tables=plan.decode[None], scale=self._scale,
-            static_tables=True, static_keys=plan.lone_rows,
-        )  # fmt: skip
+            q_latent,
+            q_rope,
+            self._latents,
+            tables=plan.decode[None],
+            scale=self._scale,
+            static_tables=True,
+            static_keys=plan.lone_rows,
+        )
         return ops.head_linear(latent, self._v_expand, static_weight=True)
 
 

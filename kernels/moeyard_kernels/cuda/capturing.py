@@ -25,16 +25,11 @@ _MOST_AT_ONCE = 32
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """Collect garbage now and not in the block: a graph that is destroyed during a capture would spoil the capture."""
-    gc.collect()
-    with _no_collection():
-        yield
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection(*, first: bool = True) -> Iterator[None]:
+    """Collect garbage `first` and not in the block: destroying a graph during a capture would spoil the capture."""
     enabled = gc.isenabled()
+    if first:
+        gc.collect()
     gc.disable()
     try:
         yield
@@ -70,7 +65,7 @@ def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CU
     """
     graph, side = torch.cuda.CUDAGraph(), _capturing(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
-    with _no_collection(), torch.cuda.stream(side):
+    with without_collection(first=False), torch.cuda.stream(side):
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             run()
@@ -132,5 +127,9 @@ def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) ->
     seconds = time.perf_counter() - begun
     log.info(
         "compiled %d kernels of %d steps in %.1f s, up to %d at once; %d more were in Triton's cache",
-        compiled.count, num_runs, seconds, at_once, compiled.found,
-    )  # fmt: skip
+        compiled.count,
+        num_runs,
+        seconds,
+        at_once,
+        compiled.found,
+    )

@@ -28,10 +28,12 @@ def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp
     Positions: the choice of kept positions, for each key head.
     """
     return Footprint(
-        extra=0, per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim, per_position=0,
+        extra=0,
+        per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim,
+        per_position=0,
         fp32_per_position=_CHOICE * num_kv_heads + _PLACES,
         sums=SplitSums(heads=num_heads, dim=head_dim, split=GQA_SPLIT),
-    )  # fmt: skip
+    )
 
 
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:

@@ -96,9 +96,11 @@ class CudaGate:
         self._defers = rule.top_k <= FEW_PAIRS
         # The shared experts' first product then joins the router's launch, because the operands are alike.
         self.takes_shared = (
-            shared is not None and self._weight.dtype == shared[0].data.dtype == torch.bfloat16
-            and self._defers and can_share(shared[1].shape[1])
-        )  # fmt: skip
+            shared is not None
+            and self._weight.dtype == shared[0].data.dtype == torch.bfloat16
+            and self._defers
+            and can_share(shared[1].shape[1])
+        )
         self._shared = shared if self.takes_shared else None
 
     def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ import torch
 from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.footprint import LAUNCHED
-from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table
+from moeyard_kernels.types.plan_parts import Rotations, decode_table, entries_at, entries_of, page_table, row_indices
 from moeyard_kernels.types.prefill_plan import PrefillPlan, plan_prefill
 from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.step import ChunkRows, StepRows
@@ -46,27 +45,24 @@ class CudaPlan:
     """
 
     def __init__(
-        self, step: StepRows, *, page_size: int, windows: Iterable[int | None], flat: bool, device: torch.device,
+        self,
+        step: StepRows,
+        *,
+        page_size: int,
+        windows: Iterable[int | None],
+        flat: bool,
+        device: torch.device,
         slots: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prefill, decode = tuple(step.prefill), tuple(step.decode)
         self.num_prompt = sum(len(c.token_ids) for c in prefill)
         self.num_tokens = self.num_rows = self.num_prompt + sum(len(c.token_ids) for c in decode)
         self.num_sampled = len(step.sample_rows)
         chunks = (*prefill, *decode)
         self.lone_rows = all(len(c.token_ids) == 1 for c in decode)
-        token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, self.num_tokens)
-        starts = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
-        positions = np.concatenate(starts) if starts else np.zeros(0, np.int64)
-        entries = [entries_at(c, position, page_size) for c, position in zip(chunks, starts, strict=True)]
         prefixes = [entries_at(c, np.arange(c.start + len(c.token_ids)), page_size) for c in prefill] if flat else []
-        parts = (
-            token_ids,
-            positions,
-            np.concatenate(entries) if entries else positions,
-            np.asarray(step.sample_rows, dtype=np.int64),
-            np.concatenate(prefixes) if prefixes else np.zeros(0, np.int64),
-        )
+        sample_rows = np.asarray(step.sample_rows, dtype=np.int64)
+        parts = [*row_indices(chunks, page_size), sample_rows, np.concatenate(prefixes or [sample_rows[:0]])]
         moved = to_device(torch.from_numpy(np.concatenate(parts)), device).split([part.size for part in parts])
         self.token_ids, self.positions, self.entries, self.sample_rows, self.prefix_entries = moved
         self.decode: dict[int | None, DecodeTables] = {}

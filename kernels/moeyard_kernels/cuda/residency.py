@@ -50,9 +50,15 @@ class CudaResidency:
     """
 
     def __init__(
-        self, slots: CudaExpertSlots, *, policy: str, num_layers: int, num_experts: int, num_slots: int,
+        self,
+        slots: CudaExpertSlots,
+        *,
+        policy: str,
+        num_layers: int,
+        num_experts: int,
+        num_slots: int,
         shared: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._slots, self._num_slots = slots, num_slots
         self._num_layers, self._num_experts = num_layers, num_experts
         self._half = (slots.num_slots - num_slots) // 2
@@ -65,9 +71,12 @@ class CudaResidency:
         self._blobs = self._host.blobs.view(word)
         self._words = [region.view(word).unsqueeze(1) for region in slots.regions]
         self._state = start_residency(
-            cast("PolicyName", policy), num_layers=num_layers, num_experts=num_experts, num_slots=num_slots,
+            cast("PolicyName", policy),
+            num_layers=num_layers,
+            num_experts=num_experts,
+            num_slots=num_slots,
             device=device,
-        )  # fmt: skip
+        )
         self._side = _SideStream(device)
         self._copier = _SideStream(device)
         self._turn = 0
@@ -144,9 +153,14 @@ class CudaResidency:
         )
 
     def _decode(
-        self, layer: int, run: CudaExpertRun, ids: torch.Tensor, *, num_needed: int | None = None,
+        self,
+        layer: int,
+        run: CudaExpertRun,
+        ids: torch.Tensor,
+        *,
+        num_needed: int | None = None,
         fetch: FetchWindow | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tables = ops.cache_access(ids, self._state, layer=layer, num_needed=num_needed)
         with self._side.behind_caller():
             self._gather(layer, tables[1], fetch)

@@ -67,9 +67,11 @@ def plan_state(prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows], device
 def _prompts(prefill: Sequence[ChunkRows]) -> tuple[list[int], list[int], list[int], list[Sequence[tuple[int, int]]]]:
     """Lengths, starts, slots, snapshots."""
     return (
-        [len(c.token_ids) for c in prefill], [c.start for c in prefill], [slot_left(c) for c in prefill],
+        [len(c.token_ids) for c in prefill],
+        [c.start for c in prefill],
+        [slot_left(c) for c in prefill],
         [c.snapshots for c in prefill],
-    )  # fmt: skip
+    )
 
 
 def _waves(decode: Sequence[ChunkRows], device: torch.device) -> list[Wave]:
@@ -126,16 +128,17 @@ class StateInputs:
         if self._prompt:
             restored = SlotMoves(source=on["state_from"], target=on["state_to"])
             chunks = PromptChunks(
-                table=on["state_chunks"], fresh=on["state_fresh"], heads=on["state_heads"], planned=None,
+                table=on["state_chunks"],
+                fresh=on["state_fresh"],
+                heads=on["state_heads"],
+                planned=None,
                 num_rows=self._prompt,
-            )  # fmt: skip
+            )
         if self._decode:
             slots = StateSlots.in_place(on["state_slots"])
         return StateRows(chunks=chunks, slots=slots, restored=restored, stand_in=on["stand_in"])
 
-    def fill(
-        self, host: Mapping[str, np.ndarray], prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows]
-    ) -> None:  # fmt: skip
+    def fill(self, host: Mapping[str, np.ndarray], prefill: Sequence[ChunkRows], decode: Sequence[ChunkRows]) -> None:
         """Take a step that fits. A missing decode row uses no slot and takes the first row's result. So it chooses the
         same experts, and reads no weights of its own."""
         host["stand_in"][:] = np.arange(self._prompt + self._decode)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from moeyard_kernels.cuda.state_rows import Fields, StateInputs, StateRows
 from moeyard_kernels.cuda.verified_rows import Tails, VerifiedRows
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import max_blocks
-from moeyard_kernels.types.plan_parts import Rotations, entries_at
+from moeyard_kernels.types.plan_parts import Rotations, entries_at, row_indices
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan, tiles_of
 from moeyard_kernels.types.step import ChunkRows, StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -202,17 +201,10 @@ class StepInputs:
         lens = np.fromiter((len(c.token_ids) for c in prefill), np.int64, len(prefill))
         starts = np.fromiter((c.start for c in prefill), np.int64, len(prefill))
         count, last = int(lens.sum()), self.size.chunks
-        positions = [np.arange(c.start, c.start + len(c.token_ids)) for c in prefill]
-        for name in _PER_ROW:
-            host[name][count : self.num_prompt] = 0
+        for name, values in zip(_PER_ROW, row_indices(prefill, self._page_size), strict=True):
+            host[name][:count], host[name][count : self.num_prompt] = values, 0
         host["entries"][count : self.num_prompt] = -1
         host["feed"][: self.num_prompt] = -1
-        if prefill:
-            host["token_ids"][:count] = np.fromiter(chain.from_iterable(c.token_ids for c in prefill), np.int64, count)
-            host["positions"][:count] = np.concatenate(positions)
-            host["entries"][:count] = np.concatenate(
-                [entries_at(c, position, self._page_size) for c, position in zip(prefill, positions, strict=True)]
-            )
         host["cu_q"][:] = count
         host["cu_q"][: lens.size + 1] = np.concatenate(([0], np.cumsum(lens)))
         host["starts"][:] = 0

@@ -34,6 +34,23 @@ def entries_of(pages: Sequence[int], places: np.ndarray, page_size: int) -> np.n
     return np.asarray(pages)[places // page_size] * page_size + places % page_size
 
 
+def row_indices(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
+    """Return int64 [3, T]: the token, the position and the place in the pages of each row of the chunks."""
+    found = np.empty((3, sum(len(chunk.token_ids) for chunk in chunks)), dtype=np.int64)
+    begin = 0
+    for chunk in chunks:
+        start, end = chunk.start, begin + len(chunk.token_ids)
+        if end == begin + 1:
+            # Scalars are faster than arrays of one element.
+            page, offset = divmod(start - chunk.dropped, page_size)
+            found[:, begin] = chunk.token_ids[0], start, chunk.pages[page] * page_size + offset
+        else:
+            positions = np.arange(start, start + end - begin)
+            found[:, begin:end] = chunk.token_ids, positions, entries_at(chunk, positions, page_size)
+        begin = end
+    return found
+
+
 def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
     """[chunks, most pages, at least 1] int64 of the pages that hold kept positions, zeros behind."""
     used = [-(-(chunk.start - chunk.dropped + len(chunk.token_ids)) // page_size) for chunk in chunks]

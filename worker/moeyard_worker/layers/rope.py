@@ -18,7 +18,7 @@ def rope_table(config: RopeConfig, *, max_position: int, device: torch.device) -
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Return the radians per position of each rotated pair, [dim / 2] fp32; rope_config.py has the formulas' sources."""
+    """Return the radians per position of each rotated pair, [dim / 2] fp32; sources are in rope_config.py."""
     dim = config.dim
     inverse = 1.0 / config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if config.kind == "linear":

@@ -52,17 +52,17 @@ class MaskReply:
     payload: bytes
 
 
-class Asker(Protocol):
+class MaskClient(Protocol):
     """A sequence that requests masks."""
 
-    def answered(self, answer: MaskReply, waited: float) -> None:
+    def on_reply(self, reply: MaskReply, waited: float) -> None:
         """Take the reply to the oldest question, after a wait of `waited` seconds."""
 
-    def lost(self, *, at_fault: bool) -> None:
+    def on_exit(self, *, at_fault: bool) -> None:
         """Handle the exit of the process before it replied; `at_fault` if it was computing this sequence's mask."""
 
 
-class Forks:
+class ForkServer:
     """The process that has read the tokenizer and forks once for each grammar. It is replaced when it dies."""
 
     def __init__(self, vocabulary: bytes) -> None:
@@ -87,8 +87,8 @@ class Forks:
         assert self._process.stdin is not None, "a pipe was asked for"
         with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # boundary: the reply has the reason
             given.write(self._vocabulary)
-        said = self._control.recv(1000)
-        return "" if said == b"\0" else said.decode() or "its process has ended"
+        reply = self._control.recv(1000)
+        return "" if reply == b"\0" else reply.decode() or "its process has ended"
 
     def open(self) -> socket.socket:
         """Return a connection to a new fork. Raises GrammarsFull if no process can fork."""
@@ -128,14 +128,14 @@ class CompiledGrammar:
     limits.
     """
 
-    def __init__(self, grammar: Grammar, forks: Forks) -> None:
+    def __init__(self, grammar: Grammar, forks: ForkServer) -> None:
         self.grammar = grammar
         self.usable, self.worn, self.num_bytes, self.generation = True, False, 0, 0
         self.successor: CompiledGrammar | None = None
         # Numbers of ended sequences. Finalizers append to it, in any thread.
         self.over: deque[int] = deque()
-        # Askers in the order of their questions. Weak, because a request may end before its reply.
-        self._asking: deque[weakref.ref[Asker]] = deque()
+        # Clients in the order of their questions. Weak, because a request may end before its reply.
+        self._clients: deque[weakref.ref[MaskClient]] = deque()
         self._socket = forks.open()
         self._socket.setblocking(False)
         weakref.finalize(self, self._socket.close)
@@ -162,7 +162,7 @@ class CompiledGrammar:
             self._end()
             raise GrammarError(self.first.payload.decode())
 
-    def ask(self, asker: Asker, question: bytes) -> bool:
+    def request(self, client: MaskClient, question: bytes) -> bool:
         """Request a mask without waiting for it; return False when the process has exited."""
         over = [QUESTION.pack(self.over.popleft(), FORGET, 0, 0.0) for _ in range(len(self.over))]
         try:
@@ -170,19 +170,19 @@ class CompiledGrammar:
         except OSError as error:
             self._end(error)
             return False
-        self._asking.append(weakref.ref(asker))
+        self._clients.append(weakref.ref(client))
         return True
 
     def take(self) -> None:
-        """Wait for the next reply and pass it to its asker, or tell all askers that the process has exited."""
+        """Wait for the next reply and pass it to its client, or tell all clients that the process has exited."""
         begun = time.monotonic()
         try:
-            answer = self._receive()
+            reply = self._receive()
         except OSError as error:
             self._end(error)
             return
-        if (asker := self._asking.popleft()()) is not None:
-            asker.answered(answer, time.monotonic() - begun)
+        if (client := self._clients.popleft()()) is not None:
+            client.on_reply(reply, time.monotonic() - begun)
 
     def _receive(self) -> MaskReply:
         status, seconds, self.num_bytes, size = ANSWER.unpack(self._read(ANSWER.size))
@@ -208,7 +208,7 @@ class CompiledGrammar:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
                 # The process reads no questions until its own replies are read.
-                if self._wait(select.POLLIN | select.POLLOUT) & select.POLLIN and self._asking:
+                if self._wait(select.POLLIN | select.POLLOUT) & select.POLLIN and self._clients:
                     self.take()
 
     def _wait(self, events: int) -> int:
@@ -229,8 +229,8 @@ class CompiledGrammar:
         if isinstance(error, TimeoutError):
             with contextlib.suppress(ProcessLookupError):  # boundary: it has just exited
                 os.kill(self._pid, signal.SIGKILL)
-        waiting = [each() for each in self._asking]
-        self._asking.clear()
-        for place, asker in enumerate(waiting):
-            if asker is not None:
-                asker.lost(at_fault=place == 0)
+        waiting = [each() for each in self._clients]
+        self._clients.clear()
+        for place, client in enumerate(waiting):
+            if client is not None:
+                client.on_exit(at_fault=place == 0)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from moeyard_worker.engine.sampling.grammar_client import (
     SHORT_SECONDS,
     CompiledGrammar,
-    Forks,
+    ForkServer,
     GrammarError,
     GrammarsFull,
     MaskReply,
@@ -96,18 +96,18 @@ class Grammars:
         self.eos_token_ids = tuple(t for t in eos_token_ids if t < vocab_size)
         self.refusal: str | None = None
         self.numbers = itertools.count()
-        self.waiting, self.limits = Waiting(), MaskLimits.of(vocab_size)
+        self.waiting, self.limits = WaitBudget(), MaskLimits.of(vocab_size)
         self._compiling = ThreadPoolExecutor(2, "grammar-compile")
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._live: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
-        self._forks: Forks | None = None
+        self._forks: ForkServer | None = None
         if tokenizer_json is None:
             self.refusal = "this server has no tokenizer, and a grammar is about text"
         elif not self.eos_token_ids:
             self.refusal = "this model has no end-of-sequence token, which ends what a grammar has completed"
         else:
             vocabulary = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": self.eos_token_ids}
-            self._forks = Forks(json.dumps(vocabulary).encode())
+            self._forks = ForkServer(json.dumps(vocabulary).encode())
             if error := self._forks.refusal:
                 log.warning("grammars are refused, llguidance cannot read the tokenizer: %s", error)
                 self.refusal = f"grammars are not served here: llguidance cannot read the tokenizer ({error})"
@@ -145,7 +145,7 @@ class Grammars:
         self._live.add(compiled)
         return compiled
 
-    def again(self, compiled: CompiledGrammar) -> CompiledGrammar:
+    def replacement(self, compiled: CompiledGrammar) -> CompiledGrammar:
         """Return another process for the grammar of one that has exited. Raises GrammarError, GrammarsFull."""
         if compiled.successor is None or not compiled.successor.usable:
             if compiled.first.seconds > SHORT_SECONDS or compiled.generation == _MOST_GENERATIONS:
@@ -166,7 +166,7 @@ class Grammars:
             self._forks.close()
 
 
-class Waiting:
+class WaitBudget:
     """The seconds that steps may still wait for the masks of costly requests."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class GrammarConstraint:
         self._seconds_left, self._waited, self._num_tokens = self._limits.seconds, 0.0, 0
         self._error: str | None = None
         # The output of the last question; the unanswered questions, each with its number of new tokens; and the masks.
-        self._asked: list[int] = []
+        self._last_output: list[int] = []
         self._questions: deque[tuple[list[int], int]] = deque()
         self._masks: deque[tuple[list[int], Mask]] = deque([([], self._mask(compiled.first, 0))])
 
@@ -228,83 +228,83 @@ class GrammarConstraint:
                 return self._masks[0][1]
             if self._is_costly and self._grammars.waiting.is_over():
                 self._error = _TOO_MUCH
-            elif self._is_asked(wanted):
+            elif self._is_pending(wanted):
                 self._compiled.take()
             else:
-                self._ask(wanted)
+                self._request(wanted)
         return Mask(error=self._error)
 
     def expect(self, output: Sequence[int]) -> None:
         """See `scheduling.request.Constraint.expect`."""
         wanted = list(output)
         known = any(answered == wanted for answered, _ in self._masks)
-        if self._error is None and not known and not self._is_asked(wanted):
-            self._ask(wanted)
+        if self._error is None and not known and not self._is_pending(wanted):
+            self._request(wanted)
 
     @property
     def _is_costly(self) -> bool:
         limits = self._limits
         return self._waited > max(limits.costly_wait, limits.costly_wait_per_token * self._num_tokens)
 
-    def _is_asked(self, output: list[int]) -> bool:
-        return any(asked == output for asked, _ in self._questions)
+    def _is_pending(self, output: list[int]) -> bool:
+        return any(pending == output for pending, _ in self._questions)
 
-    def _ask(self, output: list[int]) -> None:
+    def _request(self, output: list[int]) -> None:
         if not self._compiled.usable:
             self._move()
             return
-        same = min(len(self._asked), len(output))
+        same = min(len(self._last_output), len(output))
         # Only tokens at the end are taken back: refused drafts.
-        while same and self._asked[same - 1] != output[same - 1]:
+        while same and self._last_output[same - 1] != output[same - 1]:
             same -= 1
         new = output[same:]
         allowed = max(0.0, self._seconds_left + self._limits.seconds_per_token * len(new)) + _GRACE_SECONDS
         question = QUESTION.pack(self._number, same, len(new), allowed) + array("I", new).tobytes()
-        if self._compiled.ask(self, question):
-            self._asked = output
+        if self._compiled.request(self, question):
+            self._last_output = output
             self._questions.append((output, len(new)))
 
     def _move(self) -> None:
         """Continue with another process that has the grammar."""
         try:
-            self._compiled = self._grammars.again(self._compiled)
+            self._compiled = self._grammars.replacement(self._compiled)
         except (GrammarError, GrammarsFull) as error:
             self._error = f"the grammar cannot be followed any further: {error}"
             return
         self._forget.detach()
         self._forget = weakref.finalize(self, self._compiled.over.append, self._number)
-        self._asked = []
+        self._last_output = []
 
-    def answered(self, answer: MaskReply, waited: float) -> None:
+    def on_reply(self, reply: MaskReply, waited: float) -> None:
         """Take the reply to the oldest question."""
         output, num_new = self._questions.popleft()
         # Time beyond the reply's processor time was a wait for a core.
-        waited, limits = min(waited, answer.seconds), self._limits
+        waited, limits = min(waited, reply.seconds), self._limits
         self._waited, self._num_tokens = self._waited + waited, self._num_tokens + num_new
         if self._is_costly:
             self._grammars.waiting.charge(waited)
-        left = self._seconds_left + limits.seconds_per_token * num_new - answer.seconds
+        left = self._seconds_left + limits.seconds_per_token * num_new - reply.seconds
         self._seconds_left = min(limits.seconds, left)
         if self._seconds_left < 0:
             self._error = _TOO_MUCH
         # Sequences share an automaton, which may have reached its limit of states.
-        self._compiled.worn |= answer.status == ERROR
-        self._masks.append((output, self._mask(answer, len(output))))
+        self._compiled.worn |= reply.status == ERROR
+        self._masks.append((output, self._mask(reply, len(output))))
 
-    def lost(self, *, at_fault: bool) -> None:
+    def on_exit(self, *, at_fault: bool) -> None:
         """Forget the questions of the exited process. The request ends with an error if its own question caused the
         exit."""
         self._questions.clear()
         if at_fault:
             self._error = _TOO_MUCH
 
-    def _mask(self, answer: MaskReply, num_output: int) -> Mask:
-        if answer.status == FREE:
+    def _mask(self, reply: MaskReply, num_output: int) -> Mask:
+        if reply.status == FREE:
             return Mask()
-        if answer.status == ERROR:
-            return Mask(error=f"the grammar cannot be followed any further: {answer.payload.decode()}")
+        if reply.status == ERROR:
+            return Mask(error=f"the grammar cannot be followed any further: {reply.payload.decode()}")
         # It may have one word more than the vocabulary needs.
-        words = np.frombuffer(answer.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
+        words = np.frombuffer(reply.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
         complete = _has(words, self._grammars.eos_token_ids[0])
         held = num_output < self._min_tokens
         if complete and not held:
@@ -326,7 +326,7 @@ def _has(words: NDArray[np.uint32], token_id: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiling:
+class PendingGrammar:
     """A waiting request; `arrived` in monotonic seconds."""
 
     client: bytes
@@ -344,7 +344,7 @@ class GrammarQueue:
     def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
-        self.waiting: dict[tuple[bytes, str], Compiling] = {}
+        self.waiting: dict[tuple[bytes, str], PendingGrammar] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -365,11 +365,11 @@ class GrammarQueue:
         if len(self.waiting) >= MAX_COMPILING and not submit.output_token_ids:
             return _full(submit, f"{len(self.waiting)} grammars are being compiled")
         compiled = self._grammars.compile(grammar)
-        self.waiting[key] = Compiling(client=client, submit=submit, arrived=now, compiled=compiled)
+        self.waiting[key] = PendingGrammar(client=client, submit=submit, arrived=now, compiled=compiled)
         compiled.add_done_callback(lambda _: self._wake())
         return None
 
-    def ready(self, now: float) -> Iterator[tuple[Compiling, GrammarConstraint | Rejected]]:
+    def ready(self, now: float) -> Iterator[tuple[PendingGrammar, GrammarConstraint | Rejected]]:
         """Yield the requests whose wait is over, in order of arrival: each with its constraint, or a refusal.
 
         The caller may call `abort_client` between two of them; those requests are left out.
@@ -380,7 +380,7 @@ class GrammarQueue:
                 self._leave(each)
                 yield each, self._result(each) if done else _late(each)
 
-    def _result(self, each: Compiling) -> GrammarConstraint | Rejected:
+    def _result(self, each: PendingGrammar) -> GrammarConstraint | Rejected:
         assert self._grammars is not None, "it was compiled"
         try:
             matcher = each.compiled.result()
@@ -405,7 +405,7 @@ class GrammarQueue:
         for key in [key for key in self.waiting if key[0] == client]:
             self._leave(self.waiting.pop(key))
 
-    def _leave(self, each: Compiling) -> None:
+    def _leave(self, each: PendingGrammar) -> None:
         """End a wait. Cancel a compilation that has not begun if no other request waits for it."""
         if not each.compiled.done() and all(other.compiled is not each.compiled for other in self.waiting.values()):
             each.compiled.cancel()
@@ -419,7 +419,7 @@ def _full(submit: Submit, message: str) -> Rejected:
     return Rejected(request_id=submit.request_id, reason="queue_full", message=message, retry_after=1.0)
 
 
-def _late(each: Compiling) -> Rejected:
+def _late(each: PendingGrammar) -> Rejected:
     """Refuse a request that waited too long: because of its own grammar if that is compiling, else because of earlier
     ones."""
     if each.compiled.running():

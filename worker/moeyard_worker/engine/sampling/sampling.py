@@ -48,9 +48,14 @@ class SampledRow:
         return self.mask is None and len(self.output) < self.params.min_tokens
 
 
+def penalties_of(p: SamplingParams) -> tuple[float, float, float]:
+    """Return the repetition, frequency and presence penalties: a row of `LogitEdits.penalties`."""
+    return p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+
+
 def edits_logits(p: SamplingParams) -> bool:
     """Return whether a request has biases or penalties."""
-    return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    return bool(p.logit_bias) or penalties_of(p) != (1, 0, 0)
 
 
 class Yielded(Protocol):
@@ -103,11 +108,13 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
                 request.constraint.expect(output)
     return [
         SampledRow(
-            params=request.sampling, prompt=request.prompt, output=output,
+            params=request.sampling,
+            prompt=request.prompt,
+            output=output,
             mask=None if request.constraint is None else request.constraint.mask(output),
         )
         for request, output in found
-    ]  # fmt: skip
+    ]
 
 
 def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:
@@ -156,10 +163,10 @@ def choose(
     """Return the token of each row of logits [>= len(rows), V], and its log-probabilities if the request wants them."""
     if not rows:
         return []
-    return tell(ask(backend, logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
+    return read_tokens(sample_logits(backend, logits, rows, eos_token_ids), [row.params.logprobs for row in rows])
 
 
-def ask(
+def sample_logits(
     backend: Backend, logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tuple[int, ...]
 ) -> SampledTokens:
     """Launch the sampling of `choose` on the device of the logits, without waiting for it."""
@@ -169,19 +176,19 @@ def ask(
     return backend.sample(logits, edits=edits, logprobs=num_top, **_arguments(logits, rows))
 
 
-def tell(done: SampledTokens, asked: Sequence[int | None]) -> list[tuple[int, TokenLogprob | None]]:
+def read_tokens(done: SampledTokens, num_alternatives: Sequence[int | None]) -> list[tuple[int, TokenLogprob | None]]:
     """Read sampled tokens, each with as many alternatives as its request wants."""
     token_ids = done.ids.tolist()
     if done.logprobs is None or done.ranks is None:
         return [(token_id, None) for token_id in token_ids]
     logprobs, ranks = done.logprobs.tolist(), done.ranks.tolist()
-    top = [[]] * len(asked) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
+    top = [[]] * len(num_alternatives) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
     answers: list[tuple[int, TokenLogprob | None]] = []
-    for i, count in enumerate(asked):
-        told = None
+    for i, count in enumerate(num_alternatives):
+        entry = None
         if count is not None:
-            told = TokenLogprob(logprob=logprobs[i], rank=ranks[i], top=tuple(top[i][:count]))
-        answers.append((token_ids[i], told))
+            entry = TokenLogprob(logprob=logprobs[i], rank=ranks[i], top=tuple(top[i][:count]))
+        answers.append((token_ids[i], entry))
     return answers
 
 
@@ -237,13 +244,15 @@ def _edits(logits: torch.Tensor, rows: Sequence[SampledRow], eos_token_ids: tupl
         bias[slot, : len(biases[i])] = torch.tensor(list(biases[i].values()), dtype=torch.float64)
         if rows[i].edits:
             # Use fp64, as a GPU's sampler does: torch's default dtype would round them and break ties differently.
-            asked = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-            penalties[i] = torch.tensor(asked, dtype=torch.float64)
+            penalties[i] = torch.tensor(penalties_of(p), dtype=torch.float64)
     allowed = _allowed([rows[i].mask for i in edited], vocab)
     return LogitEdits(
-        words=to_device(words, device), bias=to_device(bias, device), slots=to_device(slots, device),
-        penalties=to_device(penalties, device), allowed=None if allowed is None else to_device(allowed, device),
-    )  # fmt: skip
+        words=to_device(words, device),
+        bias=to_device(bias, device),
+        slots=to_device(slots, device),
+        penalties=to_device(penalties, device),
+        allowed=None if allowed is None else to_device(allowed, device),
+    )
 
 
 def _allowed(masks: Sequence[Mask | None], vocab: int) -> torch.Tensor | None:

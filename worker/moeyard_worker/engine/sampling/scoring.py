@@ -13,7 +13,7 @@ from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.sampling import MAX_TOP, SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.memory.plan import SCORED_ROWS
-from moeyard_worker.engine.sampling.sampling import tell
+from moeyard_worker.engine.sampling.sampling import read_tokens
 from moeyard_worker.protocol import TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -72,16 +72,16 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
 
 def read_scores(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
     """Return the log-probabilities that `score` found; waits for the device."""
-    asked = [n for chunk in step.scored for n in _asked(chunk)]
+    num_alternatives = [n for chunk in step.scored for n in _num_alternatives(chunk)]
     words: list[TokenLogprob] = []
     for block in blocks:
-        some = tell(block, asked[len(words) : len(words) + len(block.ids)])
+        some = read_tokens(block, num_alternatives[len(words) : len(words) + len(block.ids)])
         words += (found for _, found in some if found is not None)
     remaining = iter(words)
-    return [tuple(next(remaining) for _ in _asked(chunk)) for chunk in step.scored]
+    return [tuple(next(remaining) for _ in _num_alternatives(chunk)) for chunk in step.scored]
 
 
-def _asked(chunk: Chunk) -> list[int]:
+def _num_alternatives(chunk: Chunk) -> list[int]:
     assert chunk.scoring is not None, "a scored chunk has targets"
     return [chunk.scoring.num_top] * len(chunk.scoring.targets)
 

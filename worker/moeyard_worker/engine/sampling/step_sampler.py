@@ -22,10 +22,11 @@ from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.sampling.edit_counts import NOW, Counted, EditCounts
 from moeyard_worker.engine.sampling.sampling import (
     Yielded,
-    ask,
     edits_logits,
     errors_of,
     feed,
+    penalties_of,
+    sample_logits,
     sampled_rows,
     seed_bits,
 )
@@ -161,18 +162,18 @@ class StepSampler:
         edits, `count_accepted` must follow if drafts are verified.
         """
         rows = _Sampled(step.sampled, requests, before, verified)
-        edited, helped = self._apart(rows)
-        apart = helped if verified is None else edited + helped
+        edited, on_host = self._edited(rows)
+        separate = on_host if verified is None else edited + on_host
         params = [request.sampling for request in requests]
-        for i in apart:
-            params[i] = _least(params[i])
+        for i in separate:
+            params[i] = _cheapest(params[i])
         self.replayed = ()
         if (edited and verified is None) or any(p.temperature or p.logprobs is not None for p in params):
             if verified is None:
                 self._fill(params, [chunk.end for chunk in rows.chunks], self._slots(rows, edited))
             else:
                 params = [p for p in params for _ in range(rows.each)]
-                self.ask(params)
+                self.set_params(params)
                 self._staging.on_device["positions"][: len(params)] = verified.positions.flatten()[: len(params)] + 1
             tokens = self._chosen(params, edits=verified is None and bool(edited))
         else:
@@ -182,22 +183,22 @@ class StepSampler:
             tokens = SampledTokens(ids=self.last_ids[:count])
         if edited and verified is not None:
             self._choose_edited(rows, verified, edited, tokens)
-        errors = self._choose_helped(rows, helped, tokens) if helped else {}
-        if apart and verified is not None and any(request.sampling.temperature for request in requests):
+        errors = self._choose_on_host(rows, on_host, tokens) if on_host else {}
+        if separate and verified is not None and any(request.sampling.temperature for request in requests):
             # Drafts are sampled with the same parameters as the tokens.
-            self.ask([request.sampling for request in requests for _ in range(rows.each)])
+            self.set_params([request.sampling for request in requests for _ in range(rows.each)])
         return tokens, errors
 
-    def _apart(self, rows: _Sampled) -> tuple[list[int], list[int]]:
+    def _edited(self, rows: _Sampled) -> tuple[list[int], list[int]]:
         """Return the requests whose logits are edited: on the device, and with the host's help."""
-        edited, helped = list[int](), list[int]()
+        edited, on_host = list[int](), list[int]()
         for i, request in enumerate(rows.requests):
             p = request.sampling
             if request.constraint is not None:
-                helped.append(i)
+                on_host.append(i)
             elif edits_logits(p) or rows.num_output(i) < p.min_tokens:
-                (edited if self._counts.takes(p) else helped).append(i)
-        return edited, helped
+                (edited if self._counts.takes(p) else on_host).append(i)
+        return edited, on_host
 
     def _counted(self, rows: _Sampled, edited: Sequence[int]) -> list[Counted]:
         """Return the counts of these requests, up to date with the tokens before the step."""
@@ -223,8 +224,7 @@ class StepSampler:
         params = [request.sampling for request in some]
         whole = [[*edited], [counted.slot for counted in found], [len(request.prompt) for request in some]]
         whole += [[p.min_tokens for p in params], [seed_bits(p.seed) for p in params], [p.top_k for p in params]]
-        names = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        exact = [[getattr(p, name) for name in names] for p in params]
+        exact = [(p.temperature, p.top_p, p.min_p, *penalties_of(p)) for p in params]
         real = to_device(torch.tensor(exact, dtype=torch.float64), device)
         where, slots, num_prompt, min_tokens, seeds, top_k = to_device(torch.tensor(whole), device)
         numbers = torch.arange(each, device=device)
@@ -257,14 +257,14 @@ class StepSampler:
         for counted, place in found:
             counted.launches.append((launch, place))
 
-    def _choose_helped(self, rows: _Sampled, helped: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
+    def _choose_on_host(self, rows: _Sampled, on_host: Sequence[int], tokens: SampledTokens) -> dict[int, str]:
         """Choose again for rows that need the host; wait for the step before. Return `errors_of` the step's rows."""
-        some = tuple(rows.chunks[i] for i in helped)
-        sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in helped], rows.before)
+        some = tuple(rows.chunks[i] for i in on_host)
+        sampled = sampled_rows(feed(Step(decode=some), rows.before), [rows.requests[i] for i in on_host], rows.before)
         # The sequence of each row, and its place in it.
-        named = [(i, row) for i, chunk in zip(helped, some, strict=True) for row in range(chunk.num_sampled)]
+        named = [(i, row) for i, chunk in zip(on_host, some, strict=True) for row in range(chunk.num_sampled)]
         where = to_device(torch.tensor([i * rows.each + row for i, row in named]), self._backend.device)
-        self._put(tokens, where, ask(self._backend, self.logits[where], sampled, self._eos))
+        self._put(tokens, where, sample_logits(self._backend, self.logits[where], sampled, self._eos))
         firsts = [*accumulate((chunk.num_sampled for chunk in rows.chunks), initial=0)]
         return {firsts[named[k][0]] + named[k][1]: error for k, error in errors_of(sampled).items()}
 
@@ -273,17 +273,17 @@ class StepSampler:
         only."""
         tokens.ids[where] = self.last_ids[where] = chosen.ids
         if chosen.logprobs is not None:
-            assert tokens.logprobs is not None, "they were asked for there too"
-            assert tokens.ranks is not None, "they were asked for there too"
+            assert tokens.logprobs is not None, "they come with the alternatives"
+            assert tokens.ranks is not None, "they come with the alternatives"
             assert chosen.ranks is not None, "they come together"
             tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
 
-    def ask(self, params: Sequence[SamplingParams]) -> None:
+    def set_params(self, params: Sequence[SamplingParams]) -> None:
         """Copy the parameters of rows to the device, without positions."""
         self._fill(params, [0] * len(params), [-1] * len(params))
 
-    def asked(self, count: int, stride: int) -> dict[str, torch.Tensor]:
-        """Return the parameters of `count` rows from `ask`, `stride` apart, as arguments of `sample` for a capture."""
+    def params_of(self, count: int, stride: int) -> dict[str, torch.Tensor]:
+        """Return the parameters of `count` rows from `set_params`, `stride` apart, as arguments of `sample` for a capture."""
         on = self._staging.on_device
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         return {name: on[name][: count * stride : stride].contiguous() for name in names}
@@ -326,13 +326,11 @@ class StepSampler:
         host["top_p"][count:] = 1
         host["seeds"][:count] = [seed_bits(p.seed) for p in params]
         host["positions"][:count] = positions
-        host["penalties"][:count] = [
-            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params
-        ] or np.zeros((0, 3))
+        host["penalties"][:count] = [penalties_of(p) for p in params] or np.zeros((0, 3))
         host["slots"][:count], host["slots"][count:] = slots, -1
         self._staging.send()
 
 
-def _least(p: SamplingParams) -> SamplingParams:
+def _cheapest(p: SamplingParams) -> SamplingParams:
     """Return the cheapest parameters: greedy, with the same alternatives, which do not depend on the choice."""
     return SamplingParams(max_tokens=p.max_tokens, temperature=0.0, logprobs=p.logprobs)

@@ -109,7 +109,7 @@ class _Tail:
         self.drafts: list[int] = []
 
     def wants(self, number: int, page_size: int) -> bool:
-        """Return whether it may have draft `number` (from 1): within its request's limit, and with a page for the row."""
+        """Return whether it may have draft `number` (from 1): within its request's limit, with a page for the row."""
         request = self._request
         if request.ended or self.result.error is not None or len(self.drafts) < number - 1:
             return False

@@ -137,18 +137,22 @@ class GpuRunner:
             # Prompts that ask the host about missing experts cannot be compiled ahead.
             prompts = self._warm_runs() if self._captures_prompts else ()
             self._backend.compile_ahead(self._rehearsal(chain(prompts, self._graphs.runs(sizes)), sampled))
-        self._warm_prompts()
+        for run in self._warm_runs():
+            run()
         pool = self._graphs.prepare(sizes)
         if self._per_epoch:
             # Steps with more rows than peers agree on run eagerly.
-            self._warm_decode(above=max(self._exchange.traits.row_sizes, default=0))
+            agreed = max(self._exchange.traits.row_sizes, default=0)
+            for rows in below(DECODING.sequences, self._max_sequences):
+                if rows > agreed:
+                    self._graphs.run(StepSize(sequences=rows, width=self._max_pages, peers=rows))
         with self._backend.without_collection():
             self._sampler.capture(sampled, pool)
         num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
         log.info("%s", listed(self._graphs.captured, num_graphs=num_graphs, seconds=seconds))
         if self._per_epoch:
-            rows = ", ".join(map(str, self._exchange.traits.row_sizes)) or "no"
-            log.info("others are captured when they are first met: without prompts, for %s rows of a rank", rows)
+            agreed_rows = ", ".join(map(str, self._exchange.traits.row_sizes)) or "no"
+            log.info("other graphs are captured at first use: without prompts, for %s rows of a rank", agreed_rows)
 
     def _rehearsal(
         self, steps: Iterator[Callable[[], object]], sampled: Sequence[int]
@@ -159,15 +163,6 @@ class GpuRunner:
         yield from self._sampler.runs(sampled)
         # Release what the last rehearsed step holds.
         self._exchange.steps.set_rows(PeerRows(0))
-
-    def _warm_decode(self, above: int = 0) -> None:
-        for rows in below(DECODING.sequences, self._max_sequences):
-            if rows > above:
-                self._graphs.run(StepSize(sequences=rows, width=self._max_pages, peers=rows))
-
-    def _warm_prompts(self) -> None:
-        for run in self._warm_runs():
-            run()
 
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
         """Yield the launches of eager steps."""
@@ -180,7 +175,7 @@ class GpuRunner:
             self._exchange.steps.set_rows(PeerRows(size))
             step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
             speculation = self._runner.speculation if self._drafts else None
-            yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.inputs)
+            yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.state.inputs)
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
         yield partial(warm_scoring, self._backend, model.head, row)
         if self._drafts:
@@ -270,23 +265,19 @@ class GpuRunner:
         if self._per_epoch:
             self._exchange.steps.replayed()
             self._drain()
-        self._count(found, step)
-
-    def _count(self, found: CapturedStep, step: Step) -> None:
         self.num_replayed += 1
         self.num_rows += step.num_tokens
         self.num_padded_rows += found.inputs.num_rows
 
     def _draft(self, found: CapturedStep, step: Step, requests: Sequence[Request], num_drafts: int) -> Verified:
         """Count the accepted tokens and draft behind them. A rank without rows only takes part in the passes."""
-        if not step.chunks:
-            for _ in range(num_drafts):
-                found.graphs[IDLE_DRAFT].replay()
-        elif not num_drafts:
-            found.graphs[ACCEPT].replay()
         drawn = any(request.sampling.temperature for request in requests)
-        for number in range(1, num_drafts + 1) if step.chunks else ():
-            found.graphs[draft_part(drawn, number)].replay()
+        if not step.chunks:
+            parts = [IDLE_DRAFT] * num_drafts
+        else:
+            parts = [draft_part(drawn, number) for number in range(1, num_drafts + 1)] or [ACCEPT]
+        for part in parts:
+            found.graphs[part].replay()
         state = self._programs.tails.state[: len(step.decode)]
         verified = found.inputs.verified
         read = state if verified is None else verified.read[: len(step.decode)]
@@ -307,13 +298,14 @@ class GpuRunner:
             self.num_eager += bool(step.chunks)
             return self._runner.launch(step, requests, before=before, num_drafts=num_drafts, peers=peers)
         self._replay(found, step, None)
-        inputs = found.inputs
+        inputs, hidden = found.inputs, found.program.state.hidden
+        assert hidden is not None, "the model's part leaves its states"
         return self._runner.settle(
             step,
             step,
             requests,
             plan=inputs,
-            hidden=found.program.state.hidden,
+            hidden=hidden,
             logits=self._sampler.logits[: inputs.num_sampled],
             before=before,
             num_drafts=num_drafts,

@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moeyard_kernels.backend import StepBackend, StepInputs
 from moeyard_kernels.types.step_size import StepSize
+from moeyard_worker.engine.steps.programs import StepProgram
 from moeyard_worker.exchange.base import Exchange, PeerRows
 
 log = logging.getLogger(__name__)
@@ -20,22 +21,17 @@ _END_S, _PAUSE_S = 10.0, 1e-3
 Graph = torch.cuda.CUDAGraph
 
 
-class Program(Protocol):
-    """The launches of a step of one size: parts in order. Each part may read the results of earlier parts."""
-
-    @property
-    def inputs(self) -> StepInputs: ...
-    @property
-    def parts(self) -> Mapping[str, Callable[[], object]]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step: its program, the program's inputs, and the graph of each part."""
+    """A captured step: its program, and the graph of each part."""
 
-    program: Any
-    inputs: StepInputs
+    program: StepProgram
     graphs: Mapping[str, Graph]
+
+    @property
+    def inputs(self) -> StepInputs:
+        """The inputs that a step fills in before a replay."""
+        return self.program.state.inputs
 
 
 class StepGraphs:
@@ -44,7 +40,7 @@ class StepGraphs:
     With `ExchangeTraits.graphs_per_epoch` each size is captured at its first use in the epoch, while peers wait.
     """
 
-    def __init__(self, program: Callable[[StepSize], Program], exchange: Exchange, backend: StepBackend) -> None:
+    def __init__(self, program: Callable[[StepSize], StepProgram], exchange: Exchange, backend: StepBackend) -> None:
         self._program, self._exchange, self._backend = program, exchange, backend
         self._per_epoch = exchange.traits.graphs_per_epoch
         exchange.steps.release_graphs = self._release
@@ -94,7 +90,7 @@ class StepGraphs:
                 if len(program.parts) > 1:
                     # Capturing does not run a part, and the next part reads its results.
                     graphs[name].replay()
-            self._captured[size] = CapturedStep(program, program.inputs, graphs)
+            self._captured[size] = CapturedStep(program, graphs)
 
     def _run_some(self) -> None:
         tables, peers = set[tuple[int, int]](), set[int]()
@@ -104,7 +100,7 @@ class StepGraphs:
             tables.add((size.rows, size.width))
             peers.add(size.peers)
 
-    def _expected(self, size: StepSize) -> Program:
+    def _expected(self, size: StepSize) -> StepProgram:
         self._exchange.steps.set_rows(PeerRows(size.peers))
         return self._program(size)
 
@@ -126,7 +122,7 @@ class StepGraphs:
             self._exchange.steps.before_capture()
             program = self._expected(size)
             graphs = {name: self._backend.capture_while_serving(run, self._pool) for name, run in program.parts.items()}
-            found = self._captured[size] = CapturedStep(program, program.inputs, graphs)
+            found = self._captured[size] = CapturedStep(program, graphs)
         return found
 
     def _release(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeyard_kernels.types.sampling import SampledTokens
-from moeyard_worker.engine.sampling.sampling import accepted, tell, unsound
+from moeyard_worker.engine.sampling.sampling import accepted, read_tokens, unsound
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, unsound_scores
 from moeyard_worker.engine.steps.runner import Launched
 from moeyard_worker.exchange.base import Exchange
@@ -89,8 +89,8 @@ class InFlight:
         if self._places is not None:
             tokens = tokens.each(lambda x: x[self._places])
         requests = zip(step.sampled, self._requests, strict=True)
-        asked = [request.sampling.logprobs for chunk, request in requests for _ in range(chunk.num_sampled)]
-        found = accepted(step, tell(tokens, asked), self._errors)
+        num_alternatives = [request.sampling.logprobs for chunk, request in requests for _ in range(chunk.num_sampled)]
+        found = accepted(step, read_tokens(tokens, num_alternatives), self._errors)
         if verified is None:
             return found
         return [

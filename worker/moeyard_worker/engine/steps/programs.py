@@ -67,11 +67,6 @@ class StepProgram:
     state: StepState
     parts: dict[str, Callable[[], object]]
 
-    @property
-    def inputs(self) -> StepInputs:
-        """The step's inputs."""
-        return self.state.inputs
-
 
 class StepPrograms:
     """Makes the programs of a runner's steps. `max_prompt` bounds the prompt rows of a model that drafts."""
@@ -138,25 +133,26 @@ class StepPrograms:
         return step.verified.accept(self._sampler.last_ids[: step.inputs.num_rows])
 
     def _idle_draft(self, step: StepState) -> None:
-        assert self._drafter is not None, "drafts are made by a layer for that"
+        self._pass(step, step.inputs.token_ids)
+
+    def _pass(self, step: StepState, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run the drafting layer over the model's states; token_ids [num_rows] are the tokens after the rows."""
+        assert self._drafter is not None, "drafts need a layer that makes them"
         assert step.hidden is not None, "the model's part comes first"
-        self._drafter.forward(step.inputs.token_ids, step.hidden, step.inputs)
+        return self._drafter.forward(token_ids, step.hidden, step.inputs)
 
     def _first(self, step: StepState, drawn: bool) -> None:
         """Make the first draft, from the row of each sequence's last accepted token."""
-        size, drafts = step.inputs.size, step.drafts[drawn]
-        count = self._accept(step)
-        drafts.end = step.verified.start + count
-        assert self._drafter is not None, "drafts are made by a layer for that"
-        assert step.hidden is not None, "the model's part comes first"
-        x = self._drafter.forward(self._sampler.last_ids[: size.rows], step.hidden, step.inputs)
+        size, count = step.inputs.size, self._accept(step)
+        step.drafts[drawn].end = step.verified.start + count
+        x = self._pass(step, self._sampler.last_ids[: size.rows])
         last = torch.arange(size.sequences, device=x.device) * size.queries + count - 1
         self._draw(step, drawn, 1, x.index_select(0, last))
 
     def _more(self, step: StepState, drawn: bool, number: int) -> None:
         """Make another draft, from a row that reads the draft before and its hidden state."""
         drafts = step.drafts[drawn]
-        assert self._drafter is not None, "drafts are made by a layer for that"
+        assert self._drafter is not None, "drafts need a layer that makes them"
         assert drafts.end is not None, "there is a first one"
         rows = step.verified.draft_rows(drafts.end + (number - 2))
         x = self._drafter.forward(drafts.tokens[number - 1], drafts.states[number - 1], rows)
@@ -167,7 +163,7 @@ class StepPrograms:
         assert drafts.end is not None, "there is a first one"
         arguments: dict[str, Any] = {}
         if drawn:
-            arguments = {**self._sampler.asked(size.sequences, size.queries), "positions": drafts.end + number}
+            arguments = {**self._sampler.params_of(size.sequences, size.queries), "positions": drafts.end + number}
         token = self._backend.sample(self._model.head(x).float(), **arguments).ids
         drafts.states[number], drafts.tokens[number] = x, token
         self.tails.state[: size.sequences, 1 + number] = token

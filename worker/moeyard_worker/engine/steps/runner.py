@@ -16,7 +16,7 @@ from moeyard_worker.engine.sampling.sampling import (
     feed,
     sampled_rows,
     unsound,
-)  # fmt: skip
+)
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, unsound_scores
 from moeyard_worker.engine.steps.drafting import Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
@@ -121,9 +121,14 @@ class Runner:
 
     @torch.inference_mode()
     def launch(
-        self, step: Step, requests: Sequence[Request], *, before: Yielded | None, num_drafts: int = 0,
+        self,
+        step: Step,
+        requests: Sequence[Request],
+        *,
+        before: Yielded | None,
+        num_drafts: int = 0,
         peers: PeerRows | None = None,
-    ) -> Launched:  # fmt: skip
+    ) -> Launched:
         """Start a step. `requests[i]` belongs to `step.sampled[i]`; `before` is the launch that the step was planned
         on.
 
@@ -140,14 +145,30 @@ class Runner:
         hidden = self.model.hidden(plan)
         logits = self.model.sampled(hidden, plan)
         return self.settle(
-            step, fed, requests, plan=plan, hidden=hidden, logits=logits, before=before, num_drafts=num_drafts,
+            step,
+            fed,
+            requests,
+            plan=plan,
+            hidden=hidden,
+            logits=logits,
+            before=before,
+            num_drafts=num_drafts,
             most_rows=peers.most,
-        )  # fmt: skip
+        )
 
     def settle(
-        self, step: Step, fed: Step, requests: Sequence[Request], *, plan: StepPlan, hidden: torch.Tensor,
-        logits: torch.Tensor, before: Yielded | None, num_drafts: int, most_rows: int,
-    ) -> Launched:  # fmt: skip
+        self,
+        step: Step,
+        fed: Step,
+        requests: Sequence[Request],
+        *,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        before: Yielded | None,
+        num_drafts: int,
+        most_rows: int,
+    ) -> Launched:
         """Do the rest of `launch`: choose tokens from a step's `logits`, and draft from its `hidden` states.
 
         `fed` is the step with all its tokens and `plan` the plan that computed it. No rank brings more than `most_rows`
