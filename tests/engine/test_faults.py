@@ -10,7 +10,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
-from moeyard_worker.engine.sampling.sampling import SampledRow, ask, chosen_logits, unsound
+from moeyard_worker.engine.sampling.sampling import SampledRow, chosen_logits, sample_logits, unsound
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -86,7 +86,7 @@ def test_rows_that_are_not_finite_are_found(kind: str, bad: float, seed: int) ->
     logits[2, 1234], logits[0, 77] = bad, -INF
     params = [PARAMS["greedy"], PARAMS[kind], PARAMS[kind], PARAMS["sampled"]]
     rows = [SampledRow(params=p, prompt=(1, 2), output=(3,)) for p in params]
-    tokens = ask(CpuBackend(page_size=16), logits, rows, ())
+    tokens = sample_logits(CpuBackend(page_size=16), logits, rows, ())
     step = Step(decode=tuple(chunk(i) for i in range(4)))
     requests = [request(f"r{i}", p) for i, p in enumerate(params)]
     assert unsound(step, requests, chosen_logits(logits, tokens.ids)) == ("r2",)

@@ -33,7 +33,7 @@ from moeyard_worker.engine.sampling.grammars import (
     Grammars,
     WaitBudget,
 )
-from moeyard_worker.engine.sampling.sampling import SampledRow, choose, tell
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose, read_tokens
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.protocol import Done, Grammar, Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.request import Accepted, Mask, Request
@@ -617,7 +617,7 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
             tokens, errors = sampler.choose(Step(decode=tuple(chunks)), requests, before=before, greedy=False)
             asked = [r.sampling.logprobs for r in requests]
             assert errors == {}
-            got = tell(tokens, asked)
+            got = read_tokens(tokens, asked)
             assert got == [(t, p if a is not None else None) for (t, p), a in zip(wanted, asked, strict=True)]
             assert sampler.last_ids[:4].tolist() == [t for t, _ in wanted]
             for i, (token, _) in enumerate(wanted):

@@ -9,7 +9,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from moeyard_kernels.ops import token_logprobs
 from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
-from moeyard_worker.engine.sampling.sampling import tell
+from moeyard_worker.engine.sampling.sampling import read_tokens
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.protocol import TokenLogprob
@@ -170,7 +170,7 @@ def test_scores_of_a_prompt(runner: Runner, prompts: list[list[int]]) -> None:
     assert late == alone[100:]
     # The logits are those from which a token would be sampled, row by row.
     sampled = prompt_logits(runner, ids, range(PAGES), chunk_size=1)[:-1]
-    expected = tell(token_logprobs(sampled, torch.tensor(ids[1:]), 3), [3] * len(sampled))
+    expected = read_tokens(token_logprobs(sampled, torch.tensor(ids[1:]), 3), [3] * len(sampled))
     assert alone == tuple(entry for _, entry in expected)
 
 

@@ -283,7 +283,7 @@ class StepSampler:
         self._fill(params, [0] * len(params), [-1] * len(params))
 
     def params_of(self, count: int, stride: int) -> dict[str, torch.Tensor]:
-        """Return the parameters of `count` rows from `set_params`, `stride` apart, as arguments of `sample` for a capture."""
+        """Return `count` rows of `set_params`, `stride` apart, as arguments of `sample` for a capture."""
         on = self._staging.on_device
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         return {name: on[name][: count * stride : stride].contiguous() for name in names}
