@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -650,3 +651,20 @@ def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
         Grammars.of_directory(str(tmp_path), vocab_size=10, eos_token_ids=(1,))
     made = Grammars("{}", vocab_size=10, eos_token_ids=(1,))
     assert "cannot read the tokenizer" in str(made.refusal)
+
+
+def test_memory_is_counted_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads add grammars to the set that `Grammars.compile` sums up."""
+    made = Grammars(None, vocab_size=64, eos_token_ids=(1,))
+    made.refusal, made._forks = None, SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(grammars_module, "CompiledGrammar", lambda *_: type("Held", (), {"num_bytes": 1})())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        futures = [made._compiling.submit(lambda: [made._compile(choice("a")) for _ in range(2000)])]
+        while not futures[0].done():
+            assert made._num_bytes >= 0
+        assert made._num_bytes == len(futures[0].result())
+    finally:
+        sys.setswitchinterval(interval)
+        made.close()

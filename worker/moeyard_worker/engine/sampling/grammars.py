@@ -12,6 +12,7 @@ turn of the engine's loop collects finished ones.
 import itertools
 import json
 import logging
+import threading
 import time
 import weakref
 from array import array
@@ -99,6 +100,8 @@ class Grammars:
         self.waiting, self.limits = WaitBudget(), MaskLimits.of(vocab_size)
         self._compiling = ThreadPoolExecutor(2, "grammar-compile")
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        # A set must not change while another thread iterates over it.
+        self._lock = threading.Lock()
         self._live: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self._forks: ForkServer | None = None
         if tokenizer_json is None:
@@ -135,14 +138,16 @@ class Grammars:
 
     @property
     def _num_bytes(self) -> int:
-        return sum(compiled.num_bytes for compiled in list(self._live))
+        with self._lock:
+            return sum(compiled.num_bytes for compiled in self._live)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         if (held := self._num_bytes) > MAX_BYTES:
             raise GrammarsFull(f"the grammars of running requests take {held >> 20} MiB, {MAX_BYTES >> 20} are allowed")
         assert self._forks is not None, "a refusal comes first"
         compiled = CompiledGrammar(grammar, self._forks)
-        self._live.add(compiled)
+        with self._lock:
+            self._live.add(compiled)
         return compiled
 
     def replacement(self, compiled: CompiledGrammar) -> CompiledGrammar:
