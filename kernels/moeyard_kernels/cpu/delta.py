@@ -15,6 +15,8 @@ state between them is fp32. So a position's bits do not depend on how its prompt
 `bmm` and `solve_triangular` give a matrix the same bits in every batch.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -25,39 +27,46 @@ _BLOCK = 16
 _PIECE = 512 * 1024
 
 
-def chunk_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
-    """q, k [T, Hk, Dk], v [T, Hv, Dv], beta [T, Hv], all fp32, of consecutive positions -> [T, Hv, Dv] fp32.
+class DeltaRows(NamedTuple):
+    """Rows of the rule, all fp32: q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv].
 
-    g [T, Hv], or [T, Hv, Dk] if every row of the state has its own rate (then Hk = Hv). The first position is a
-    multiple of 64. state [Hv, Dk, Dv] fp32 is the state before, and is overwritten. See `ref.gated_delta_rule`.
+    g is [T, Hv, Dk] if every row of the state has its own rate (then Hk = Hv).
     """
-    num_tokens, num_heads, width = v.shape
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def at(self, rows: slice | torch.Tensor) -> "DeltaRows":
+        """Return some of the rows."""
+        return DeltaRows(*(x[rows] if isinstance(rows, slice) else x.index_select(0, rows) for x in self))
+
+
+def chunk_delta_rule(rows: DeltaRows, state: torch.Tensor) -> torch.Tensor:
+    """Apply the rule to consecutive positions -> [T, Hv, Dv] fp32. The first position is a multiple of 64.
+
+    state [Hv, Dk, Dv] fp32 is the state before, and is overwritten. See `ref.gated_delta_rule`.
+    """
+    num_tokens, num_heads, width = rows.v.shape
     missing = -num_tokens % CHUNK
     if missing:
-        q, k, v, g, beta = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in (q, k, v, g, beta))
+        rows = DeltaRows(*(F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in rows))
+    dim, by_row = rows.k.shape[2], rows.g.dim() == 3
     out = torch.empty(num_tokens + missing, num_heads, width)
-    widest = max(CHUNK, width + k.shape[2], _BLOCK * _BLOCK * k.shape[2] // CHUNK if g.dim() == 3 else 0)
+    widest = max(CHUNK, width + dim, _BLOCK * _BLOCK * dim // CHUNK if by_row else 0)
     step = CHUNK * max(1, _PIECE // (num_heads * CHUNK * widest))
     for begin in range(0, num_tokens, step):
         part = slice(begin, begin + step)
-        _chunks(q[part], k[part], v[part], g[part], beta[part], state, out[part])
+        _chunks(rows.at(part), state, out[part])
     return out[:num_tokens]
 
 
-def _chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def _chunks(rows: DeltaRows, state: torch.Tensor, out: torch.Tensor) -> None:
     """Compute whole chunks: first everything that does not need the state, for all, then one after the other."""
     # [n, heads, 64, D], where g and beta may have no D.
-    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous() for x in rows)
     num, width = v.shape[0], v.shape[3]
     total, beta = g.cumsum(2), beta.unsqueeze(-1)
     if g.dim() == 3:
@@ -125,26 +134,20 @@ def _scores_by_row(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> tup
 
 
 def step_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read_from: torch.Tensor,
-    write_to: torch.Tensor,
+    rows: DeltaRows, state: torch.Tensor, read_from: torch.Tensor, write_to: torch.Tensor
 ) -> torch.Tensor:
-    """One position of each of B sequences: q, k [B, Hk, Dk], v [B, Hv, Dv], beta [B, Hv] -> [B, Hv, Dv], all fp32.
+    """Apply the rule to one position of each of B sequences -> [B, Hv, Dv] fp32. `rows.g` [B, Hv, 1 or Dk] is exp(g).
 
-    decay [B, Hv, 1 or Dk] is exp(g). The state [num_slots, Hv, Dk, Dv] fp32 is read at `read_from` [B] and written at
-    `write_to` [B], int64. A slot belongs to one sequence. One product of k and q with the old state also gives the
-    output: q S' = (decay q) S + (q k) change.
+    The state [num_slots, Hv, Dk, Dv] fp32 is read at `read_from` [B] and written at `write_to` [B], int64. A slot
+    belongs to one sequence. One product of k and q with the old state also gives the output: q S' = (decay q) S + (q k)
+    change.
     """
+    q, k, v, decay, beta = rows
     num_rows, num_heads, width = v.shape
     dim = k.shape[2]
     groups = num_heads // k.shape[1]
     q, k = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (q, k))
-    rows = torch.stack((k * decay, q * decay), 2)  # [B, Hv, 2, Dk]
+    pairs = torch.stack((k * decay, q * decay), 2)  # [B, Hv, 2, Dk]
     along = (q * k).sum(-1, keepdim=True)
     out = torch.empty(num_rows, num_heads, width)
     step = max(1, _PIECE // (num_heads * dim * width))
@@ -155,7 +158,7 @@ def step_delta_rule(
         alone = here.shape[0] == 1
         kept = state[int(here[0])] if alone else state.index_select(0, here).flatten(0, 1)  # [b Hv, Dk, Dv]
         left = state[int(there[0])] if alone else kept
-        read = torch.bmm(rows[part].flatten(0, 1), kept).view(-1, num_heads, 2, width)
+        read = torch.bmm(pairs[part].flatten(0, 1), kept).view(-1, num_heads, 2, width)
         change = (v[part] - read[:, :, 0]).mul_(beta[part].unsqueeze(-1))
         torch.mul(kept, decay[part].flatten(0, 1).unsqueeze(-1), out=left)
         left.add_(k[part].flatten(0, 1).unsqueeze(-1) * change.flatten(0, 1).unsqueeze(-2))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.cpu.delta import chunk_delta_rule, step_delta_rule
+from moeyard_kernels.cpu.delta import DeltaRows, chunk_delta_rule, step_delta_rule
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cpu.plan import CpuPlan, PromptSegment
 from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
@@ -26,7 +26,8 @@ class CpuGdn:
         q, k, v = mixed.split_with_sizes((self._keys, self._keys, self._values), 1)
         q, k = (x.unflatten(1, (-1, self._layer.k_dim)) for x in (q, k))
         g = F.softplus(rows_apart(a).add_(self._layer.dt_bias)) * self._rate
-        out = attended(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid(), self._layer.state, plan)
+        rows = DeltaRows(q, k, v.unflatten(1, (heads, -1)), g, rows_apart(b).sigmoid())
+        out = attended(rows, self._layer.state, plan)
         return gated_rms_norm.reference(out.to(x.dtype), z, self._layer.norm, self._layer.eps)
 
 
@@ -45,40 +46,31 @@ class CpuKda:
         mixed = convolved(qkv, self._layer.conv, self._layer.window, plan)
         q, k, v = (x.unflatten(1, self._shape) for x in mixed.chunk(3, 1))
         g = F.softplus(rows_apart(decay).add_(self._layer.dt_bias)).unflatten(1, self._shape) * self._rate
-        out = attended(q, k, v, g, rows_apart(beta).sigmoid(), self._layer.state, plan)
+        out = attended(DeltaRows(q, k, v, g, rows_apart(beta).sigmoid()), self._layer.state, plan)
         # The norm's weight and rows are fp32: one rounding at the end.
         out = out.to(qkv.dtype).float()
         return gated_rms_norm.reference(out, gate, self._layer.norm, self._layer.eps, sigmoid=True).to(qkv.dtype)
 
 
-def attended(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    plan: CpuPlan,
-) -> torch.Tensor:
-    """Apply the rule to a step's rows: q, k [num_rows, Hk, Dk] convolved, g [num_rows, Hv] or [num_rows, Hk, Dk].
-
-    state [num_slots, Hv, Dk, Dv] is updated. Returns [num_rows, Hv, Dv] fp32, zero in the padding.
+def attended(rows: DeltaRows, state: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+    """Apply the rule to a step's rows, whose q and k are not normalised yet -> [num_rows, Hv, Dv] fp32, zero in the
+    padding. state [num_slots, Hv, Dk, Dv] is updated.
     """
-    q, k = _normalised(q).mul_(q.shape[2] ** -0.5), _normalised(k)
-    out = torch.zeros(v.shape)
+    q, k = _normalised(rows.q).mul_(rows.q.shape[2] ** -0.5), _normalised(rows.k)
+    rows = rows._replace(q=q, k=k)
+    out = torch.zeros(rows.v.shape)
     for part in plan.segments:
         kept, begin = _before(part, state), part.begin
         for end, slot in part.parts:
             here, begin = slice(begin, end), end
-            out[here] = chunk_delta_rule(q[here], k[here], v[here], g[here], beta[here], kept)
+            out[here] = chunk_delta_rule(rows.at(here), kept)
             if slot >= 0:
                 state[slot] = kept
     if plan.waves:
-        decay = rows_apart(g.flatten(1)).exp().view(g.shape)
-        decay = decay if g.dim() == 3 else decay.unsqueeze(-1)
-    for rows, read, write in plan.waves:
-        here_q, here_k, here_v, left, rate = (each.index_select(0, rows) for each in (q, k, v, decay, beta))
-        out.index_copy_(0, rows, step_delta_rule(here_q, here_k, here_v, left, rate, state, read, write))
+        decay = rows_apart(rows.g.flatten(1)).exp().view(rows.g.shape)
+        rows = rows._replace(g=decay if decay.dim() == 3 else decay.unsqueeze(-1))
+    for of_wave, read, write in plan.waves:
+        out.index_copy_(0, of_wave, step_delta_rule(rows.at(of_wave), state, read, write))
     return out
 
 

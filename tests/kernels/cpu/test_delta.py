@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeyard_kernels.cpu.delta import CHUNK, chunk_delta_rule, step_delta_rule
+from moeyard_kernels.cpu.delta import CHUNK, DeltaRows, chunk_delta_rule, step_delta_rule
 from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
 from moeyard_kernels.ops.linear_attention import causal_conv1d, gated_delta_rule
 
@@ -38,7 +38,7 @@ def test_chunks_compute_the_rule(heads: tuple[int, ...], length: int, seed: int)
     inputs = make_inputs(length, heads, seed)
     state = torch.randn(heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed + 1))
     kept = state.clone()
-    out = chunk_delta_rule(*inputs, kept)
+    out = chunk_delta_rule(DeltaRows(*inputs), kept)
     wanted, left = gated_delta_rule(*inputs, state.double())
     assert relative(out, wanted) < 1e-5
     assert relative(kept, left) < 1e-5
@@ -47,7 +47,7 @@ def test_chunks_compute_the_rule(heads: tuple[int, ...], length: int, seed: int)
 @pytest.mark.parametrize("heads", [(1, 2, 16, 16), (2, 2, 16, 16, True)], ids=str)
 def test_long_prompts_keep_their_precision(heads: tuple[int, ...], seed: int) -> None:
     inputs = make_inputs(4096, heads, seed)
-    out = chunk_delta_rule(*inputs, torch.zeros(2, 16, 16))
+    out = chunk_delta_rule(DeltaRows(*inputs), torch.zeros(2, 16, 16))
     wanted, _ = gated_delta_rule(*inputs, torch.zeros(2, 16, 16, dtype=torch.float64))
     assert relative(out, wanted) < 1e-5
 
@@ -57,14 +57,14 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(heads: tuple[int, ...], seed:
     inputs = make_inputs(500, heads, seed)
     first = torch.randn(heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed))
     whole = first.clone()
-    out = chunk_delta_rule(*inputs, whole)
+    out = chunk_delta_rule(DeltaRows(*inputs), whole)
     for cut in (CHUNK, 3 * CHUNK, 5 * CHUNK):
         kept = first.clone()
-        parts = [chunk_delta_rule(*(x[i : i + cut] for x in inputs), kept) for i in range(0, 500, cut)]
+        parts = [chunk_delta_rule(DeltaRows(*(x[i : i + cut] for x in inputs)), kept) for i in range(0, 500, cut)]
         assert torch.equal(torch.cat(parts), out), cut
         assert torch.equal(kept, whole), cut
     # What follows in a chunk does not show in the positions before.
-    assert torch.equal(chunk_delta_rule(*(x[:470] for x in inputs), first.clone()), out[:470])
+    assert torch.equal(chunk_delta_rule(DeltaRows(*(x[:470] for x in inputs)), first.clone()), out[:470])
 
 
 @pytest.mark.parametrize("heads", HEADS + BY_ROW, ids=str)
@@ -73,10 +73,10 @@ def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: 
     decay, slots = g.exp() if heads[4:] else g.exp().unsqueeze(-1), torch.tensor(SLOTS)
     states = torch.randn(9, heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed))
     together, alone = states.clone(), states.clone()
-    out = step_delta_rule(q, k, v, decay, beta, together, slots, slots)
+    out = step_delta_rule(DeltaRows(q, k, v, decay, beta), together, slots, slots)
     for i, slot in enumerate(SLOTS):
         one = slice(i, i + 1)
-        mine = step_delta_rule(q[one], k[one], v[one], decay[one], beta[one], alone, slots[one], slots[one])
+        mine = step_delta_rule(DeltaRows(q[one], k[one], v[one], decay[one], beta[one]), alone, slots[one], slots[one])
         assert torch.equal(mine, out[one])
         wanted, left = gated_delta_rule(q[one], k[one], v[one], g[one], beta[one], states[slot].double())
         assert relative(mine, wanted) < 1e-5
@@ -88,7 +88,7 @@ def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: 
     for count in (2, 1):
         some, others, apart = slice(count), torch.tensor(unnamed[:count]), states.clone()
         inputs = (each[some] for each in (q, k, v, decay, beta))
-        assert torch.equal(step_delta_rule(*inputs, apart, slots[some], others), out[some])
+        assert torch.equal(step_delta_rule(DeltaRows(*inputs), apart, slots[some], others), out[some])
         assert torch.equal(apart[others], together[slots[some]])
         assert torch.equal(apart[slots], states[slots])
 

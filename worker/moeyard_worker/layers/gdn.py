@@ -25,6 +25,11 @@ def delta_state(state: tuple[int, int, int], window: tuple[int, int]) -> LayerSt
     return LayerState(paged={}, slots=slots, chunk_alignment=CHUNK)
 
 
+def delta_tensors(weights: Loaded, state: Loaded) -> dict[str, torch.Tensor]:
+    """Return the tensors of a `DeltaLayer` by name."""
+    return {**{name: weights[name] for name in ("conv", "a_log", "dt_bias", "norm")}, **state}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gdn:
     """`Attention` by the gated delta rule, after a convolution over `conv_size` positions.
@@ -107,12 +112,7 @@ class Gdn:
                 k_dim=self.k_dim,
                 v_dim=self.v_dim,
                 eps=self.norm_eps,
-                conv=weights["conv"],
-                a_log=weights["a_log"],
-                dt_bias=weights["dt_bias"],
-                norm=weights["norm"],
-                state=state["state"],
-                window=state["window"],
+                **delta_tensors(weights, state),
             )
         )
         return DeltaBlock(backend, mix, weights)

@@ -9,7 +9,7 @@ from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import KdaLayer
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.gdn import DeltaBlock, delta_state
+from moeyard_worker.layers.gdn import DeltaBlock, delta_state, delta_tensors
 from moeyard_worker.layers.weights import Loaded, Part, Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState
 
@@ -70,12 +70,7 @@ class Kda:
                 head_dim=self.head_dim,
                 eps=self.norm_eps,
                 wide=weights["wide"],
-                conv=weights["conv"],
-                a_log=weights["a_log"],
-                dt_bias=weights["dt_bias"],
-                norm=weights["norm"],
-                state=state["state"],
-                window=state["window"],
+                **delta_tensors(weights, state),
             )
         )
         return DeltaBlock(backend, mix, weights)

@@ -403,7 +403,13 @@ class GrammarQueue:
         if each is None:
             return None
         self._leave(each)
-        return _aborted(each.submit)
+        return Done(
+            request_id=request_id,
+            finish_reason="abort",
+            prompt_tokens=len(each.submit.prompt_token_ids),
+            cached_tokens=0,
+            completion_tokens=len(each.submit.output_token_ids),
+        )
 
     def abort_client(self, client: bytes) -> None:
         """Forget all requests of a client that can no longer be reached."""
@@ -425,18 +431,6 @@ def _full(submit: Submit, message: str) -> Rejected:
 
 
 def _late(each: PendingGrammar) -> Rejected:
-    """Refuse a request that waited too long: because of its own grammar if that is compiling, else because of earlier
-    ones."""
     if each.compiled.running():
         return _bad(each.submit, f"the grammar was not compiled within {QUEUE_SECONDS:.0f} s")
     return _full(each.submit, f"{QUEUE_SECONDS:.0f} s were not enough for the grammars of earlier requests")
-
-
-def _aborted(submit: Submit) -> Done:
-    return Done(
-        request_id=submit.request_id,
-        finish_reason="abort",
-        prompt_tokens=len(submit.prompt_token_ids),
-        cached_tokens=0,
-        completion_tokens=len(submit.output_token_ids),
-    )

@@ -73,15 +73,8 @@ class Runner:
         self.exchange = exchange
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
-            state = config.attention[layer].state()
-            return allocate(
-                state,
-                num_pages=num_pages,
-                page_size=page_size,
-                num_slots=num_state_slots,
-                dtype=dtype,
-                device=backend.device,
-            )
+            sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_state_slots}
+            return allocate(config.attention[layer].state(), **sizes, dtype=dtype, device=backend.device)
 
         with torch.inference_mode():
             model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
