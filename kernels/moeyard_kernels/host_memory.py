@@ -117,7 +117,6 @@ def _give_back(memory: mmap.mmap, device: torch.device) -> None:
 
 
 def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
-    """Map a file that another process holds open."""
     try:
         fd = os.open(f"/proc/{lent.pid}/fd/{lent.fd}", flags)
         try:

@@ -10,8 +10,6 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from moeyard_kernels import ops
-from moeyard_kernels.host_memory import BorrowedMemory, HostWord
-from moeyard_kernels.types.peer_shape import LentMemory
 
 
 class Peers:
@@ -46,11 +44,3 @@ class Peers:
         finally:
             c10d._unregister_process_group(name)  # type: ignore[arg-type]
         return [own if peer == rank else handle.get_buffer(peer, own.shape, own.dtype) for peer in range(world_size)]
-
-    def borrow(self, lent: LentMemory) -> BorrowedMemory:
-        """Map memory of another process of the host. Raises ValueError as `BorrowedMemory`."""
-        return BorrowedMemory(lent, self.device)
-
-    def host_word(self) -> HostWord:
-        """Return an integer that the device writes and the host reads at any time."""
-        return HostWord(self.device)

@@ -9,7 +9,7 @@ import torch
 
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.steps import graphs as module
-from moeyard_worker.engine.steps.graphs import StepGraphs
+from moeyard_worker.engine.steps.graphs import StepGraphs, smallest
 from moeyard_worker.exchange.base import ExchangeTraits
 
 
@@ -62,7 +62,7 @@ def test_each_is_captured_once_when_it_is_met(monkeypatch: pytest.MonkeyPatch) -
     assert exchange.asked == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
     assert not found.captured
     exchange.asked.clear()
-    size = found.find(StepSize(sequences=1, width=3), 3)
+    size = smallest(found.sizes, StepSize(sequences=1, width=3), 3)
     assert size == StepSize(sequences=2, width=8, peers=4)
     assert found.step(size) is found.step(size)
     assert exchange.asked == ["before_capture", "rows 4", "inputs 2"]
@@ -103,7 +103,7 @@ def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
     monkeypatch.setattr(module, "_END_S", 0.1)
     exchange.release_graphs()
     assert not asked, "nothing was captured"
-    size = found.find(StepSize(sequences=1, width=3), 3)
+    size = smallest(found.sizes, StepSize(sequences=1, width=3), 3)
     assert size is not None
     held = found.step(size)
     exchange.release_graphs()

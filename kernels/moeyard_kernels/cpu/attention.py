@@ -147,14 +147,8 @@ class CpuMla:
         if part.kept is not None:
             kept = part.kept
             # All heads choose together, because one latent is the key of all.
-            found = snapkv(
-                queries[-kept.window :],
-                keys,
-                length=kept.length,
-                scale=self._layer.scale,
-                budget=kept.count,
-                shared=True,
-            )
+            rows_of_window, scale = queries[-kept.window :], self._layer.scale
+            found = snapkv(rows_of_window, keys, length=kept.length, scale=scale, budget=kept.count, shared=True)
             self._flat.index_copy_(0, kept.entries, rows.index_select(0, found[0]))
         return attn_prefill(queries, keys, v, start=part.start, scale=self._layer.scale)
 
@@ -163,13 +157,8 @@ class CpuMla:
         begin, count = plan.num_prompt, plan.num_decode
         q_nope = q[begin : begin + plan.num_decode_rows, :, : self._layer.nope_dim]
         q_latent = torch.bmm(q_nope.transpose(0, 1), self._k_absorb).transpose(0, 1)
-        latent = mla_decode(
-            q_latent[:count, :, : self._layer.rank],
-            q_rope[begin : begin + count],
-            self._latents,
-            plan=plan.decode[None],
-            scale=self._layer.scale,
-        )
+        q_latent, q_rope = q_latent[:count, :, : self._layer.rank], q_rope[begin : begin + count]
+        latent = mla_decode(q_latent, q_rope, self._latents, plan=plan.decode[None], scale=self._layer.scale)
         latent = pad_rows(latent, plan.num_decode_rows)
         return torch.bmm(latent.transpose(0, 1), self._v_expand).transpose(0, 1)[..., : self._layer.v_dim]
 

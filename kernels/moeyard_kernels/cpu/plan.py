@@ -53,14 +53,9 @@ def plan_decode(
             f"page_table: expected int64 [{num_rows}, pages], got {page_table.dtype} {tuple(page_table.shape)}"
         )
     if num_rows == 0:
-        index = torch.zeros(0, dtype=torch.int64)
+        index, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, BLOCK)
         return DecodePlan(
-            num_rows=0,
-            page_size=page_size,
-            page_ids=index,
-            row_of_block=index,
-            blocks_of_row=index,
-            mask=torch.zeros(0, 1, BLOCK),
+            num_rows=0, page_size=page_size, page_ids=index, row_of_block=index, blocks_of_row=index, mask=empty
         )
     lens = np.asarray(kv_lens, dtype=np.int64)
     if lens.min() < 1 or lens.max() > page_table.shape[1] * page_size:

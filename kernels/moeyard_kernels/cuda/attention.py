@@ -33,13 +33,9 @@ class CudaGqa:
         step = (q, k, v, *plan.rotation(self._rope), plan.entries, self._k, self._v)
         if not plan.num_prompt and plan.num_tokens:
             # The launch before is a product or a norm of these rows. Tables and keys of earlier steps are older.
+            tables, lone = plan.decode[self._window], plan.lone_rows
             out, _ = ops.rope_gqa_decode(
-                *step,
-                tables=plan.decode[self._window],
-                scale=self._scale,
-                static_tables=True,
-                lone_rows=plan.lone_rows,
-                **norms,
+                *step, tables=tables, scale=self._scale, static_tables=True, lone_rows=lone, **norms
             )
             return out.flatten(1)
         q = ops.rope_cache_write_gqa(*step, **norms)
@@ -101,17 +97,8 @@ class CudaMla:
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         layer = self._layer
         q_nope, q_rope = q.view(q.shape[0], layer.num_heads, -1).split((layer.nope_dim, layer.rope_dim), 2)
-        q_rope = ops.rope_cache_write_mla(
-            q_rope,
-            latent,
-            k_rope,
-            *plan.rotation(self._rope),
-            plan.entries,
-            self._latents,
-            interleaved=layer.interleaved,
-            kv_norm=layer.kv_norm,
-            eps=layer.eps,
-        )
+        step = (q_rope, latent, k_rope, *plan.rotation(self._rope), plan.entries, self._latents)
+        q_rope = ops.rope_cache_write_mla(*step, interleaved=layer.interleaved, kv_norm=layer.kv_norm, eps=layer.eps)
         parts = []
         if plan.num_prompt:
             parts.append(self._prompt(q_nope[: plan.num_prompt], q_rope[: plan.num_prompt], plan))

@@ -1,6 +1,7 @@
 """The gate of a layer on a GPU, and counts of how often gates chose each expert; the choosing launches count."""
 
 from dataclasses import asdict
+from typing import cast
 
 import torch
 
@@ -44,7 +45,7 @@ class GateCounts:
             # Between steps every layer has counted the same number of rows.
             now = torch.stack(self._counts)
             if not now.is_cuda:
-                return as_lists(now)
+                return cast("list[list[int]]", now.tolist())
             if self._seen is None:
                 self._seen = torch.empty_like(now, device="cpu", pin_memory=True)
             self._seen.copy_(now, non_blocking=True)
@@ -53,13 +54,7 @@ class GateCounts:
         if self._seen is None or not self._copied.query():
             return None
         self._copied = None
-        return as_lists(self._seen)
-
-
-def as_lists(counts: torch.Tensor) -> list[list[int]]:
-    """Return the values of counts [L, E]."""
-    found: list[list[int]] = counts.tolist()
-    return found
+        return cast("list[list[int]]", self._seen.tolist())
 
 
 class CudaGate:

@@ -36,22 +36,8 @@ class _Delta:
         assert rows is not None, "a plan knows its slots once there is linear attention"
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
             # Products run between this launch and the launches of the step before that wrote these slots.
-            return self._step(
-                qkv,
-                self._conv,
-                layer.window,
-                b,
-                a,
-                *self._rates,
-                layer.state,
-                gate,
-                layer.norm,
-                layer.eps,
-                slots=rows.slots,
-                sigmoid=self._sigmoid,
-                rows=rows.stand_in,
-                static_state=True,
-            )
+            inputs = (qkv, self._conv, layer.window, b, a, *self._rates, layer.state, gate, layer.norm, layer.eps)
+            return self._step(*inputs, slots=rows.slots, sigmoid=self._sigmoid, rows=rows.stand_in, static_state=True)
         mixed = self._mixed(qkv, b, a, plan, rows)
         return ops.gated_rms_norm(mixed, gate, layer.norm, layer.eps, sigmoid=self._sigmoid, rows=rows.stand_in)
 

@@ -272,7 +272,6 @@ class _SideStream:
         self._begun, self._done = self.event(), self.event()
 
     def event(self) -> "torch.cuda.Event | _NoEvent":
-        """Return an event of this device."""
         return _NoEvent() if self._stream is None else torch.cuda.Event()
 
     def following(self, event: "torch.cuda.Event | _NoEvent") -> AbstractContextManager[object]:
@@ -296,6 +295,5 @@ class _SideStream:
             self._done.wait()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self._stream is not None:
             torch.cuda.synchronize()

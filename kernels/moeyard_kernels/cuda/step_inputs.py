@@ -197,7 +197,6 @@ class StepInputs:
         self._staging.send()
 
     def _fill_prompts(self, host: dict[str, np.ndarray], prefill: Sequence[ChunkRows]) -> int:
-        """Fill in the prompts' rows and return how many there are."""
         lens = np.fromiter((len(c.token_ids) for c in prefill), np.int64, len(prefill))
         starts = np.fromiter((c.start for c in prefill), np.int64, len(prefill))
         count, last = int(lens.sum()), self.size.chunks

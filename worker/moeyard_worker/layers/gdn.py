@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeyard_kernels.backend import Backend, GdnMix, KdaMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
@@ -25,7 +25,7 @@ def delta_state(state: tuple[int, int, int], window: tuple[int, int]) -> LayerSt
     return LayerState(paged={}, slots=slots, chunk_alignment=CHUNK)
 
 
-def delta_tensors(weights: Loaded, state: Loaded) -> dict[str, torch.Tensor]:
+def delta_tensors(weights: Loaded, state: Loaded) -> dict[str, Any]:
     """Return the tensors of a `DeltaLayer` by name."""
     return {**{name: weights[name] for name in ("conv", "a_log", "dt_bias", "norm")}, **state}
 
@@ -64,18 +64,15 @@ class Gdn:
     def weights(self, hidden: int, at: str) -> dict[str, Weight]:
         """All input projections are one product: q, k, v, z, b, a in that order."""
         heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
+        conv = weight(f"{at}conv1d.weight", self.num_channels, 1, self.conv_size)
         return {
             "projections": self._projections(hidden, at),
-            "conv": Weight((self.num_channels, self.conv_size), weight(f"{at}conv1d.weight", *self._conv_shape).parts),
+            "conv": Weight((self.num_channels, self.conv_size), conv.parts),
             "a_log": weight(f"{at}A_log", heads, fp32=True),
             "dt_bias": weight(f"{at}dt_bias", heads, fp32=True),
             "norm": weight(f"{at}norm.weight", self.v_dim),
             "o": matrix(f"{at}out_proj.weight", hidden, values),
         }
-
-    @property
-    def _conv_shape(self) -> tuple[int, int, int]:
-        return self.num_channels, 1, self.conv_size
 
     def _projections(self, hidden: int, at: str) -> Weight:
         heads, values = self.num_v_heads, self.num_v_heads * self.v_dim
@@ -95,27 +92,17 @@ class Gdn:
     def state(self) -> LayerState:
         return delta_state((self.num_v_heads, self.k_dim, self.v_dim), (self.conv_size - 1, self.num_channels))
 
+    @property
+    def _dims(self) -> dict[str, Any]:
+        names = ("num_k_heads", "num_v_heads", "k_dim", "v_dim")
+        return {name: getattr(self, name) for name in names}
+
     def footprint(self, footprints: Footprints) -> Footprint:
-        return footprints.gdn(
-            num_k_heads=self.num_k_heads,
-            num_v_heads=self.num_v_heads,
-            k_dim=self.k_dim,
-            v_dim=self.v_dim,
-            conv_size=self.conv_size,
-        )
+        return footprints.gdn(**self._dims, conv_size=self.conv_size)
 
     def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> DeltaBlock:
-        mix = backend.gdn(
-            GdnLayer(
-                num_k_heads=self.num_k_heads,
-                num_v_heads=self.num_v_heads,
-                k_dim=self.k_dim,
-                v_dim=self.v_dim,
-                eps=self.norm_eps,
-                **delta_tensors(weights, state),
-            )
-        )
-        return DeltaBlock(backend, mix, weights)
+        layer = GdnLayer(**self._dims, eps=self.norm_eps, **delta_tensors(weights, state))
+        return DeltaBlock(backend, backend.gdn(layer), weights)
 
 
 class DeltaBlock:

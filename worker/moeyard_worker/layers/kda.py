@@ -64,13 +64,8 @@ class Kda:
         return footprints.kda(num_heads=self.num_heads, head_dim=self.head_dim)
 
     def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> DeltaBlock:
-        mix = backend.kda(
-            KdaLayer(
-                num_heads=self.num_heads,
-                head_dim=self.head_dim,
-                eps=self.norm_eps,
-                wide=weights["wide"],
-                **delta_tensors(weights, state),
-            )
+        tensors = delta_tensors(weights, state)
+        layer = KdaLayer(
+            num_heads=self.num_heads, head_dim=self.head_dim, eps=self.norm_eps, wide=weights["wide"], **tensors
         )
-        return DeltaBlock(backend, mix, weights)
+        return DeltaBlock(backend, backend.kda(layer), weights)

@@ -75,7 +75,6 @@ class EditCounts:
         return self._count(chunk, request, here, before)
 
     def _count(self, chunk: Chunk, request: Request, here: set[RequestKey], before: Yielded | None) -> Counted:
-        """Write a request's row from all its tokens."""
         output: Sequence[int] = request.output
         if chunk.fed is not None:
             assert before is not None, "a fed chunk has a step before it"

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeyard_worker.engine.sampling.grammar_client import (
     SHORT_SECONDS,
@@ -310,7 +309,8 @@ class GrammarConstraint:
             return Mask(error=f"the grammar cannot be followed any further: {reply.payload.decode()}")
         # It may have one word more than the vocabulary needs.
         words = np.frombuffer(reply.payload, dtype=np.uint32, count=-(-self._grammars.vocab_size // 32)).copy()
-        complete = _has(words, self._grammars.eos_token_ids[0])
+        eos = self._grammars.eos_token_ids[0]
+        complete = bool(words[eos >> 5] >> np.uint32(eos & 31) & np.uint32(1))
         held = num_output < self._min_tokens
         if complete and not held:
             for token_id in self._stops:
@@ -324,10 +324,6 @@ class GrammarConstraint:
         if not words.any():
             return Mask(error="the grammar cannot be followed any further: no token of the vocabulary fits")
         return Mask(words=words.tobytes())
-
-
-def _has(words: NDArray[np.uint32], token_id: int) -> bool:
-    return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

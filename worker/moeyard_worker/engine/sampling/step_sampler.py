@@ -63,7 +63,6 @@ class _Sampled:
 
     @property
     def each(self) -> int:
-        """Rows per sequence."""
         return 1 if self.verified is None else self.verified.size.queries
 
     def num_output(self, i: int) -> int:
@@ -201,12 +200,10 @@ class StepSampler:
         return edited, on_host
 
     def _counted(self, rows: _Sampled, edited: Sequence[int]) -> list[Counted]:
-        """Return the counts of these requests, up to date with the tokens before the step."""
         here = {rows.requests[i].key for i in edited}
         return [self._counts.up_to_date(rows.chunks[i], rows.requests[i], here, rows.before) for i in edited]
 
     def _slots(self, rows: _Sampled, edited: Sequence[int]) -> list[int]:
-        """Return the slot of each row's counts; -1 for a row without edits."""
         slots = [-1] * len(rows.chunks)
         for i, found in zip(edited, self._counted(rows, edited), strict=True):
             self._counts.hold(found, rows.num_output(i) < found.sampling.min_tokens)
@@ -218,7 +215,6 @@ class StepSampler:
     def _choose_edited(
         self, rows: _Sampled, verified: VerifiedRows, edited: Sequence[int], tokens: SampledTokens
     ) -> None:
-        """Choose again for all rows of edited sequences."""
         some, found = [rows.requests[i] for i in edited], self._counted(rows, edited)
         count, each, device = len(edited), rows.each, self._backend.device
         params = [request.sampling for request in some]

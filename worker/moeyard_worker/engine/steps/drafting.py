@@ -77,7 +77,6 @@ class Speculation:
         return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
     def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:
-        """Add one draft to each sequence, from rows x [len(going), H]."""
         if not going:
             return
         self._exchange.steps.drain()
@@ -118,7 +117,6 @@ class _Tail:
         return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
 
     def row_of_next(self) -> SampledRow:
-        """Return the row that chooses the next draft."""
         output = [*self.output, *self.drafts]
         constraint = self._request.constraint
         mask = None if constraint is None else constraint.mask(output)

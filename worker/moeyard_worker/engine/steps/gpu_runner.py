@@ -22,7 +22,7 @@ from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
 from moeyard_worker.engine.sampling.scoring import score, warm_scoring
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
-from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs
+from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs, smallest
 from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Verified
 from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
 from moeyard_worker.engine.steps.runner import Launched, Runner
@@ -148,7 +148,8 @@ class GpuRunner:
                     self._graphs.run(StepSize(sequences=rows, width=self._max_pages, peers=rows))
         with self._backend.without_collection():
             self._sampler.capture(sampled, pool)
-        num_graphs, seconds = self._graphs.num_graphs + self._sampler.num_graphs, time.perf_counter() - begun
+        num_graphs = sum(len(step.graphs) for step in self._graphs.captured.values()) + self._sampler.num_graphs
+        seconds = time.perf_counter() - begun
         log.info("%s", listed(self._graphs.captured, num_graphs=num_graphs, seconds=seconds))
         if self._per_epoch:
             agreed_rows = ", ".join(map(str, self._exchange.traits.row_sizes)) or "no"
@@ -199,7 +200,7 @@ class GpuRunner:
         if any(chunk.num_sampled != chunk.num_tokens for chunk in step.decode):
             return None
         size = StepSize.of(step) if step.chunks or not self._has_peers else StepSize(width=0)
-        return None if size is None else self._graphs.find(size, peers.most if self._has_peers else 0)
+        return None if size is None else smallest(self._graphs.sizes, size, peers.most if self._has_peers else 0)
 
     @torch.inference_mode()
     def launch(
@@ -257,7 +258,6 @@ class GpuRunner:
         return launched
 
     def _replay(self, found: CapturedStep, step: Step, before: Yielded | None) -> None:
-        """Run the model part of a captured step."""
         if step.chunks:
             # After a settled step the device holds no tokens, so the host supplies them.
             found.inputs.fill(_known(step, before) if isinstance(before, Launched) else step)
@@ -349,7 +349,6 @@ def _places(step: Step, each: int) -> list[int]:
 
 
 def _known(step: Step, before: Yielded) -> Step:
-    """Return the step with all its tokens from the host."""
     return replace(step, decode=tuple(replace(chunk, fed=None) for chunk in feed(step, before).decode))
 
 

@@ -45,21 +45,11 @@ class StepGraphs:
         self._per_epoch = exchange.traits.graphs_per_epoch
         exchange.steps.release_graphs = self._release
         # Smallest first: a step uses the first size that holds it.
-        self._sizes: tuple[StepSize, ...] = ()
-        self._captured: dict[StepSize, CapturedStep] = {}
+        self.sizes: tuple[StepSize, ...] = ()
+        self.captured: dict[StepSize, CapturedStep] = {}
         # Graphs of ended epochs that the device may still run.
         self._running: list[dict[StepSize, CapturedStep]] = []
         self._pool: Any = None
-
-    @property
-    def captured(self) -> Mapping[StepSize, CapturedStep]:
-        """The captured steps by size."""
-        return self._captured
-
-    @property
-    def num_graphs(self) -> int:
-        """The number of graphs."""
-        return sum(len(step.graphs) for step in self._captured.values())
 
     def prepare(self, sizes: Iterable[StepSize]) -> Any:
         """Run steps in these sizes from now on; return their memory pool.
@@ -68,7 +58,7 @@ class StepGraphs:
         number of rows, width and number of peers' rows runs once to compile its kernels.
         """
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = tuple(sorted(sizes, key=lambda size: size.order))
+        self.sizes = tuple(sorted(sizes, key=lambda size: size.order))
         with self._backend.without_collection():
             (self._run_some if self._per_epoch else self._capture_all)()
         return self._pool
@@ -80,7 +70,7 @@ class StepGraphs:
 
     def _capture_all(self) -> None:
         kinds = set[tuple[bool, int, str]]()
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             program, graphs = self._expected(size), dict[str, Graph]()
             for name, run in program.parts.items():
                 # Layers allocate workspace in their first run of each kind.
@@ -90,11 +80,11 @@ class StepGraphs:
                 if len(program.parts) > 1:
                     # Capturing does not run a part, and the next part reads its results.
                     graphs[name].replay()
-            self._captured[size] = CapturedStep(program, graphs)
+            self.captured[size] = CapturedStep(program, graphs)
 
     def _run_some(self) -> None:
         tables, peers = set[tuple[int, int]](), set[int]()
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             if (size.rows, size.width) not in tables or size.peers not in peers:
                 self.run(size)
             tables.add((size.rows, size.width))
@@ -109,25 +99,21 @@ class StepGraphs:
         for run in self._expected(size).parts.values():
             run()
 
-    def find(self, size: StepSize, most: int) -> StepSize | None:
-        """Return the size that a step runs in; see `smallest`."""
-        return smallest(self._sizes, size, most)
-
     def step(self, size: StepSize) -> CapturedStep:
         """Return a captured step; capture it now if necessary. Raises ExchangeError, see
         `ExchangeSteps.before_capture`."""
-        found = self._captured.get(size)
+        found = self.captured.get(size)
         if found is None:
             assert self._per_epoch, f"{size} was to be captured at the start"
             self._exchange.steps.before_capture()
             program = self._expected(size)
             graphs = {name: self._backend.capture_while_serving(run, self._pool) for name, run in program.parts.items()}
-            found = self._captured[size] = CapturedStep(program, graphs)
+            found = self.captured[size] = CapturedStep(program, graphs)
         return found
 
     def _release(self) -> None:
         """Free all graphs, for `ExchangeSteps.release_graphs`. Any thread may call it."""
-        captured, self._captured = self._captured, {}
+        captured, self.captured = self.captured, {}
         if not captured:
             return
         if not self._has_ended():
