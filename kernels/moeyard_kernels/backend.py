@@ -4,8 +4,9 @@ A worker chooses its backend once, at assembly. In each step the backend makes a
 kernel inputs). Layers pass the plan back and read only the fields of `StepPlan`. The backend pads rows: every
 activation has `num_rows` rows, and rows from `num_tokens` on hold finite values or are never read.
 
-Objects that a backend makes for a layer (`ExpertGate`, `GqaAttend`, `MlaAttend`, `GdnMix`, `ExpertSlots`, ...) hold its
-weights and state in the layout of the backend's kernels. H is the hidden size, T = num_tokens, K = experts per token.
+A backend makes one object for each part of a layer (`ExpertGate`, `GqaAttend`, `MlaAttend`, `DeltaMix`, `ExpertSlots`).
+It holds the weights and state in the layout of the backend's kernels. H is the hidden size, T = num_tokens, K = experts
+per token.
 """
 
 from __future__ import annotations
@@ -76,28 +77,22 @@ class MlaAttend(Protocol):
         Hq Dv]."""
 
 
-class GdnMix(Protocol):
-    """Gated DeltaNet of one layer: convolution, gates, the delta rule over each sequence's state slot, norm."""
+class DeltaMix(Protocol):
+    """Linear attention of one layer: convolution, gates, the delta rule over each sequence's state slot, norm."""
 
     def mix(self, x: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """x [num_rows, 2 Hk Dk + 2 Hv Dv + 2 Hv] holds q, k, v, z (the output gate), b and a -> [num_rows, Hv Dv].
+        """x [num_rows, C] -> [num_rows, Hv Dv]. Prompt positions use the chunk formula, others the recurrent one.
 
-        Prompt positions use the chunk formula, output positions the recurrent one, in order.
+        Gated DeltaNet has C = 2 Hk Dk + 2 Hv Dv + 2 Hv for q, k, v, z (the output gate), b and a. Kimi Delta Attention
+        has a decay rate for each row of the state. Its C = 3 H D + 2 D + H is for q, k, v, the low-rank inputs of the
+        decay and of the output gate, and beta.
         """
-
-
-class KdaMix(Protocol):
-    """Kimi Delta Attention of one layer: as `GdnMix`, but each row of the state has its own decay rate."""
-
-    def mix(self, x: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """x [num_rows, 3 H D + 2 D + H] holds q, k, v, the low-rank inputs of the decay and of the output gate, and
-        beta -> [num_rows, H D]."""
 
 
 class ExpertGate(Protocol):
     """The router of one layer: its product and the choice of experts."""
 
-    takes_shared: bool  # a deferred choice's expert kernel computes shared experts, too
+    computes_shared: bool  # a deferred choice's expert kernel computes shared experts, too
 
     def choose(self, x: torch.Tensor, plan: Opaque, *, defer: bool) -> Chosen:
         """Choose experts for normalised rows x [num_rows, H]: T' rows, T <= T' <= num_rows; ids of padding are -1.
@@ -235,15 +230,13 @@ class Backend(Protocol):
     def reduce_add_norm(
         self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: Opaque
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H].
-
-        Returns (normalised rows, new residual), [num_rows, H]. The gated shared experts' output is rounded first.
-        """
+        """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H]. Returns
+        (normalised rows, new residual), [num_rows, H]. The gated shared experts' output is rounded first."""
 
     def gqa(self, layer: GqaLayer) -> GqaAttend: ...
     def mla(self, layer: MlaLayer) -> MlaAttend: ...
-    def gdn(self, layer: GdnLayer) -> GdnMix: ...
-    def kda(self, layer: KdaLayer) -> KdaMix: ...
+    def gdn(self, layer: GdnLayer) -> DeltaMix: ...
+    def kda(self, layer: KdaLayer) -> DeltaMix: ...
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Allocate memory for routed experts."""

@@ -33,9 +33,7 @@ class Peers:
         self, own: torch.Tensor, *, rank: int, world_size: int, store: c10d.Store, name: str
     ) -> list[torch.Tensor]:
         """Return the memory of all ranks; this rank's is `own`. Every rank passes the same `name`, which is used once.
-
-        Raises RuntimeError if torch cannot share memory, or if a peer does not arrive.
-        """
+        Raises RuntimeError if torch cannot share memory, or if a peer does not arrive."""
         # Since torch 2.11 the rendezvous only asks the registry of groups for rank, size and store.
         group = c10d.ProcessGroup(store, rank, world_size)  # the registry does not keep it alive
         c10d._register_process_group(name, group)  # type: ignore[arg-type]

@@ -548,7 +548,7 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """A runner that only loads asks for nothing."""
 
-    takes_choices = all_resident = False
+    defers_choices = all_resident = False
 
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError

@@ -29,13 +29,13 @@ class Gate:
 
     asked: bool | None = None
 
-    def __init__(self, *, takes_shared: bool) -> None:
-        self.takes_shared = takes_shared
+    def __init__(self, *, computes_shared: bool) -> None:
+        self.computes_shared = computes_shared
 
     def choose(self, x: torch.Tensor, plan: Any, *, defer: bool) -> Chosen:
         self.asked = defer
         weights, ids = torch.ones(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int64)
-        shared = SharedRow(gate_up=x, down=x, out=-x) if self.takes_shared else None
+        shared = SharedRow(gate_up=x, down=x, out=-x) if self.computes_shared else None
         later = TokenChoice(rule=RULE, logits=x, bias=None, weights=weights, ids=ids, shared=shared) if defer else None
         return Chosen(weights=weights, ids=ids, deferred=later)
 
@@ -47,8 +47,8 @@ class Experts:
 
     all_resident = True
 
-    def __init__(self, *, takes_choices: bool) -> None:
-        self.takes_choices = takes_choices
+    def __init__(self, *, defers_choices: bool) -> None:
+        self.defers_choices = defers_choices
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
         self.given = dispatched
@@ -56,7 +56,7 @@ class Experts:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "local", "takes_choices", "shared", "deferred"),
+    ("num_rows", "local", "defers_choices", "shared", "deferred"),
     [
         (1, True, True, None, True),
         (2, True, True, None, False),
@@ -72,9 +72,9 @@ class Experts:
         "two rows and a shared expert", "somebody reads ids, and a shared expert",
     ],
 )  # fmt: skip
-def test_who_chooses(num_rows: int, local: bool, takes_choices: bool, shared: str | None, deferred: bool) -> None:
-    gate, exchange = Gate(takes_shared=shared == "with them"), LocalExchange()
-    experts, exchange.traits = Experts(takes_choices=takes_choices), ExchangeTraits(local=local)
+def test_who_chooses(num_rows: int, local: bool, defers_choices: bool, shared: str | None, deferred: bool) -> None:
+    gate, exchange = Gate(computes_shared=shared == "with them"), LocalExchange()
+    experts, exchange.traits = Experts(defers_choices=defers_choices), ExchangeTraits(local=local)
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.data.T,
@@ -119,8 +119,8 @@ class Slots:
 
     all_resident = True
 
-    def __init__(self, slots: CudaExpertSlots, *, takes_choices: bool) -> None:
-        self._slots, self.takes_choices = slots, takes_choices
+    def __init__(self, slots: CudaExpertSlots, *, defers_choices: bool) -> None:
+        self._slots, self.defers_choices = slots, defers_choices
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor:
         run = self._slots.begin(dispatched, num_experts=WIDE_EXPERTS)
@@ -154,11 +154,11 @@ def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dt
     plan: Any = SimpleNamespace(num_rows=1, num_tokens=1, num_prompt=0, entries=torch.zeros(1, dtype=torch.int64))
     plan.entries = plan.entries.to(device)
     results = []
-    for takes_choices in (True, False):
+    for defers_choices in (True, False):
         exchange: Any = LocalExchange()
-        chosen_late = Slots(slots, takes_choices=takes_choices)
+        chosen_late = Slots(slots, defers_choices=defers_choices)
         moe = Moe(backend, RULE, layer=0, dtype=x.dtype, exchange=exchange, gate=gate, experts=chosen_late, **shared)
-        assert moe._gate.takes_shared == (inner == 64)
+        assert moe._gate.computes_shared == (inner == 64)
         residual = AddNormStreams(backend, 1e-6).begin(stream, plan)
         rows = residual.leave(moe.forward(residual.leave(x, norm), plan), following)
         results.append((rows, residual.leave(x, norm)))

@@ -17,7 +17,7 @@ from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule, no_choice
-from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 
@@ -25,7 +25,7 @@ from moeyard_kernels.types.step import StepRows
 class CpuGate:
     """The gate of one layer. The product runs in the weight's own dtype, and no choice is deferred."""
 
-    takes_shared = False
+    computes_shared = False
 
     def __init__(
         self,
@@ -62,6 +62,9 @@ class CpuBackend:
     sample = staticmethod(ops.sample)
     token_logprobs = staticmethod(ops.token_logprobs)
     expert_slots = staticmethod(CpuExpertSlots)
+    gate = staticmethod(CpuGate)
+    gdn = staticmethod(CpuGdn)
+    kda = staticmethod(CpuKda)
     stream_slots = STREAM_SLOTS
     choices = None
 
@@ -87,20 +90,11 @@ class CpuBackend:
         self._windows.add(None)
         return CpuMla(layer)
 
-    def gdn(self, layer: GdnLayer) -> CpuGdn:
-        return CpuGdn(layer)
-
-    def kda(self, layer: KdaLayer) -> CpuKda:
-        return CpuKda(layer)
-
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)
 
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
         """Return None: the host knows the counts, and a copy occupies the processor anyway."""
-
-    def gate(self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CpuGate:
-        return CpuGate(weight, bias, rule, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CpuPlan) -> Callable[[], torch.Tensor]:
         # Every core is busy anyway.

@@ -45,10 +45,8 @@ class DeltaRows(NamedTuple):
 
 
 def chunk_delta_rule(rows: DeltaRows, state: torch.Tensor) -> torch.Tensor:
-    """Apply the rule to consecutive positions -> [T, Hv, Dv] fp32. The first position is a multiple of 64.
-
-    state [Hv, Dk, Dv] fp32 is the state before, and is overwritten. See `ref.gated_delta_rule`.
-    """
+    """Apply the rule to consecutive positions -> [T, Hv, Dv] fp32. The first position is a multiple of 64. state [Hv,
+    Dk, Dv] fp32 is the state before, and is overwritten. See `ref.gated_delta_rule`."""
     num_tokens, num_heads, width = rows.v.shape
     missing = -num_tokens % CHUNK
     if missing:

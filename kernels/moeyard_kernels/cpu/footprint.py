@@ -16,10 +16,8 @@ HOST_EXPERTS = False
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-    """A norm per head is stored as one row per head.
-
-    Rows: query, key, value, rotated, scaled and as output. Positions: keys and values gathered from pages.
-    """
+    """A norm per head is stored as one row per head. Rows: query, key, value, rotated, scaled and as output. Positions:
+    keys and values gathered from pages."""
     gathered = 2 * num_kv_heads * head_dim
     norms = (num_heads + num_kv_heads - 2) * head_dim if head_norm else 0
     return Footprint(
@@ -34,9 +32,7 @@ def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp
 
 def gdn(*, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
     """Rows: projected; q, k and v convolved and activated; q and k normalised; v cut into chunks, output and its gate.
-
-    A piece of a prompt's chunks fits in `FIXED`.
-    """
+    A piece of a prompt's chunks fits in `FIXED`."""
     keys, values = num_k_heads * k_dim, num_v_heads * v_dim
     return Footprint(extra=0, per_row=8 * keys + 7 * values, per_position=0)
 

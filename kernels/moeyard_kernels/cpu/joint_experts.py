@@ -31,10 +31,7 @@ _TILE = 4
 
 def joins(*, hidden: int, intermediate: int, dtype: torch.dtype) -> bool:
     """Return whether `joint_mlp` pays off for experts of this shape and has the bits of packed matrices on this
-    machine.
-
-    fp32 batches use another library (MKL), which sums in another order.
-    """
+    machine. It has not in fp32, where batches use another library (MKL) and another order of the sums."""
     if dtype != torch.bfloat16 or 2 * intermediate * hidden * dtype.itemsize > _MOST_BYTES:
         return False
     return all(_same_bits(dim, num_out, dtype) for dim, num_out in ((hidden, 2 * intermediate), (intermediate, hidden)))
@@ -73,10 +70,8 @@ def _products(rows: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
 def pairs_mlp(
     rows: torch.Tensor, slots: Sequence[int], gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Compute the pairs of rows [R, H] with K slots each, row by row, at most `FEW_PAIRS` -> [R, K, H].
-
-    Each place of the batch is one row, repeated. The bits are those of `joint_mlp`.
-    """
+    """Compute the pairs of rows [R, H] with K slots each, row by row, at most `FEW_PAIRS` -> [R, K, H]. Each place of
+    the batch is one row, repeated. The bits are those of `joint_mlp`."""
     (num_rows, hidden), count = rows.shape, len(slots)
     x = rows.unsqueeze(1).expand(num_rows, count // num_rows * _TILE, hidden).reshape(count, _TILE, hidden)
     y = _products(x, [gate_up[slot] for slot in slots]).view(count * _TILE, -1)

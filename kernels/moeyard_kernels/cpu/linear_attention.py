@@ -78,7 +78,7 @@ def convolved(x: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, plan: C
     """Return silu of the convolution of x [num_rows, C] by conv [C, K], rounded to x's dtype, in fp32; zero in the
     padding.
 
-    window [num_slots, K - 1, C] holds the inputs before each sequence's next position, and is updated.
+    The window [num_slots, K - 1, C] holds the inputs before each sequence's next position, and is updated.
     """
     size = conv.shape[1]
     out = rows_apart(torch.zeros(1, 1).expand(x.shape))

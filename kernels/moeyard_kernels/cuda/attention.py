@@ -57,11 +57,8 @@ class CudaGqa:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _compact(self, q: torch.Tensor, kept: PromptCompaction) -> None:
-        """Copy the kept positions of a prompt to new places; q [W, Hq, D] are its last queries.
-
-        With a sliding window each layer keeps the latest positions, so that distances between places stay those of
-        positions.
-        """
+        """Copy the kept positions of a prompt to new places; q [W, Hq, D] are its last queries. With a sliding window
+        each layer keeps the latest positions, so that distances between places stay those of positions."""
         k, v = self._k.flatten(1, 2), self._v.flatten(1, 2)
         if self._window is None:
             scores = ops.snapkv_scores(q, k, rows=kept.places, length=kept.length, scale=self._scale)

@@ -135,10 +135,8 @@ class CudaBackend:
         return CudaGate(weight, bias, rule, choices=self.choices, **arguments)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
-        """Run on a second stream if rows are so few that launches leave much of a GPU idle.
-
-        Memory freed there is reused by the next call, which waits for all earlier launches of the caller.
-        """
+        """Run on a second stream if rows are so few that launches leave much of a GPU idle. Memory freed there is
+        reused by the next call, which waits for all earlier launches of the caller."""
         if self._side is None or plan.num_rows > _FEW_ROWS:
             return run
         side = self._side

@@ -59,10 +59,8 @@ def capture(run: Callable[[], _T], pool: Any, *, ahead: bool = True) -> tuple[to
 
 
 def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture the launches of `run` between steps, without waiting and without releasing cached memory.
-
-    Raises the errors of `run`, and leaves no graph then.
-    """
+    """Capture the launches of `run` between steps, without waiting and without releasing cached memory. Raises the
+    errors of `run`, and leaves no graph then."""
     graph, side = torch.cuda.CUDAGraph(), _capturing(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with without_collection(first=False), torch.cuda.stream(side):
@@ -81,9 +79,7 @@ def capture_while_serving(run: Callable[[], object], pool: Any) -> torch.cuda.CU
 @cache
 def _capturing(device: int) -> torch.cuda.Stream:
     """Return the stream of all captures on a device: memory of a pool passes between captures of one stream only.
-
-    Torch's own capture stream belongs to the first device of the process, which may be another one.
-    """
+    Torch's own capture stream belongs to the first device of the process, which may be another one."""
     return torch.cuda.Stream(device)
 
 

@@ -30,11 +30,8 @@ class CudaExpertSlots:
         fill(expert_views(self.form, *(region[slot] for region in self.regions)))
 
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
-        """Return [local experts, at least 1] int32 on the device.
-
-        The memory after it holds -1, up to the most experts of any layer. Launches after a failed exchange may find ids
-        of another layer and must read nothing by them.
-        """
+        """Return [local experts, at least 1] int32 on the device. The memory after it holds -1, up to the most experts
+        of any layer. Launches after a failed exchange may find ids of another layer and must read nothing by them."""
         table = torch.full((max(self.num_slots, len(slots), 1),), -1, dtype=torch.int32)
         table[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
         return table.to(self.device)[: max(len(slots), 1)]

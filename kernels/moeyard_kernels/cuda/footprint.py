@@ -11,8 +11,9 @@ FIXED = 1 << 30
 # Torch's caching allocator keeps blocks of other sizes.
 ALLOCATED = 1.25
 # Two halves of 24 experts: one is computed while the other is copied. A group costs the host 0.3 to 0.7 ms of launches,
-# whatever its size. With groups of 8 the host was slower than the link. 12 groups of Qwen3-30B-A3B with a quarter of
-# its experts took 7.1 ms a layer, and the link took 4.8 ms of that (1.4 ms for 8 experts of 9.4 MB, copied one by one).
+# whatever its size. With groups of 8 the host was slower than the link. A layer of Qwen3-30B-A3B with a quarter of its
+# experts has 12 groups and took 7.1 ms. The link took 4.8 ms of that (1.4 ms for 8 experts of 9.4 MB, copied one by
+# one).
 STREAM_SLOTS = 48
 # Experts without a slot are read from pinned host memory, which holds all experts.
 HOST_EXPERTS = True
@@ -23,10 +24,8 @@ _CHOICE, _PLACES = 11, 4
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-    """Rows: the product, its normalised heads, the rotated query and the output; keys are read in place.
-
-    Positions: the choice of kept positions, for each key head.
-    """
+    """Rows: the product, its normalised heads, the rotated query and the output; keys are read in place. Positions: the
+    choice of kept positions, for each key head."""
     return Footprint(
         extra=0,
         per_row=(4 * num_heads + 4 * num_kv_heads) * head_dim,

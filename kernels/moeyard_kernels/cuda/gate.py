@@ -90,13 +90,13 @@ class CudaGate:
         self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
         self._defers = rule.top_k <= FEW_PAIRS
         # The shared experts' first product then joins the router's launch, because the operands are alike.
-        self.takes_shared = (
+        self.computes_shared = (
             shared is not None
             and self._weight.dtype == shared[0].data.dtype == torch.bfloat16
             and self._defers
             and can_share(shared[1].shape[1])
         )
-        self._shared = shared if self.takes_shared else None
+        self._shared = shared if self.computes_shared else None
 
     def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:
         if not plan.num_rows:

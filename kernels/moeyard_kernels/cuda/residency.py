@@ -101,11 +101,8 @@ class CudaResidency:
         return self._num_slots * self._slots.form.blob_bytes
 
     def run(self, layer: int, run: Any, fetch: FetchWindow | None = None) -> None:
-        """Compute a whole run of the slots.
-
-        Without prompt rows nothing waits for the device. Ranks with a `fetch` window, all of a host or none, read their
-        misses together.
-        """
+        """Compute a whole run of the slots. Without prompt rows nothing waits for the device. Ranks with a `fetch`
+        window, all of a host or none, read their misses together."""
         if not run.experts.numel():
             return
         if run.prompt is None:

@@ -135,10 +135,8 @@ class VerifiedRows:
         return StateRows(chunks=None, slots=StateSlots(read=read, write=write), stand_in=stand_in.flatten())
 
     def accept(self, ids: torch.Tensor) -> torch.Tensor:
-        """Keep the tokens of ids [rows] whose rows read the right tokens. Return how many, [B] >= 1.
-
-        Row 0 always read the right one. Row j did if the drafts up to it were the tokens of rows 0 to j - 1.
-        """
+        """Keep the tokens of ids [rows] whose rows read the right tokens. Return how many, [B] >= 1. Row 0 always read
+        the right one. Row j did if the drafts up to it were the tokens of rows 0 to j - 1."""
         ids = ids.view(self.tokens.shape)
         right = (ids[:, :-1] == self.tokens[:, 1:]) & (self._numbers[1:] < self._on["rows"][:, None])
         count = 1 + right.long().cumprod(1).sum(1)

@@ -153,7 +153,7 @@ class ExpertCache:
         return self.num_slots == self.num_experts
 
     @property
-    def takes_choices(self) -> bool:
+    def defers_choices(self) -> bool:
         """Whether the product may choose one row's experts: nothing here decides by ids, records or watches them."""
         return self.all_resident and self._recorder is None and self.observer is None
 

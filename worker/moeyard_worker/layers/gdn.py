@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moeyard_kernels.backend import Backend, GdnMix, KdaMix, StepPlan
+from moeyard_kernels.backend import Backend, DeltaMix, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GdnLayer
 from moeyard_worker.config.rope_config import RopeConfig
@@ -108,7 +108,7 @@ class Gdn:
 class DeltaBlock:
     """One product for all inputs of the rule, the rule, one product back."""
 
-    def __init__(self, backend: Backend, mix: GdnMix | KdaMix, weights: Loaded) -> None:
+    def __init__(self, backend: Backend, mix: DeltaMix, weights: Loaded) -> None:
         self._backend, self._mix = backend, mix
         self._projections, self._o = weights["projections"], weights["o"]
 

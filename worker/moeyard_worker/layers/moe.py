@@ -33,7 +33,7 @@ class Experts(Protocol):
     """The expert cache, which computes the rows that reach a rank."""
 
     @property
-    def takes_choices(self) -> bool:
+    def defers_choices(self) -> bool:
         """Whether the expert kernel may choose the experts of a single row, so that no one knows them before."""
 
     @property
@@ -42,10 +42,8 @@ class Experts(Protocol):
         need."""
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
-        """Return the experts' outputs [R, K, H], one row per (row, k) of a local expert, other rows undefined.
-
-        None if the kernel has already written them to the ranks of their rows.
-        """
+        """Return the experts' outputs [R, K, H], one row per (row, k) of a local expert, other rows undefined. None if
+        the kernel has already written them to the ranks of their rows."""
 
 
 class Moe:
@@ -80,14 +78,12 @@ class Moe:
         self._gate = backend.gate(gate, gate_bias, rule, dtype=dtype, shared_gate=shared_gate, shared=weights)
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> ExpertParts:
-        """Return the unreduced results of normalised rows x [num_rows, H].
-
-        Every rank calls this in every step, even without rows.
-        """
+        """Return the unreduced results of normalised rows x [num_rows, H]. Every rank calls this in every step, even
+        without rows."""
         alone = plan.num_rows == 1
-        defer = alone and self._exchange.traits.local and self._experts.takes_choices
+        defer = alone and self._exchange.traits.local and self._experts.defers_choices
         # An expert kernel that chooses leaves no room on the multiprocessors for shared experts in parallel.
-        defer = defer and (self._shared is None or self._gate.takes_shared)
+        defer = defer and (self._shared is None or self._gate.computes_shared)
         # Shared experts run in parallel with the routed ones. A single row's gate is latency-bound, so they start with
         # it. More rows occupy the memory for longer, and the gate would wait.
         shared = self._share(x, plan) if alone and not defer else None

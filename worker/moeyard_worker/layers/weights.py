@@ -71,10 +71,8 @@ def matrix(key: str, *shape: int, fp32: bool = False) -> Weight:
 
 
 def stacked(*rows: tuple[str | None, int], width: int | None = None) -> Weight:
-    """Stack checkpoint tensors, (key, number of rows) each: a matrix of `width` columns, or a vector.
-
-    A key of None leaves its rows zero (the bias of a projection without one).
-    """
+    """Stack checkpoint tensors, (key, number of rows) each: a matrix of `width` columns, or a vector. A key of None
+    leaves its rows zero (the bias of a projection without one)."""
     columns = () if width is None else (width,)
     parts, row = [], 0
     for key, count in rows:

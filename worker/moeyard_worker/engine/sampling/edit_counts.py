@@ -62,10 +62,8 @@ class EditCounts:
         return len(p.logit_bias) + len(p.stop_token_ids) + len(self._eos) <= MAX_BIASES
 
     def up_to_date(self, chunk: Chunk, request: Request, here: set[RequestKey], before: Yielded | None) -> Counted:
-        """Return the request's row, which counts all tokens before the chunk's first sampled row.
-
-        `here` are the requests of this step. Waits for `before` only if its tokens are not on the device.
-        """
+        """Return the request's row, which counts all tokens before the chunk's first sampled row. `here` are the
+        requests of this step. Waits for `before` only if its tokens are not on the device."""
         # A fed chunk's start assumes one token of the step before.
         num_output, found = chunk.end - chunk.num_sampled + 1 - len(request.prompt), self._counted.get(request.key)
         if found is not None and found.sampling is request.sampling:

@@ -192,10 +192,8 @@ def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _try_out(compiled: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Follow random answers for some tokens. Raises ValueError when llguidance meets one of its limits.
-
-    Answers that run into a dead end of the grammar are ignored: a model's answers rarely do.
-    """
+    """Follow random answers for some tokens. Raises ValueError when llguidance meets one of its limits. Answers that
+    run into a dead end of the grammar are ignored: a model's answers rarely do."""
     chance, begun = random.Random(0), time.thread_time()
     for _ in range(_TRIALS):
         matcher = compiled.deep_copy()
@@ -276,11 +274,8 @@ def _closed_within(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _closed(schema: Any, root: Mapping[str, Any], tokenizer: LLTokenizer) -> Any:
-    """Return the schema with objects closed whose patterns only match names of their properties.
-
-    Otherwise llguidance allows a comma after the last property and then nothing
-    (https://github.com/guidance-ai/llguidance/issues/265).
-    """
+    """Return the schema with objects closed whose patterns only match names of their properties. Otherwise llguidance
+    allows a comma after the last property and then nothing (https://github.com/guidance-ai/llguidance/issues/265)."""
     if isinstance(schema, list):
         return [_closed(each, root, tokenizer) for each in schema]
     if not isinstance(schema, dict):

@@ -71,11 +71,8 @@ class MaskLimits:
 
     @classmethod
     def of(cls, vocab_size: int) -> "MaskLimits":
-        """Return the limits for a vocabulary.
-
-        A mask that visits every token takes 24 ns per token; one in six masks of an ordinary schema does so. With an
-        ambiguous grammar the time of a mask grows with the answer.
-        """
+        """Return the limits for a vocabulary. A mask that visits every token takes 24 ns per token; one in six masks of
+        an ordinary schema does so. With an ambiguous grammar the time of a mask grows with the answer."""
         return cls(
             seconds=0.05 + 1e-6 * vocab_size,
             seconds_per_token=0.001 + 30e-9 * vocab_size,
@@ -122,10 +119,8 @@ class Grammars:
         return Grammars(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull.
-
-        One thread calls this, and it may cancel the future. Recent results and errors are cached.
-        """
+        """Return the compiled grammar; its exception is a GrammarError, or GrammarsFull. One thread calls this, and it
+        may cancel the future. Recent results and errors are cached."""
         assert self.refusal is None, self.refusal
         found = self._compiled.pop(grammar, None)
         if found is None or found.cancelled() or not _is_lasting(found):
@@ -371,10 +366,8 @@ class GrammarQueue:
         return None
 
     def ready(self, now: float) -> Iterator[tuple[PendingGrammar, GrammarConstraint | Rejected]]:
-        """Yield the requests whose wait is over, in order of arrival: each with its constraint, or a refusal.
-
-        The caller may call `abort_client` between two of them; those requests are left out.
-        """
+        """Yield the requests whose wait is over, in order of arrival: each with its constraint, or a refusal. The
+        caller may call `abort_client` between two of them; those requests are left out."""
         for key, each in list(self.waiting.items()):
             done = each.compiled.done()
             if (done or now - each.arrived > QUEUE_SECONDS) and self.waiting.pop(key, None) is not None:

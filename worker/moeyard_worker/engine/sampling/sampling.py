@@ -66,10 +66,8 @@ class Yielded(Protocol):
 
 
 def feed(step: Step, before: Yielded | None) -> Step:
-    """Return `step` with the results of the step before where it was planned without them.
-
-    For a backend whose results are available at the next launch; other backends feed rows on the device.
-    """
+    """Return `step` with the results of the step before where it was planned without them. For a backend whose results
+    are available at the next launch; other backends feed rows on the device."""
     if before is None or all(chunk.fed is None for chunk in step.decode):
         return step
     return replace(step, decode=tuple(_fed(chunk, before.results) for chunk in step.decode))
@@ -88,9 +86,7 @@ def _fed(chunk: Chunk, results: Sequence[Accepted]) -> Chunk:
 
 def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None) -> list[SampledRow]:
     """Return the rows of `step.sample_rows`. `requests[i]` belongs to `step.sampled[i]`; `before` is as in `feed`.
-
-    Waits for masks that are being computed, so call it after the forward pass is launched.
-    """
+    Waits for masks that are being computed, so call it after the forward pass is launched."""
     found: list[tuple[Request, Sequence[int]]] = []
     for chunk, request in zip(step.sampled, requests, strict=True):
         known: Sequence[int] = request.output
@@ -140,10 +136,7 @@ def accepted(
 
 def chosen_logits(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return [B], the logit of each row's token in logits [>= B, V]. It is not finite if the row's largest logit is
-    not.
-
-    The sampler takes the lowest NaN of a row that has one, and the largest of a row where that is infinite.
-    """
+    not. The sampler takes the lowest NaN of a row that has one, and the largest of a row where that is infinite."""
     return logits[: len(ids)].gather(1, ids.unsqueeze(1)).squeeze(1)
 
 

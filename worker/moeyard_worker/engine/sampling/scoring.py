@@ -30,9 +30,7 @@ def score(
     whole: bool = False,
 ) -> list[SampledTokens]:
     """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]), without waiting for the device.
-
-    `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size.
-    """
+    `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size."""
     rows, targets, num_top = _wanted(step)
     count = len(targets)
     if whole:
@@ -73,11 +71,11 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
 def read_scores(step: Step, blocks: Sequence[SampledTokens]) -> Scores:
     """Return the log-probabilities that `score` found; waits for the device."""
     num_alternatives = [n for chunk in step.scored for n in _num_alternatives(chunk)]
-    words: list[TokenLogprob] = []
+    entries: list[TokenLogprob] = []
     for block in blocks:
-        some = read_tokens(block, num_alternatives[len(words) : len(words) + len(block.ids)])
-        words += (found for _, found in some if found is not None)
-    remaining = iter(words)
+        some = read_tokens(block, num_alternatives[len(entries) : len(entries) + len(block.ids)])
+        entries += (found for _, found in some if found is not None)
+    remaining = iter(entries)
     return [tuple(next(remaining) for _ in _num_alternatives(chunk)) for chunk in step.scored]
 
 

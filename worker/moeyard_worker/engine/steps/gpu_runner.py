@@ -76,9 +76,10 @@ class GpuRunner:
         self._runner, self._backend, self._exchange = runner, backend, exchange
         self._max_sequences, self._max_pages, self._max_prompt = max_sequences, max_pages, max_prompt
         self._per_epoch, self._has_peers = exchange.traits.graphs_per_epoch, exchange.traits.pads_peers
-        # Whether a rank captures steps in which a peer has prompts, and whether it captures steps with prompts.
+        # Whether a rank captures steps in which a peer has prompts, and the most prompt rows that it captures itself.
         self._captures_prompts = captures_prompts and not self._per_epoch
-        self._replays_prompts = self._captures_prompts and (not num_drafts or exchange.traits.local)
+        replays_prompts = self._captures_prompts and (not num_drafts or exchange.traits.local)
+        self._max_captured_prompt = min(max_prompt, MAX_PROMPT) if replays_prompts else 0
         # A step has one row per sequence, or as many as the step before drafted.
         self._queries = range(1, 2 + num_drafts) if adaptive else sorted({1, 1 + num_drafts})
         self._drafts = num_drafts > 0
@@ -96,7 +97,7 @@ class GpuRunner:
             self._sampler,
             max_sequences=max_sequences,
             num_drafts=num_drafts,
-            max_prompt=min(max_prompt, MAX_PROMPT) if self._replays_prompts else 0,
+            max_prompt=self._max_captured_prompt,
         )
         self._graphs = StepGraphs(self._programs, exchange, backend)
         self.num_replayed = self.num_eager = self.num_rows = self.num_padded_rows = 0
@@ -107,23 +108,15 @@ class GpuRunner:
 
     def sizes(self) -> Iterator[StepSize]:
         """Yield the size of every step that is captured."""
-        own = [*self._own_sizes()]
+        sequences, pages = self._max_sequences, self._max_pages
+        ladder = DRAFTING if self._drafts else DECODING
+        own = [*decode_sizes(ladder, max_sequences=sequences, max_pages=pages, queries=self._queries)]
+        if limit := self._max_captured_prompt:
+            beside = 0 if self._drafts else sequences
+            own += prompt_sizes(max_sequences=beside, max_pages=pages, max_prompt=limit, flat=self._backend.flat)
         if self._per_epoch:
             return with_agreed_rows(own, self._exchange.traits.row_sizes)
         return with_peers(own) if self._has_peers else iter(own)
-
-    def _own_sizes(self) -> Iterator[StepSize]:
-        """Yield the sizes of this rank alone, without room for peers' rows."""
-        sequences, pages = self._max_sequences, self._max_pages
-        ladder = DRAFTING if self._drafts else DECODING
-        yield from decode_sizes(ladder, max_sequences=sequences, max_pages=pages, queries=self._queries)
-        if self._replays_prompts:
-            yield from prompt_sizes(
-                max_sequences=0 if self._drafts else sequences,
-                max_pages=pages,
-                max_prompt=min(self._max_prompt, MAX_PROMPT),
-                flat=self._backend.flat,
-            )
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -183,10 +176,8 @@ class GpuRunner:
             yield self._sampler.warm
 
     def rows_of(self, step: Step) -> int:
-        """Return the most rows, with padding, that a step brings to its exchanges.
-
-        Padding only matters to exchanges that place rows by it.
-        """
+        """Return the most rows, with padding, that a step brings to its exchanges. Padding only matters to exchanges
+        that place rows by it."""
         if not self._has_peers:
             return step.num_tokens
         found = self._find(step, PeerRows(0, (step.num_prefill_tokens,)))

@@ -144,9 +144,7 @@ class StepGraphs:
 
 def smallest(sizes: Iterable[StepSize], size: StepSize, most: int) -> StepSize | None:
     """Return the first of `sizes` that holds a step of `size` while a peer brings up to `most` rows; None if none does.
-
-    Without peers `most` is 0. With peers this rank brings at most `most` rows itself, as the ranks agreed.
-    """
+    Without peers `most` is 0. With peers this rank brings at most `most` rows itself, as the ranks agreed."""
     for each in sizes:
         if each.holds(size) and each.peers >= most and (not most or each.rows <= most):
             return each

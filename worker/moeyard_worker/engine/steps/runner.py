@@ -89,9 +89,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
         """Return fp32 logits [num_sampled padded, V]. Row i belongs to step.sample_rows[i]; padding rows are undefined.
-
-        An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost.
-        """
+        An empty step returns no row but takes part in every exchange. Raises ExchangeError when a peer is lost."""
         return self.model.forward(self.backend.plan(step))
 
     def warm_recompute(self) -> None:

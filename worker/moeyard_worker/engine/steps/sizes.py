@@ -59,9 +59,7 @@ def decode_sizes(
 
 def prompt_sizes(*, max_sequences: int, max_pages: int, max_prompt: int, flat: bool) -> Iterator[StepSize]:
     """Yield steps of up to `max_prompt` prompt rows, alone and with up to `max_sequences` decode rows (0: alone only).
-
-    `flat`: prompts decompress their keys.
-    """
+    `flat`: prompts decompress their keys."""
     alone = [(prompt, 0) for prompt in below(_PROMPTS, max_prompt)]
     rows = below(_MIXED_ROWS, max_sequences) if max_sequences else ()
     mixed = product(below(_MIXED_PROMPTS, min(max_prompt, _MIXED_PROMPTS[-1])), rows)
@@ -135,5 +133,5 @@ def listed(sizes: Iterable[StepSize], *, num_graphs: int, seconds: float) -> str
         ("decode rows beside prompts", {size.decode for size in mixed}),
         ("rows of a peer", {size.peers for size in found} - {0}),
     ]
-    words = "; ".join(f"{name} {', '.join(map(str, sorted(values)))}" for name, values in parts if values)
-    return f"captured {num_graphs} CUDA graphs in {seconds:.1f} s: {words}"
+    text = "; ".join(f"{name} {', '.join(map(str, sorted(values)))}" for name, values in parts if values)
+    return f"captured {num_graphs} CUDA graphs in {seconds:.1f} s: {text}"
