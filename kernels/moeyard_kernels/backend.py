@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule, TokenChoice
-from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.gate import Chosen, ExpertParts, TokenChoice
+from moeyard_kernels.types.layers import GateLayer, GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.step import StepRows
 
 # Features of one backend are typed by its class: captured steps, residency that the device decides, and counts of
@@ -209,20 +209,6 @@ class Backend(Protocol):
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x [M, N] * sigmoid(gate [M, N]), in fp32 with one rounding; may overwrite x."""
 
-    def gate(
-        self,
-        weight: Matrix,
-        bias: torch.Tensor | None,
-        rule: GateRule,
-        *,
-        dtype: torch.dtype,
-        shared_gate: Matrix | None = None,
-        shared: tuple[Matrix, Matrix] | None = None,
-    ) -> ExpertGate:
-        """weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only.
-        `dtype` is the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its
-        gate_up [2 I, H] and down [H, I]."""
-
     def beside(self, run: Callable[[], torch.Tensor], plan: Opaque) -> Callable[[], torch.Tensor]:
         """Return a function that gives the result of `run`, which reads nothing that is launched later. Call that
         function once: a device may run `run` in parallel with the launches in between."""
@@ -233,6 +219,7 @@ class Backend(Protocol):
         """Apply `ops.moe_weighted_reduce`, then `ops.add_rms_norm` with residual [num_rows, H] and norm [H]. Returns
         (normalised rows, new residual), [num_rows, H]. The gated shared experts' output is rounded first."""
 
+    def gate(self, layer: GateLayer) -> ExpertGate: ...
     def gqa(self, layer: GqaLayer) -> GqaAttend: ...
     def mla(self, layer: MlaLayer) -> MlaAttend: ...
     def gdn(self, layer: GdnLayer) -> DeltaMix: ...

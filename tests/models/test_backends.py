@@ -19,7 +19,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.types.gate import GateRule
-from moeyard_kernels.types.layers import GqaLayer
+from moeyard_kernels.types.layers import GateLayer, GqaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
@@ -137,7 +137,9 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         entries = torch.tensor([3, -1, 0, 7, 8], device=backend.device)
         plan: Any = SimpleNamespace(num_rows=5, num_tokens=5, entries=entries)
         gates = [
-            backend.gate(Matrix.plain(on[0]), None, rule, dtype=torch.bfloat16, shared_gate=gate)
+            backend.gate(
+                GateLayer(rule=rule, weight=Matrix.plain(on[0]), bias=None, dtype=torch.bfloat16, shared_gate=gate)
+            )
             for gate in (Matrix.plain(on[1]), None)
         ]
         found_beside, alone = (gate.choose(on[2], plan, defer=True) for gate in gates)

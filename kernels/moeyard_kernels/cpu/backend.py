@@ -16,8 +16,8 @@ from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
 from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule, no_choice
-from moeyard_kernels.types.layers import GqaLayer, MlaLayer
+from moeyard_kernels.types.gate import Chosen, ExpertParts, no_choice
+from moeyard_kernels.types.layers import GateLayer, GqaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 
@@ -27,19 +27,10 @@ class CpuGate:
 
     computes_shared = False
 
-    def __init__(
-        self,
-        weight: Matrix,
-        bias: torch.Tensor | None,
-        rule: GateRule,
-        *,
-        dtype: torch.dtype,
-        shared_gate: Matrix | None = None,
-        shared: object = None,
-    ) -> None:
-        self._weight, self._top_k = weight.data, rule.top_k
-        self._shared_gate = None if shared_gate is None else shared_gate.data
-        self._arguments: dict[str, Any] = {**asdict(rule), "bias": bias}
+    def __init__(self, layer: GateLayer) -> None:
+        self._weight, self._top_k = layer.weight.data, layer.rule.top_k
+        self._shared_gate = None if layer.shared_gate is None else layer.shared_gate.data
+        self._arguments: dict[str, Any] = {**asdict(layer.rule), "bias": layer.bias}
 
     def choose(self, x: torch.Tensor, plan: CpuPlan, *, defer: bool) -> Chosen:
         if not plan.num_tokens:

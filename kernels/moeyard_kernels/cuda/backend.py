@@ -23,8 +23,8 @@ from moeyard_kernels.cuda.verified_rows import Tails
 from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.gate import ExpertParts, GateRule
-from moeyard_kernels.types.layers import GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.gate import ExpertParts
+from moeyard_kernels.types.layers import GateLayer, GdnLayer, GqaLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -131,8 +131,8 @@ class CudaBackend:
     def expert_residency(self, slots: CudaExpertSlots, **arguments: Any) -> CudaResidency:
         return CudaResidency(slots, **arguments)
 
-    def gate(self, weight: Matrix, bias: torch.Tensor | None, rule: GateRule, **arguments: Any) -> CudaGate:
-        return CudaGate(weight, bias, rule, choices=self.choices, **arguments)
+    def gate(self, layer: GateLayer) -> CudaGate:
+        return CudaGate(layer, choices=self.choices)
 
     def beside(self, run: Callable[[], torch.Tensor], plan: CudaPlan) -> Callable[[], torch.Tensor]:
         """Run on a second stream if rows are so few that launches leave much of a GPU idle. Memory freed there is

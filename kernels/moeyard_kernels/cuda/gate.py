@@ -8,8 +8,8 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, can_share
-from moeyard_kernels.types.gate import Chosen, GateRule, SharedRow, TokenChoice, no_choice
-from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.gate import Chosen, SharedRow, TokenChoice, no_choice
+from moeyard_kernels.types.layers import GateLayer
 
 
 class GateCounts:
@@ -64,18 +64,8 @@ class CudaGate:
     the sums are fp32. Their products are exact either way, and a GPU's fp32 product is 20 times slower.
     """
 
-    def __init__(
-        self,
-        matrix: Matrix,
-        bias: torch.Tensor | None,
-        rule: GateRule,
-        *,
-        dtype: torch.dtype,
-        choices: GateCounts,
-        shared_gate: Matrix | None = None,
-        shared: tuple[Matrix, Matrix] | None = None,
-    ) -> None:
-        weight = matrix.data
+    def __init__(self, layer: GateLayer, *, choices: GateCounts) -> None:
+        weight, rule, shared_gate, shared = layer.weight.data, layer.rule, layer.shared_gate, layer.shared
         self._choices, self._counts = choices, choices.of_gate(weight.shape[0], weight.device)
         self._num_experts, self._gated = weight.shape[0], shared_gate is not None
         self._fp32_logits = weight.dtype == torch.float32
@@ -85,9 +75,9 @@ class CudaGate:
             padding = weight.new_zeros(-(1 + weight.shape[0]) % 16, weight.shape[1])
             weight = torch.cat((weight, shared_gate.data.to(weight.dtype), padding))
         # A weight that is not fp32 has the dtype of the rows.
-        rounded = weight.to(dtype if self._fp32_logits else weight.dtype)
+        rounded = weight.to(layer.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
-        self._rule, self._bias, self._arguments = rule, bias, asdict(rule)
+        self._rule, self._bias, self._arguments = rule, layer.bias, asdict(rule)
         self._defers = rule.top_k <= FEW_PAIRS
         # The shared experts' first product then joins the router's launch, because the operands are alike.
         self.computes_shared = (

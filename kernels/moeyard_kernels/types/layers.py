@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from moeyard_kernels.types.gate import GateRule
+    from moeyard_kernels.types.matrix import Matrix
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GqaLayer:
@@ -94,3 +97,20 @@ class KdaLayer(DeltaLayer):
     num_heads: int
     head_dim: int
     wide: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateLayer:
+    """The router of a Mixture-of-Experts layer.
+
+    weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only. `dtype` is
+    the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its gate_up [2 I, H] and
+    down [H, I].
+    """
+
+    rule: GateRule
+    weight: Matrix
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    shared_gate: Matrix | None = None
+    shared: tuple[Matrix, Matrix] | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.gate import ExpertParts, GateRule
+from moeyard_kernels.types.layers import GateLayer
 from moeyard_worker.exchange.base import Dispatched, Exchange
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class Moe:
         if shared_gate_up is not None and shared_down is not None:
             weights = (shared_gate_up, shared_down)
             self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
-        self._gate = backend.gate(gate, gate_bias, rule, dtype=dtype, shared_gate=shared_gate, shared=weights)
+        self._gate = backend.gate(
+            GateLayer(rule=rule, weight=gate, bias=gate_bias, dtype=dtype, shared_gate=shared_gate, shared=weights)
+        )
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> ExpertParts:
         """Return the unreduced results of normalised rows x [num_rows, H]. Every rank calls this in every step, even
