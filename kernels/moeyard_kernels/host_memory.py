@@ -70,7 +70,7 @@ class HostWord:
             self.here = self.there = self._memory.bytes.view(torch.int64)
             if device.type == "cuda":
                 self.there = torch.as_tensor(_OnDevice(self.here.data_ptr()), device=device)
-        assert self.there.data_ptr() == self.here.data_ptr(), "a copy is no place that both know"
+        assert self.there.data_ptr() == self.here.data_ptr(), "the device sees a copy instead of the same memory"
 
 
 class _OnDevice:
@@ -122,7 +122,7 @@ def _open(lent: LentMemory, flags: int, access: int) -> mmap.mmap:
         try:
             found = os.fstat(fd)
             if (found.st_ino, found.st_size) != (lent.inode, lent.num_bytes):
-                raise ValueError(f"file {lent.fd} of process {lent.pid} is another one by now")
+                raise ValueError(f"file {lent.fd} of process {lent.pid} has been replaced by another file")
             return mmap.mmap(fd, lent.num_bytes, flags=mmap.MAP_SHARED, prot=access)
         finally:
             os.close(fd)

@@ -66,7 +66,7 @@ def test_more_gpus_than_cores_have_one_each(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_a_step_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, allocated=(0, 512))
-    with pytest.raises(RuntimeError, match="512 bytes are kept by steps of which only kernels were compiled"):
+    with pytest.raises(RuntimeError, match="512 bytes are still allocated by steps that only compiled kernels"):
         compile_ahead(gpu.steps(), DEVICE)
 
 

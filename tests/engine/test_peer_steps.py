@@ -533,7 +533,7 @@ def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
     losses = [cast(dict[str, Any], worker.wait()) for worker in fleet.workers]
     assert len({loss["reason"] for loss in losses}) == 1
     assert re.fullmatch(
-        r"--expert-fetch shared cannot be: rank 0: file \d+ of process \d+ is another one by now; "
+        r"--expert-fetch shared cannot be: rank 0: file \d+ of process \d+ has been replaced by another file; "
         r"use --expert-fetch alone.*",
         losses[0]["reason"],
     )

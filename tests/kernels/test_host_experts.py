@@ -100,7 +100,7 @@ def test_memory_of_another_process_is_read_where_it_lies() -> None:
             lender.stdin.flush()
             assert lender.stdout.readline() == "filled\n"
             assert ctypes.string_at(borrowed.address, num_bytes) == bytes([value]) * num_bytes
-        with pytest.raises(ValueError, match=f"file {fd} of process {pid} is another one by now"):
+        with pytest.raises(ValueError, match=f"file {fd} of process {pid} has been replaced by another file"):
             BorrowedMemory(replace(lent, inode=inode + 1), CPU)
         with pytest.raises(ValueError, match=f"memory of process {pid} cannot be mapped: .*No such file"):
             BorrowedMemory(replace(lent, fd=99), CPU)

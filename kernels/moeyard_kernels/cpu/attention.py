@@ -82,7 +82,7 @@ class CpuGqa:
         positions.
         """
         kept = part.kept
-        assert kept is not None, "nothing is to be compacted"
+        assert kept is not None, "only compacted prompts get here"
         if self._layer.window is None:
             rows = q[part.end - kept.window : part.end]
             found = snapkv(rows, k, length=kept.length, scale=self._layer.scale, budget=kept.count)

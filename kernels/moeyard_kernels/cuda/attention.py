@@ -105,7 +105,7 @@ class CudaMla:
 
     def _prompt(self, q_nope: torch.Tensor, q_rope: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         """Return [num_prompt, Hq, Dv], from keys and values decompressed per head."""
-        assert plan.flat is not None, "a plan with prompts is made flat too once there is latent attention"
+        assert plan.flat is not None, "latent attention needs a flat plan of prompts"
         rows = self._latents.flatten(0, 1).index_select(0, plan.prefix_entries)
         kv = ops.linear(rows[:, : self._rank].contiguous(), self._kv_b, static_weight=True)
         layer = self._layer

@@ -119,7 +119,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]], device: torch.device) ->
     torch.cuda.empty_cache()
     # Memory that was allocated before may be freed in the meantime.
     if (kept := torch.cuda.memory_allocated(device) - allocated) > 0:
-        raise RuntimeError(f"{kept} bytes are kept by steps of which only kernels were compiled")
+        raise RuntimeError(f"{kept} bytes are still allocated by steps that only compiled kernels")
     seconds = time.perf_counter() - begun
     log.info(
         "compiled %d kernels of %d steps in %.1f s, up to %d at once; %d more were in Triton's cache",

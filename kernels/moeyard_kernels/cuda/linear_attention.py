@@ -33,7 +33,7 @@ class _Delta:
     ) -> torch.Tensor:
         """qkv [num_rows, C], b [num_rows, H], a and gate as projected -> [num_rows, H Dv] in their dtype."""
         rows, layer = plan.state, self._layer
-        assert rows is not None, "a plan knows its slots once there is linear attention"
+        assert rows is not None, "linear attention needs a plan with slots"
         if rows.chunks is None and rows.restored is None and rows.slots is not None:
             # Products run between this launch and the launches of the step before that wrote these slots.
             inputs = (qkv, self._conv, layer.window, b, a, *self._rates, layer.state, gate, layer.norm, layer.eps)

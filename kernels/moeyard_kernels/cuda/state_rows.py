@@ -154,7 +154,7 @@ class StateInputs:
                 host["state_from"][n], host["state_to"][n] = slot_restored(chunk), slot_left(chunk)
         if self._decode:
             host["state_slots"][:] = -1
-            assert all(c.state_ring == 1 for c in decode), "steps of drafts have inputs of their own"
+            assert all(c.state_ring == 1 for c in decode), "steps with drafts use VerifiedRows"
             host["state_slots"][: len(decode)] = [c.state_slot for c in decode]
             if decode:
                 host["stand_in"][self._prompt + len(decode) :] = self._prompt

@@ -83,10 +83,7 @@ class Gdn:
         share = heads // self.num_k_heads
         k_end, v_end = 2 * self.k_dim, 2 * self.k_dim + share * self.v_dim
         pieces = ((0, self.k_dim), (self.k_dim, k_end), (k_end, v_end), (v_end, v_end + share * self.v_dim))
-        order = {
-            qkvz: (self.num_k_heads, pieces),
-            ba: (self.num_k_heads, ((0, share), (share, 2 * share))),
-        }
+        order = {qkvz: (self.num_k_heads, pieces), ba: (self.num_k_heads, ((0, share), (share, 2 * share)))}
         return regrouped(stacked((qkvz, self.num_channels + values), (ba, 2 * heads), width=hidden), order)
 
     def state(self) -> LayerState:

@@ -75,7 +75,7 @@ class EditCounts:
     def _count(self, chunk: Chunk, request: Request, here: set[RequestKey], before: Yielded | None) -> Counted:
         output: Sequence[int] = request.output
         if chunk.fed is not None:
-            assert before is not None, "a fed chunk has a step before it"
+            assert before is not None, "a fed chunk needs the step before"
             output = [*output, *before.results[chunk.fed].token_ids]
         p, known = request.sampling, self._counted.pop(request.key, None)
         found = Counted(known.slot if known is not None else self._free(here), p, len(output))

@@ -84,7 +84,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
             )
-        assert self._process.stdin is not None, "a pipe was asked for"
+        assert self._process.stdin is not None, "stdin is a pipe"
         with contextlib.suppress(BrokenPipeError), self._process.stdin as given:  # boundary: the reply has the reason
             given.write(self._vocabulary)
         reply = self._control.recv(1000)

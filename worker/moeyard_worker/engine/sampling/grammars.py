@@ -101,9 +101,9 @@ class Grammars:
         self._live: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self._forks: ForkServer | None = None
         if tokenizer_json is None:
-            self.refusal = "this server has no tokenizer, and a grammar is about text"
+            self.refusal = "this server has no tokenizer, which grammars need"
         elif not self.eos_token_ids:
-            self.refusal = "this model has no end-of-sequence token, which ends what a grammar has completed"
+            self.refusal = "this model has no end-of-sequence token, which grammars need"
         else:
             vocabulary = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": self.eos_token_ids}
             self._forks = ForkServer(json.dumps(vocabulary).encode())
@@ -138,7 +138,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         if (held := self._num_bytes) > MAX_BYTES:
             raise GrammarsFull(f"the grammars of running requests take {held >> 20} MiB, {MAX_BYTES >> 20} are allowed")
-        assert self._forks is not None, "a refusal comes first"
+        assert self._forks is not None, "the caller checks the refusal"
         compiled = CompiledGrammar(grammar, self._forks)
         with self._lock:
             self._live.add(compiled)
@@ -375,7 +375,7 @@ class GrammarQueue:
                 yield each, self._result(each) if done else _late(each)
 
     def _result(self, each: PendingGrammar) -> GrammarConstraint | Rejected:
-        assert self._grammars is not None, "it was compiled"
+        assert self._grammars is not None, "a compiled grammar has its compiler"
         try:
             matcher = each.compiled.result()
         except GrammarError as error:

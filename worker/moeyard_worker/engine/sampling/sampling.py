@@ -91,7 +91,7 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
     for chunk, request in zip(step.sampled, requests, strict=True):
         known: Sequence[int] = request.output
         if chunk.fed is not None:
-            assert before is not None, "a fed chunk has a step before it"
+            assert before is not None, "a fed chunk needs the step before"
             known = [*known, *before.results[chunk.fed].token_ids]
         first = chunk.num_tokens - chunk.num_sampled
         for row in range(first, chunk.num_tokens):
@@ -186,7 +186,7 @@ def read_tokens(done: SampledTokens, num_alternatives: Sequence[int | None]) -> 
 
 
 def _pairs(ids: torch.Tensor, logprobs: torch.Tensor | None) -> list[list[tuple[int, float]]]:
-    assert logprobs is not None, "likeliest tokens come with their log-probabilities"
+    assert logprobs is not None, "alternatives have log-probabilities"
     return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
 

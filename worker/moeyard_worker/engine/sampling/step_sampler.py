@@ -269,9 +269,9 @@ class StepSampler:
         only."""
         tokens.ids[where] = self.last_ids[where] = chosen.ids
         if chosen.logprobs is not None:
-            assert tokens.logprobs is not None, "they come with the alternatives"
-            assert tokens.ranks is not None, "they come with the alternatives"
-            assert chosen.ranks is not None, "they come together"
+            assert tokens.logprobs is not None, "tokens with log-probabilities were chosen for all rows"
+            assert tokens.ranks is not None, "tokens with log-probabilities were chosen for all rows"
+            assert chosen.ranks is not None, "log-probabilities come with ranks"
             tokens.logprobs[where], tokens.ranks[where] = chosen.logprobs, chosen.ranks
 
     def set_params(self, params: Sequence[SamplingParams]) -> None:

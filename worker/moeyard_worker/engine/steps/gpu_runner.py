@@ -204,7 +204,7 @@ class GpuRunner:
         peers: PeerRows | None = None,
     ) -> LaunchedStep:
         """See `Runner.launch`. Returns before the step has run, except for prompts of a model that drafts."""
-        assert self._drafts or not num_drafts, "no layer makes drafts"
+        assert self._drafts or not num_drafts, "drafts need a layer that makes them"
         peers = peers or PeerRows(self.rows_of(step), (step.num_prefill_tokens,))
         size = self._find(step, peers)
         found = None if size is None else self._graphs.step(size)

@@ -117,7 +117,7 @@ class StepGraphs:
         if not captured:
             return
         if not self._has_ended():
-            log.warning("a device still runs steps captured in the epoch that has ended: %d stay", len(captured))
+            log.warning("the device still runs steps of the ended epoch: %d stay allocated", len(captured))
             self._running.append(captured)
             return
         for step in captured.values():

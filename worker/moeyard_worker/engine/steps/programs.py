@@ -56,7 +56,7 @@ class StepState:
     @property
     def verified(self) -> VerifiedRows:
         """The rows of a step that verifies drafts."""
-        assert self.inputs.verified is not None, "a step of output rows of a model that drafts"
+        assert self.inputs.verified is not None, "only a step that verifies drafts has verified rows"
         return self.inputs.verified
 
 
@@ -153,14 +153,14 @@ class StepPrograms:
         """Make another draft, from a row that reads the draft before and its hidden state."""
         drafts = step.drafts[drawn]
         assert self._drafter is not None, "drafts need a layer that makes them"
-        assert drafts.end is not None, "there is a first one"
+        assert drafts.end is not None, "the first draft comes first"
         rows = step.verified.draft_rows(drafts.end + (number - 2))
         x = self._drafter.forward(drafts.tokens[number - 1], drafts.states[number - 1], rows)
         self._draw(step, drawn, number, x)
 
     def _draw(self, step: StepState, drawn: bool, number: int, x: torch.Tensor) -> None:
         size, drafts = step.inputs.size, step.drafts[drawn]
-        assert drafts.end is not None, "there is a first one"
+        assert drafts.end is not None, "the first draft comes first"
         arguments: dict[str, Any] = {}
         if drawn:
             arguments = {**self._sampler.params_of(size.sequences, size.queries), "positions": drafts.end + number}

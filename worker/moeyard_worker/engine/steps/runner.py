@@ -172,7 +172,7 @@ class Runner:
         found = chosen_logits(logits, ids.to(logits.device))
         results = accepted(fed, chosen, errors_of(rows))
         if num_drafts:
-            assert self.speculation is not None, "drafts were agreed on without a layer that makes any"
+            assert self.speculation is not None, "drafts need a layer that makes them"
             results = self.speculation.draft(
                 fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
             )
