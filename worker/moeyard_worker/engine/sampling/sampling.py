@@ -103,14 +103,14 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
                 # Request all masks before waiting for the first one: each grammar has its own process.
                 request.constraint.expect(output)
     return [
-        SampledRow(
-            params=request.sampling,
-            prompt=request.prompt,
-            output=output,
-            mask=None if request.constraint is None else request.constraint.mask(output),
-        )
+        SampledRow(params=request.sampling, prompt=request.prompt, output=output, mask=mask_of(request, output))
         for request, output in found
     ]
+
+
+def mask_of(request: Request, output: Sequence[int]) -> Mask | None:
+    """Return the mask of a request's grammar after `output`, None without a grammar. Waits for the mask."""
+    return None if request.constraint is None else request.constraint.mask(output)
 
 
 def errors_of(rows: Sequence[SampledRow]) -> dict[int, str]:
@@ -175,7 +175,10 @@ def read_tokens(done: SampledTokens, num_alternatives: Sequence[int | None]) -> 
     if done.logprobs is None or done.ranks is None:
         return [(token_id, None) for token_id in token_ids]
     logprobs, ranks = done.logprobs.tolist(), done.ranks.tolist()
-    top = [[]] * len(num_alternatives) if done.top_ids is None else _pairs(done.top_ids, done.top_logprobs)
+    top: list[list[tuple[int, float]]] = [[]] * len(num_alternatives)
+    if done.top_ids is not None and done.top_logprobs is not None:
+        pairs = zip(done.top_ids.tolist(), done.top_logprobs.tolist(), strict=True)
+        top = [list(zip(ids, values, strict=True)) for ids, values in pairs]
     answers: list[tuple[int, TokenLogprob | None]] = []
     for i, count in enumerate(num_alternatives):
         entry = None
@@ -183,11 +186,6 @@ def read_tokens(done: SampledTokens, num_alternatives: Sequence[int | None]) -> 
             entry = TokenLogprob(logprob=logprobs[i], rank=ranks[i], top=tuple(top[i][:count]))
         answers.append((token_ids[i], entry))
     return answers
-
-
-def _pairs(ids: torch.Tensor, logprobs: torch.Tensor | None) -> list[list[tuple[int, float]]]:
-    assert logprobs is not None, "alternatives have log-probabilities"
-    return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
 
 def _arguments(logits: torch.Tensor, rows: Sequence[SampledRow]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.sending import to_device
-from moeyard_worker.engine.sampling.sampling import SampledRow, choose
+from moeyard_worker.engine.sampling.sampling import SampledRow, choose, mask_of
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.models.decoder import Decoder
 from moeyard_worker.models.mtp import Drafter
@@ -118,8 +118,7 @@ class _Tail:
 
     def row_of_next(self) -> SampledRow:
         output = [*self.output, *self.drafts]
-        constraint = self._request.constraint
-        mask = None if constraint is None else constraint.mask(output)
+        mask = mask_of(self._request, output)
         return SampledRow(params=self._params, prompt=self._prompt, output=output, mask=mask)
 
     def chunk(self, number: int) -> Chunk:
