@@ -1,4 +1,4 @@
-"""What `ops` demands of its arguments; every function raises ValueError naming the argument and both values."""
+"""Argument checks of `ops`. Each function raises ValueError naming the argument and both values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def show(x: torch.Tensor) -> str:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Within it, wrappers on a GPU check index tensors too, which costs a host sync each. On a CPU they always are."""
+    """Check index tensors on a GPU too, at the cost of a host sync each. On a CPU they are always checked."""
     token = _CHECKED.set(True)
     try:
         yield
@@ -26,7 +26,7 @@ def checked() -> Iterator[None]:
 
 
 def check_indices(op: str, *, low: int, high: int, **indices: torch.Tensor) -> None:
-    """Raise ValueError unless every value of each named index tensor is in [low, high). Free on a GPU if unchecked."""
+    """Raise ValueError unless every value of each index tensor is in [low, high). On a GPU it needs `checked()`."""
     for name, index in indices.items():
         if index.numel() == 0 or (index.is_cuda and not _CHECKED.get()):
             continue
@@ -36,7 +36,7 @@ def check_indices(op: str, *, low: int, high: int, **indices: torch.Tensor) -> N
 
 
 def check_layout(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors are contiguous, on one device. None is passed over."""
+    """Raise ValueError unless all tensors are contiguous and on one device. None is skipped."""
     for name, x in tensors.items():
         if x is not None and not x.is_contiguous():
             raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
@@ -44,7 +44,7 @@ def check_layout(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on the first one's device. None is passed over."""
+    """Raise ValueError unless all tensors are on the first one's device. None is skipped."""
     given = [(name, x) for name, x in tensors.items() if x is not None]
     for name, x in given[1:]:
         if x.device != given[0][1].device:

@@ -1,4 +1,4 @@
-"""Who wants to know before Triton compiles a kernel, which takes seconds; and many compiled at once, ahead of time."""
+"""Notice before Triton compiles a kernel, which takes seconds, and parallel compilation ahead of time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(slots=True)
 class Compiled:
-    """How many kernels were compiled, and how many were in Triton's cache."""
+    """Numbers of kernels compiled, and found in Triton's cache."""
 
     count: int = 0
     found: int = 0
@@ -25,11 +25,11 @@ class Compiled:
 
 @contextmanager
 def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` before whatever kernels this thread compiles meanwhile, or loads: a device may have to idle for that.
+    """Call `tell` before this thread compiles or loads a kernel: a device may have to idle for that.
 
-    Triton asks its cache for every kernel that it is about to make or to load, each once in a process, so it is the
-    cache that tells. (Triton's hook for that purpose, `jit_cache_hook`, is given all arguments as JSON: kernels that
-    take layouts do not build with it.) What manages the cache already, does so still.
+    Triton looks in its cache for every kernel that it compiles or loads, once per process, so the cache manager calls
+    `tell`. Triton's hook for this purpose, `jit_cache_hook`, gets all arguments as JSON, which fails for kernels that
+    take layouts. An existing cache manager stays in use.
     """
     told, thread = [tell], threading.get_ident()
     earlier = knobs.cache.manager_class
@@ -47,7 +47,8 @@ def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Whoever has set another meanwhile may stand on this one, which then tells nobody any more, and keeps nobody.
+        # Another manager may have been derived from this one meanwhile. Clear `told`: it then calls nothing and holds
+        # no reference.
         told.clear()
         if knobs.cache.manager_class is Telling:
             knobs.cache.manager_class = earlier
@@ -55,12 +56,11 @@ def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator[Compiled]:
-    """Have kernels compiled, up to `at_once` beside each other, that this thread launches meanwhile; none is launched.
+    """Compile the kernels that this thread launches meanwhile, up to `at_once` in parallel, and launch none.
 
-    When this ends all of them are there for launches to come, in this process and in Triton's cache, and loaded onto
-    `device` if one is given. Until then what they were to write holds anything. Threads do, as Triton leaves Python's
-    lock but for a thirteenth of a compilation (measured: two take 0.54 of the time of one). One such context at a time.
-    Raises what a compilation raised.
+    Afterwards all of them are ready, in this process and in Triton's cache, and loaded onto `device` if given. Until
+    then their outputs are undefined. Threads suffice: Triton holds Python's lock for a thirteenth of a compilation
+    (measured: two threads take 0.54 of the time of one). Use one such context at a time. Raises a compilation's error.
     """
     launch, thread, compiled = JITFunction.run, threading.get_ident(), Compiled()
     earlier, lock, launched = knobs.compilation.listener, threading.Lock(), set[Any]()
@@ -88,13 +88,13 @@ def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator
             JITFunction.run, knobs.compilation.listener = launch, earlier
         caches = [cache[0] for function in launched for cache in function.device_caches.values()]
         for kernels in caches:
-            # Of launches that differ in how options are given, and not in what they are, Triton keeps one kernel, and
-            # of the others a promise of it, which cannot be launched.
+            # If launches give the same options in different ways, Triton keeps one kernel, and for the others a future
+            # of it, which cannot be launched.
             kernels.update({key: each.result() for key, each in kernels.items() if isinstance(each, FutureKernel)})
         if device is not None:
             found, launcher = {each for kernels in caches for each in kernels.values()}, driver.active.launcher_cls
-            # What launches a kernel is C code of Triton 3.6: threads have it made (0.1 s each) and drop what they load.
+            # Triton 3.6 launches a kernel by C code. Threads compile it (0.1 s each) and drop the module.
             list(pool.map(lambda kernel: launcher(kernel.src, kernel.metadata), found))
-            # One thread loads: all such modules have one name, and for one that was loaded before Python gives the last
-            # of that name, with the functions of whoever asked last. Among threads a kernel may get another's.
+            # Load launchers in one thread. All these modules share a name, and CPython can return the last one loaded
+            # under it: among threads a kernel may get another kernel's launcher.
             _ = [kernel.run for kernel in found]

@@ -1,20 +1,22 @@
-"""Programmatic dependent launch: a kernel is launched while the one before it in the stream still runs.
+"""Programmatic dependent launch: a kernel starts while the previous one in the stream still runs.
 
-A kernel launched with `dependent(x)` calls `wait_for_previous` before it reads or writes memory of the caller (what may
-come first says so where it stands). Its launch overlaps with the end of the kernel ahead: wholly, if that one called
-`let_next_begin`, a little otherwise. As each waits for its predecessor to complete, in every program, completion stays
-in order for the whole stream. Kernels of others are not launched early, and wait for ours as ever. Needs Hopper or
+A kernel launched with `dependent(x)` calls `wait_for_previous` before it reads or writes the caller's memory;
+exceptions are explained where they occur. Its launch overlaps the end of the previous kernel: fully if that one called
+`let_next_begin`, a little otherwise. Every program waits for the previous kernel to complete, so the whole stream
+completes in order. Kernels of other libraries are not launched early, and wait for ours as usual. This needs Hopper or
 later; elsewhere nothing changes.
 
-Which kernel does what was measured (docs/kernels.md). Kernels of few bytes let the next begin before they wait
-themselves: a launch takes more than a microsecond to arrive, and so arrives while the large product ahead of both still
-runs (a step of one row: 4 % less). The skinny product does it behind its wait, the merge of splits while its programs
-are few. `mla_decode_hopper` waits, and lets the merge begin when its programs are at their last results. The experts'
-first product waits and lets the second begin, which does the same where nothing was laid out, and first lets the next
-begin for one token's pairs (`grouped_slice`, which reads ids, or logits, and writes the choice by these, before it
-waits); other products and sampling only wait. The rest are launched as ever: programs of `gqa_decode` that come early
-settle unevenly (315 us, 270 without); the layout, of few programs, took longer. If their programs are few,
-`gqa_decode` and `rope_gqa_decode` do both.
+Measurements decided what each kernel does (docs/kernels.md):
+- Kernels of few bytes call `let_next_begin` before they wait. A launch takes over a microsecond to start, and so starts
+  while the large product before both still runs (4 % less for a step of one row).
+- The skinny product calls it after its wait, the merge of splits while it has few programs.
+- `mla_decode_hopper` waits, and lets the merge begin when its programs are at their last results.
+- The experts' first product waits and lets the second begin. Without a layout the second does the same. For one token's
+  pairs it first lets the next begin, and reads ids, or reads logits and writes the choice, before it waits
+  (`grouped_slice`).
+- Other products and sampling only wait.
+- `gqa_decode` and `rope_gqa_decode` do both if their programs are few. With many programs, early ones are placed
+  unevenly (315 us, not 270), so all other kernels launch as usual. The layout, with few programs, became slower too.
 """
 
 from collections.abc import Mapping
@@ -34,7 +36,7 @@ _EARLY: Mapping[str, bool] = MappingProxyType({"launch_pdl": True})
 
 @triton.jit
 def wait_for_previous():
-    """Wait until all memory that the launches before this one write is visible."""
+    """Wait until all writes of earlier launches are visible."""
     if not INTERPRETED:  # noqa: SIM102 - the interpreter would run the condition too
         if cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_wait()
@@ -42,12 +44,12 @@ def wait_for_previous():
 
 @triton.jit
 def let_next_begin():
-    """The next launch may begin, once all programs got here: in what multiprocessors have left, and up to its wait."""
+    """Let the next launch begin once all programs are here. It uses free multiprocessors and runs up to its wait."""
     if not INTERPRETED:  # noqa: SIM102 - as above
         if cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_launch_dependents()
 
 
 def dependent(x: torch.Tensor) -> Mapping[str, bool]:
-    """Options for the launch, on the device of x, of a kernel that calls `wait_for_previous`."""
+    """Return the launch options, on the device of x, of a kernel that calls `wait_for_previous`."""
     return _EARLY if capability(x) >= (9, 0) else _NEVER

@@ -1,21 +1,20 @@
-"""Which positions of a prompt stay by the scores of its keys: the choice of SnapKV (arXiv 2404.14469), on any device.
+"""Positions of a prompt that are kept, chosen by key scores: SnapKV (arXiv 2404.14469), on any device.
 
-Nothing here sums but `sum_rows`, in an order of its own: pooling takes maxima, and sorting is stable.
+Only `sum_rows` sums, in a fixed order. Pooling takes maxima, and sorting is stable.
 """
 
 import torch
 import torch.nn.functional as F
 
-# Neighbours that a key is pooled with, itself in the middle, as in the runs of the paper on LongBench.
+# Width of the pooling window, centred on the key, as in the paper's LongBench runs.
 POOLED = 7
 
 
 def best(scores: torch.Tensor, *, length: int, budget: int) -> torch.Tensor:
-    """Positions to keep of a prompt of `length`, ascending: int64 [heads, budget].
+    """Return the positions to keep of a prompt of `length`, ascending: int64 [heads, budget].
 
-    scores [heads, length - W] fp32 are those of the keys before the window of W <= budget < length. The window stays,
-    and of the positions before it those with the largest score among 3 neighbours to each side; of equal ones the
-    lower.
+    scores [heads, length - W] fp32 belong to the keys before the window of W <= budget < length. The window is kept,
+    and the positions before it with the largest score among 3 neighbours to each side. Ties keep the lower position.
     """
     window = length - scores.shape[1]
     pooled = F.max_pool1d(scores.unsqueeze(1), POOLED, stride=1, padding=POOLED // 2).squeeze(1)
@@ -24,12 +23,12 @@ def best(scores: torch.Tensor, *, length: int, budget: int) -> torch.Tensor:
 
 
 def latest(length: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The last `count` positions of `length`, [1, count] int64."""
+    """Return the last `count` positions of `length`, [1, count] int64."""
     return torch.arange(length - count, length, device=device).unsqueeze(0)
 
 
 def sum_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [R, ...] -> [...], halves onto halves: an order that only R decides, in additions of whole rows."""
+    """Sum x [R, ...] to [...], adding halves of whole rows. The order depends only on R."""
     while x.shape[0] > 1:
         half = x.shape[0] // 2
         folded = x[:half] + x[half : 2 * half]

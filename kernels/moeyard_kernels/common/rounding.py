@@ -1,7 +1,7 @@
-"""What Triton kernels share about rounding: where an fp32 value becomes one of the tensor's dtype, and the product.
+"""Triton: rounding of fp32 values to the tensor's dtype, and products.
 
-Where a product feeds a sum and the bits matter, kernels write `tl.fma`, or are launched with `enable_fp_fusion=False`,
-without which a GPU build contracts the two and the interpreter does not.
+If a product feeds a sum and the bits matter, kernels use `tl.fma` or are launched with `enable_fp_fusion=False`.
+Otherwise a GPU build contracts the two and the interpreter does not.
 """
 
 import triton
@@ -9,17 +9,17 @@ import triton.language as tl
 
 from moeyard_kernels.common.launch import interpreted
 
-# Read where Triton reads it: when the kernels are decorated.
+# Evaluated at import, as Triton evaluates it when it decorates the kernels.
 INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
 def round_to(b_x, DTYPE: tl.constexpr):
-    """fp32 values rounded to DTYPE (fp32 or bf16), ties to even, as fp32."""
+    """Round fp32 values to DTYPE (fp32 or bf16), ties to even, and return them as fp32."""
     if tl.float32 == DTYPE:
         b_y = b_x
     elif INTERPRETED:
-        # The interpreter truncates: add half of the last place that stays, less one where that place is even.
+        # The interpreter truncates: add half a unit in the last place, less one if that place is even.
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & -65536
         b_y = tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
@@ -30,13 +30,13 @@ def round_to(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def stored_as(b_x, DTYPE: tl.constexpr):
-    """fp32 values as DTYPE (fp32 or bf16), ties to even; for memory that the interpreter, too, stores bf16 into."""
+    """Convert fp32 values to DTYPE (fp32 or bf16), ties to even, for a bf16 store that also works when interpreted."""
     return (round_to(b_x, DTYPE) if INTERPRETED else b_x).to(DTYPE)
 
 
 @triton.jit
 def opaque(b_x, DTYPE: tl.constexpr):
-    """b_x of DTYPE (fp32 or bf16), through an instruction that Triton does not look into, as it is."""
+    """Return b_x of DTYPE (fp32 or bf16) through an instruction that Triton cannot optimise."""
     if not INTERPRETED:
         if tl.float32 == DTYPE:
             b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=tl.float32, is_pure=False, pack=1)
@@ -47,7 +47,7 @@ def opaque(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product(b_x, b_w, b_acc, SWAP: tl.constexpr):
-    """b_acc + b_x @ b_w.T in fp32, or its transpose if SWAP; the interpreter gets products of bf16 wrong."""
+    """Return b_acc + b_x @ b_w.T in fp32, or its transpose if SWAP. The interpreter needs fp32 inputs."""
     if INTERPRETED:
         b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
     if SWAP:

@@ -1,4 +1,4 @@
-"""What the wrappers of elementwise kernels ask of tensors whose rows may be slices of wider ones."""
+"""Stride checks of elementwise wrappers, whose rows may be slices of wider tensors."""
 
 import torch
 
@@ -6,7 +6,7 @@ from moeyard_kernels.common.checks import check_devices, show
 
 
 def check_rows(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on one device and contiguous in their last dimension. None is passed."""
+    """Raise ValueError unless all tensors are on one device and contiguous in their last dimension. None is skipped."""
     for name, x in tensors.items():
         if x is not None and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(
@@ -16,7 +16,7 @@ def check_rows(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def row_strides(op: str, name: str, x: torch.Tensor) -> tuple[int, int, int, int]:
-    """(A, B, stride of A, stride of B) such that row a * B + b of x [..., D] begins there; B is 1 where it can be.
+    """Return (A, B, stride of A, stride of B) of the rows of x [..., D]: row a * B + b. B is 1 if possible.
 
     Raises ValueError for more than three dimensions that are not contiguous.
     """
@@ -35,14 +35,14 @@ def row_strides(op: str, name: str, x: torch.Tensor) -> tuple[int, int, int, int
     raise ValueError(f"{op}: {name} {show(x)} with strides {x.stride()} is not contiguous")
 
 
-# Elements of rows that are so far apart, or a multiple of it, lie at multiples of 16 bytes wherever their base does.
+# Rows at multiples of this many elements are 16-byte aligned if their base is.
 _UNIT = 8
 
 
 def stride_unit(*rows: torch.Tensor) -> int:
-    """What a launch divides the row strides of matrices by, and its kernel multiplies them with: 8, or 1 for odd ones.
+    """Return the unit, 8 or 1, by which a launch divides row strides and its kernel multiplies them.
 
-    Without it the compiler knows nothing of a stride that it was told not to specialise on, and reads rows of bf16 two
-    bytes at a time; with it it reads 16, where the base is at a multiple of 16 bytes too (that it finds out itself).
+    The compiler knows nothing of a stride that it does not specialise on, and then reads bf16 rows two bytes at a time.
+    With a unit of 8 it reads 16 bytes if the base is 16-byte aligned, which it detects itself.
     """
     return _UNIT if all(x.stride(0) % _UNIT == 0 for x in rows) else 1

@@ -1,9 +1,8 @@
-"""Which kernel runs with which tile: stored per device and shape class, so that no server start ever tunes by surprise.
+"""Stored kernel configs per device and shape class, so that no server start tunes.
 
-Tiles may be tuned freely, because the order of a sum never depends on them (docs/kernels.md); the tests assert that
-over every list of configs. Each op's module has `CONFIGS` (all that may be stored), `shape_class(...)` (a short text
-such as "M16 N2112 K7168") and `default_config(...)`, used for shapes that nobody tuned. `python
-bench/kernel_times.py --tune` writes the files.
+Tiles can be tuned freely, because the order of a sum never depends on them (docs/kernels.md). The tests assert that for
+every config. Each op's module has `CONFIGS` (all configs that may be stored), `shape_class(...)` (a short text such as
+"M16 N2112 K7168") and `default_config(...)` for untuned shapes. `python bench/kernel_times.py --tune` writes the files.
 """
 
 import dataclasses
@@ -18,18 +17,18 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-# Of an H100 or H200, for which defaults cut what nobody tuned.
+# Multiprocessors of an H100 or H200; default configs assume them.
 MULTIPROCESSORS = 132
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-# The same chip beside slower memory: where its own file says nothing it runs by the other's.
+# The same chip with slower memory uses the other's configs for shape classes that its file lacks.
 _TUNED_AS = MappingProxyType({"NVIDIA H100 80GB HBM3": "NVIDIA H200"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What every launch is given. A family of kernels adds the name of one, `kernel`, and its own block sizes.
+    """Options of every launch. Kernel families add the kernel's name, `kernel`, and their block sizes.
 
-    num_warps and num_stages are Triton's: warps of a program, steps of a loop whose loads are on the way.
+    num_warps (per program) and num_stages (loop iterations in flight) are Triton's.
     """
 
     num_warps: int = 4
@@ -41,13 +40,13 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton itself takes of it."""
+        """Launch options of Triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowConfig(Config):
-    """For kernels that go over rows by themselves: BLOCK columns of one (or heads of a token) are a program."""
+    """Config of row kernels: a program takes BLOCK columns of a row (or heads of a token)."""
 
     kernel: Literal["rows"] = "rows"
     BLOCK: int
@@ -58,12 +57,12 @@ Table = dict[str, dict[str, dict[str, Any]]]
 
 
 def device_file(name: str) -> Path:
-    """Where the configs of a device live, by its name in CUDA."""
+    """Return the config file of a device, by its CUDA name."""
     return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
 
 
 def stored_for(name: str) -> Table:
-    """{op: {shape class: fields}} of one device's own file; empty where there is none. ValueError for a broken one."""
+    """Return {op: {shape class: fields}} of a device's file, {} without a file. Raises ValueError for invalid JSON."""
     path = device_file(name)
     if not path.exists():
         return {}
@@ -76,7 +75,7 @@ def stored_for(name: str) -> Table:
 
 @functools.cache
 def stored(name: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """What a device runs by, as `stored_for`: by another's file where its own says nothing."""
+    """Return a device's configs, completed by those of the device that it is tuned as."""
     table = stored_for(_TUNED_AS[name]) if name in _TUNED_AS else {}
     for op, classes in stored_for(name).items():
         table[op] = table.get(op, {}) | classes
@@ -84,9 +83,9 @@ def stored(name: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def parse(kinds: tuple[type[C], ...], fields: Mapping[str, Any]) -> C:
-    """The config of these fields: of the one of `kinds` that has a kernel of that name.
+    """Build the config of these fields, with the class among `kinds` that has this kernel.
 
-    Raises ValueError for a kernel that none has, for fields that it has not or lacks, and for values of another type.
+    Raises ValueError for an unknown kernel, for unknown or missing fields, and for values of another type.
     """
     for kind in kinds:
         wanted = get_type_hints(kind)
@@ -124,9 +123,9 @@ def _found(device: str, op: str, shape_class: str, kinds: tuple[type[C], ...]) -
 
 
 def choose(op: str, shape_class: str, x: torch.Tensor, kinds: tuple[type[C], ...], default: Callable[[], C]) -> C:
-    """The stored config of `op`, one of `kinds`, for the device of `x` and that class of shapes, or `default()`.
+    """Return the stored config of `op` for the device of `x` and this shape class, or `default()`.
 
-    Raises ValueError, naming the file, for a stored one that is none.
+    Raises ValueError, naming the file, for an invalid stored config.
     """
     if not x.is_cuda:
         return default()

@@ -1,4 +1,4 @@
-"""Triton: the norm behind linear attention, each head by itself, times its activated gate."""
+"""Triton: the norm after linear attention, per head, times its activated gate."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ def gated_rows(
     p_x, p_gate, p_weight, p_rows, p_out, i_block, num_rows, H: tl.constexpr, stride_gate, D: tl.constexpr, eps,
     SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Heads [i_block BR, i_block BR + BR) of contiguous [num_rows, D], row t H + h being head h; see the kernel."""
-    # A weight in fp32 rounds nothing before the gate: see the oracle.
+    """Normalise heads [i_block BR, i_block BR + BR) of contiguous [num_rows, D]; row t H + h is head h of token t."""
+    # With an fp32 weight nothing is rounded before the gate, as in the reference.
     DTYPE: tl.constexpr = p_weight.dtype.element_ty
     o_r = i_block * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
@@ -34,7 +34,7 @@ def gated_rows(
         b_gate = tl.load(p_bgate, mask=m_x, other=0.0).to(tl.float32)
         b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     if FROM_ROWS:
-        # Most rows are their own: those do not wait until that is known.
+        # Most rows map to themselves: their loads do not wait for the mapping.
         i_from = tl.load(p_rows + i_token, mask=o_r < num_rows, other=0)
         p_other = p_x + ((i_from * H + i_h) * D)[:, None] + o_d[None, :]
         b_x = tl.load(p_other, mask=m_x & (i_from != i_token)[:, None], other=b_x)
@@ -55,7 +55,7 @@ def _gated_rms_norm_kernel(
     SIGMOID: tl.constexpr, FROM_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
     UNIT: tl.constexpr
 ):  # fmt: skip
-    """Grid: (ceil(num_rows / BR),). FROM_ROWS: token t's heads are those of token p_rows[t]. EVEN: no tile has a rest.
+    """Grid: (ceil(num_rows / BR),). FROM_ROWS: token t's heads are those of token p_rows[t]. EVEN: all tiles are full.
 
     stride_gate is in units of UNIT elements.
     """
@@ -79,7 +79,7 @@ def gated_rms_norm(
         check_indices("gated_rms_norm", low=0, high=num_tokens, rows=rows)
     together, block = row_tile(dim)
     num_rows = num_tokens * heads
-    # Rows are counted in 32 bits.
+    # The kernel counts rows in 32 bits.
     if num_rows + together > MAX_GRID_X:
         raise ValueError(f"gated_rms_norm: {list(x.shape)} exceeds the grid of a GPU")
     out, unit = new_output(num_tokens, heads * dim, like=x), stride_unit(gate)

@@ -1,4 +1,4 @@
-"""Triton: what follows the fused down projection of latent attention: two norms and a copy, in one launch."""
+"""Triton: two norms and a copy after the fused down projection of latent attention, in one launch."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def _mla_split_qkv_a_norm_kernel(
     p_x, p_q_weight, p_kv_weight, p_q, p_kv, p_rope, num_rows, stride_x, DQ, DKV, DR, eps, num_q_blocks,
     BRQ: tl.constexpr, BDQ: tl.constexpr, BRKV: tl.constexpr, BDKV: tl.constexpr, BDR: tl.constexpr
 ):  # fmt: skip
-    """The first programs normalise queries, the others latents and copy what follows them.
+    """Normalise queries in the first programs; in the others, normalise latents and copy the values after them.
 
     Grid: (num_q_blocks + ceil(num_rows / BRKV),), num_q_blocks = ceil(num_rows / BRQ).
     """

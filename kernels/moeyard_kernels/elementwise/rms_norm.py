@@ -1,7 +1,7 @@
 """Triton: root-mean-square normalisation, alone and fused with the residual addition.
 
-A sum over a row is a tree whose shape follows from the tile, so the tile follows from D alone: every kernel that
-normalises rows takes its from `row_tile` and its arithmetic from `normed`, and they agree bit for bit.
+A sum over a row is a tree whose shape depends on the tile, so the tile depends only on D. Every kernel that normalises
+rows takes its tile from `row_tile` and its arithmetic from `normed`, so all of them agree bit for bit.
 """
 
 import torch
@@ -13,20 +13,20 @@ from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout, 
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.common.rows import check_rows, row_strides
 
-# Elements per program, and warps: two 16-byte loads per thread at the least, whose programs fill a multiprocessor twice
-# as deep as one would (9.9 us of 10.4 at 4096 x 2048 on an H200).
+# Elements per program, and warps: at least two 16-byte loads per thread. A multiprocessor then has twice the bytes in
+# flight that one load would give (4096 x 2048 on an H200: 9.9 us, not 10.4).
 _TILE, NUM_WARPS = 2048, 4
 
 
 def row_tile(dim: int) -> tuple[int, int]:
-    """(BR, BD): rows per program and their padded length. Of D alone: other tiles sum in another order."""
+    """Return (BR, BD): rows per program and their padded length. They depend on D only: the tile orders the sum."""
     block = max(16, triton.next_power_of_2(dim))
     return max(1, _TILE // block), block
 
 
 @triton.jit
 def row_scale(b_x, D, eps):
-    """[BR, 1]: 1 / sqrt(mean(x^2) + eps) of rows b_x [BR, BD] fp32, zero past D."""
+    """Return [BR, 1]: 1 / sqrt(mean(x^2) + eps) of rows b_x [BR, BD] fp32, which are zero past D."""
     b_square = tl.sum(b_x * b_x, 1)
     b_mean = tl.div_rn(b_square, tl.full([b_x.shape[0]], D, tl.float32))
     b_scale = tl.div_rn(tl.full([b_x.shape[0]], 1.0, tl.float32), tl.sqrt_rn(b_mean + eps))
@@ -35,9 +35,9 @@ def row_scale(b_x, D, eps):
 
 @triton.jit
 def normed(b_x, b_weight, D, eps, DTYPE: tl.constexpr):
-    """weight * round(x / sqrt(mean(x^2) + eps)), before its last rounding; b_x [BR, BD] fp32, zero past D.
+    """Return weight * round(x / sqrt(mean(x^2) + eps)) before its last rounding; b_x [BR, BD] fp32 is zero past D.
 
-    DTYPE: the weight's. It is that of the rows, or fp32, which rounds nothing before the product.
+    DTYPE: the weight's, which is that of the rows, or fp32. With fp32 nothing is rounded before the product.
     """
     return round_to(b_x * row_scale(b_x, D, eps), DTYPE) * b_weight[None, :]
 
@@ -59,7 +59,7 @@ def norm_rows(
 
 @triton.jit
 def _rms_norm_kernel(p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR: tl.constexpr, BD: tl.constexpr):
-    """Rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
+    """Normalise rows (a, b) for a in [i_a BR, i_a BR + BR) and one b. Grid: (ceil(A / BR), B)."""
     let_next_begin()
     wait_for_previous()
     i_b = tl.program_id(1).to(tl.int64)
@@ -72,7 +72,7 @@ def _rms_norm_kernel(p_x, p_weight, p_out, A, B, stride_a, stride_b, D, eps, BR:
 def _add_rms_norm_kernel(
     p_x, p_residual, p_weight, p_out, p_total, num_rows, D, eps, BR: tl.constexpr, BD: tl.constexpr
 ):
-    """Rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
+    """Normalise rows [i_r BR, i_r BR + BR) of contiguous [num_rows, D]. Grid: (ceil(num_rows / BR),)."""
     let_next_begin()
     wait_for_previous()
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)

@@ -1,4 +1,4 @@
-"""Triton: a gate on whole rows, as its own rounded pass."""
+"""Triton: a gate on whole rows, as a separate rounded pass."""
 
 import torch
 import triton
@@ -16,19 +16,19 @@ CONFIGS = tuple(
 
 
 def shape_class(num_rows: int, hidden: int) -> str:
-    """Decode steps want many small programs, prompts few large ones."""
+    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
     return f"{'few' if num_rows <= 64 else 'many'} H{hidden}"
 
 
 def default_config(num_rows: int, hidden: int) -> RowConfig:
-    """The config of shapes that nobody tuned."""
+    """Return the config of untuned shapes."""
     block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
     return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
 def scaled(b_x, b_scale, SIGMOID: tl.constexpr, DTYPE: tl.constexpr):
-    """b_x times b_scale or its sigmoid, in fp32, rounded to DTYPE, as fp32."""
+    """Multiply b_x by b_scale or its sigmoid in fp32, round to DTYPE, and return fp32."""
     b_scale = b_scale.to(tl.float32)
     if SIGMOID:
         b_scale = 1.0 / (1.0 + tl.exp(-b_scale))
@@ -37,7 +37,7 @@ def scaled(b_x, b_scale, SIGMOID: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _scale_rows_kernel(p_x, p_scale, H, BH: tl.constexpr, SIGMOID: tl.constexpr):
-    """One program scales one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
+    """Scale one row's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     let_next_begin()
     wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)

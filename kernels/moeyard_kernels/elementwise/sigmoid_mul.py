@@ -1,4 +1,4 @@
-"""Triton: what an output gate lets through, value by value."""
+"""Triton: an output gate: each value times the sigmoid of its gate."""
 
 import torch
 import triton
@@ -16,19 +16,19 @@ CONFIGS = tuple(
 
 
 def shape_class(num_rows: int, width: int) -> str:
-    """Decode steps want many small programs, prompts few large ones."""
+    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
     return f"{'few' if num_rows <= 64 else 'many'} N{width}"
 
 
 def default_config(num_rows: int, width: int) -> RowConfig:
-    """The config of shapes that nobody tuned."""
+    """Return the config of untuned shapes."""
     block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(width)))
     return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
 def _sigmoid_mul_kernel(p_x, p_gate, p_out, stride_x, stride_gate, N, BN: tl.constexpr):
-    """One row's columns [i_n BN, i_n BN + BN). Grid: (M, ceil(N / BN))."""
+    """Gate one row's columns [i_n BN, i_n BN + BN). Grid: (M, ceil(N / BN))."""
     let_next_begin()
     wait_for_previous()
     i_m = tl.program_id(0).to(tl.int64)

@@ -17,25 +17,25 @@ CONFIGS = tuple(
 
 
 def shape_class(num_rows: int, inner: int) -> str:
-    """Decode steps want many small programs, prompts few large ones."""
+    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
     return f"{'few' if num_rows <= 64 else 'many'} I{inner}"
 
 
 def default_config(num_rows: int, inner: int) -> RowConfig:
-    """The config of shapes that nobody tuned."""
+    """Return the config of untuned shapes."""
     block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(inner)))
     return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
 def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr):
-    """round(round(silu(gate)) * up) of fp32 values, both roundings to DTYPE; the last is left to the store."""
+    """Return round(silu(gate)) * up of fp32 values, with the rounding to DTYPE. The store rounds the product."""
     return round_to(b_gate / (1.0 + tl.exp(-b_gate)), DTYPE) * b_up
 
 
 @triton.jit
 def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
-    """One program activates one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
+    """Activate one row's columns [i_i BI, i_i BI + BI). Grid: (M, ceil(I / BI))."""
     let_next_begin()
     wait_for_previous()
     i_m = tl.program_id(0).to(tl.int64)

@@ -1,11 +1,11 @@
-"""Triton: one visit of a layer by decode rows, decided where the rows are, by one program in one launch.
+"""Triton: one visit of a layer by decode rows, decided on the device by one program in one launch.
 
-The needed experts are counted from the ids. Those with a slot are hits; each of the others takes the slot whose rank is
-the smallest of all that its wave does not use (see `moeyard_kernels.types.expert_ranks`). While a wave is decided its
-own slots rank last of all, and get their true ranks when it is complete. A search reads all ranks, BS at a time: a few
-microseconds, where copying the expert takes a hundred and more.
+The program counts the needed experts from the ids. Experts with a slot are hits. Every other expert takes the slot of
+smallest rank that its wave does not use (`moeyard_kernels.types.expert_ranks`). While a wave is decided, its slots have
+the largest rank; they get their true ranks when it is complete. A search reads all ranks, BS at a time. It takes a few
+microseconds, while copying the expert takes a hundred and more.
 
-Memory that some threads of the program write and others read is kept apart by barriers, ahead of every search.
+Barriers before every search separate writes of some threads from reads of others.
 """
 
 import torch
@@ -34,20 +34,20 @@ _KEY_BITS = tl.constexpr(expert_ranks.KEY_BITS)
 _LAST_VISIT = tl.constexpr(expert_ranks.LAST_VISIT)
 _POWER_SHIFT = tl.constexpr(expert_ranks.POWER_SHIFT)
 _RECENT = tl.constexpr(expert_ranks.RECENT)
-# Above every rank: what the wave at hand needs.
+# Above every rank: slots that the current wave needs.
 _PINNED = tl.constexpr(2**63 - 1)
 _STEP, _VISIT, _LAYER = tl.constexpr(STEP), tl.constexpr(VISIT), tl.constexpr(LAYER)
 _HITS, _HITS_PROTECTED = tl.constexpr(HITS_PROBATION), tl.constexpr(HITS_PROTECTED)
 _MISSES = tl.constexpr(MISSES)
 _EVICTED, _EVICTED_PROTECTED = tl.constexpr(EVICTED_PROBATION), tl.constexpr(EVICTED_PROTECTED)
-# Ids counted and ranks compared at a time.
+# Ids counted at a time, and most ranks compared at a time.
 _BP = 1024
 _MOST_BS = 4096
 
 
 @triton.jit
 def _smallest(p_ranks, S, BS: tl.constexpr):
-    """The slot of the smallest rank."""
+    """Return the slot of the smallest rank."""
     b_best = tl.full([], _PINNED, tl.int64)
     b_slot = tl.full([], 0, tl.int32)
     for i_s in range(0, S, BS):
@@ -118,7 +118,7 @@ def _cache_access_kernel(
     b_left = m_miss.to(tl.int32)
     n_evicted = tl.full([], 0, tl.int32)
     for i_w in range(WAVES):
-        # Summed anew: of a number counted down from wave to wave Triton 3.6 takes the first value in every wave.
+        # Summed again in each wave: Triton 3.6 would use the first value of a loop-carried count in every wave.
         n_now = tl.minimum(tl.sum(b_left, 0), tl.where(i_w == 0, tl.maximum(LIMIT - n_hits, 0), LIMIT))
         b_table = tl.full([BE], -1, tl.int32)
         for _ in range(n_now):

@@ -1,11 +1,11 @@
 """Triton: pairs grouped by expert, padded to blocks of rows, without a host sync.
 
-Every program counts all pairs by itself (a histogram of a few hundred values costs less than a launch) and places its
-own BP of them: row = start of the expert + number of earlier pairs of the same one, by comparing with all of them.
-More pairs than `ONE_LAUNCH` are counted in chunks by a launch of their own, whose table stands in for the histogram:
-each program adds up its rows, or, where there are more than `_FEW_CHUNKS`, another launch does so once for all.
-Whoever places the first pair of a block names its slot, and whoever places an expert's last pair marks the padding, so
-the cost depends neither on the capacity of the tensors nor on the number of slots (which may be those of all layers).
+Every program counts all pairs, since a histogram of a few hundred values costs less than a launch. It then places BP of
+them: row = start of the expert + number of earlier pairs of that expert, found by comparison with all pairs. Above
+`ONE_LAUNCH` pairs, another launch counts chunks into a table that replaces the histogram. Each program adds up the
+table's rows; above `_FEW_CHUNKS` rows a third launch adds them up once for all programs. The program that places the
+first pair of a block writes its slot, and the program that places an expert's last pair marks the padding. So the cost
+depends neither on the capacity of the tensors nor on the number of slots, which may be those of all layers.
 """
 
 import torch
@@ -15,22 +15,24 @@ import triton.language as tl
 from moeyard_kernels.common import launch
 from moeyard_kernels.types.expert_layout import ExpertLayout, max_blocks
 
-# Pairs of one launch (half of over 256 experts): 2048 took 5.9 us, in two 8.4, of 128 experts, of 384 9.3, 7.9.
+# The most pairs of one launch; half of it above 256 experts. 2048 pairs of 128 experts took 5.9 us in one launch and
+# 8.4 in two; of 384 experts 9.3 and 7.9.
 ONE_LAUNCH = 2048
-# Pairs per row of the table of counts when there are more: each pair is compared with all of its row.
+# Pairs per row of the table of counts. Each pair is compared with all pairs of its row.
 _CHUNK = 256
-# Rows of that table that every program adds up by itself: of 128 a launch took 9.5 us less, of 32 0.8 more (H100).
+# The most table rows that every program adds up itself. A separate launch saved 9.5 us for 128 rows and cost 0.8 for 32
+# (H100).
 _FEW_CHUNKS = 64
-# Columns of the table, and rows at once, of a program that adds it up.
+# Columns of the table per program that adds it up, and rows at a time.
 _BS, _BT = 16, 128
-# Pairs placed by one program, of few and of many.
+# Pairs placed by one program, if there are few and if there are many.
 _BP = 8
 _BP_MANY = 128
 
 
 @triton.jit
 def _experts(p_ids, p_slot_of_expert, o_p, m_p):
-    """Expert and slot of each pair, both -1 where the pair is masked or its expert is not here."""
+    """Return expert and slot of each pair, both -1 if the pair is masked or its expert has no slot."""
     b_id = tl.load(p_ids + o_p, mask=m_p, other=-1).to(tl.int32)
     b_slot = tl.load(p_slot_of_expert + b_id, mask=b_id >= 0, other=-1)
     return tl.where(b_slot >= 0, b_id, -1), b_slot
@@ -48,7 +50,7 @@ def _count_kernel(p_ids, p_slot_of_expert, p_table, P, BC: tl.constexpr, BE: tl.
 
 @triton.jit(do_not_specialize=["CHUNKS"])
 def _sum_kernel(p_table, p_counts, E, CHUNKS, BE: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr):
-    """Put in place of each chunk's counts those of all chunks before it; p_counts: of all. Grid: (BE / BS,)."""
+    """Replace each chunk's counts by those of all earlier chunks; p_counts: totals. Grid: (BE / BS,)."""
     o_e = tl.program_id(0) * BS + tl.arange(0, BS)
     b_sum = tl.zeros([BS], dtype=tl.int32)
     for i_t in range(0, CHUNKS, BT):
@@ -67,8 +69,9 @@ def _place_kernel(
     ONE: tl.constexpr, SUMMED: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
-    """Place BP pairs. Grid: (ceil(P / BP),). BC pairs a chunk (all of them if ONE), BE >= E, BT table rows. SUMMED:
-    `_sum_kernel` has been there."""
+    """Place BP pairs. Grid: (ceil(P / BP),).
+
+    BC pairs per chunk (all pairs if ONE), BE >= E, BT table rows at a time. SUMMED: `_sum_kernel` ran before."""
     i_p = tl.program_id(0)
     o_p = i_p * BP + tl.arange(0, BP)
     o_c = i_p * BP // BC * BC + tl.arange(0, BC)
@@ -107,7 +110,7 @@ def _place_kernel(
     m_last = m_here & (b_left == 0)
     has_last = 1
     if not ONE:
-        # Few programs of many have an expert's last pair.
+        # Only a few of many programs have an expert's last pair.
         has_last = tl.max(m_last.to(tl.int32), 0)
     if has_last > 0:
         o_r = tl.arange(0, BR)
@@ -118,7 +121,7 @@ def _place_kernel(
 def expert_layout(
     topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
-    """See `moeyard_kernels.ops.expert_layout`: one launch of few pairs, two or three of more."""
+    """See `moeyard_kernels.ops.expert_layout`. It takes one launch for few pairs, else two or three."""
     launch.check_layout("expert_layout", topk_ids=topk_ids, slot_of_expert=slot_of_expert)
     launch.check_indices("expert_layout", low=-1, high=slot_of_expert.shape[0], topk_ids=topk_ids)
     launch.check_indices("expert_layout", low=-1, high=num_slots, slot_of_expert=slot_of_expert)

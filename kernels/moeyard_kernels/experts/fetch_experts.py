@@ -1,14 +1,14 @@
-"""Triton: missed experts of all ranks of a host over the links of all of them. What it does is in `fetch_window`.
+"""Triton: fetch the missed experts of all ranks of a host over all their links; the protocol is in `fetch_window`.
 
-One launch, of programs of two kinds. The first program tells all ranks what this one misses. READERS then copy out of
-memory of the host: first what they read for others, unit by unit into the owner's staging memory, each followed by its
-flag with release at system scope, as others wait for it; then what this rank reads for itself, straight into its slots,
-block by block as `gather_experts` does. MOVERS wait for the units that others have read for this rank, each with
-acquire, and copy them from staging to the slots, so that little is left to do when the last one comes.
+One launch has two kinds of programs. The first program sends this rank's list of misses to all ranks. READERS copy from
+host memory. First they read for peers, unit by unit, into the owner's staging memory. The flag of
+each unit follows with release at system scope, because the owner waits for it. Then they read for this rank, directly
+into its slots, in the blocks of `gather_experts`. MOVERS wait for the units that peers read for this rank, each with
+acquire. They copy them from staging to the slots, so that little work is left when the last unit arrives.
 
-Each program finds for itself whether the lists have come, and they may differ where time runs out. Whatever the others
-do, a reader without lists reads its share of all that this rank misses, and a mover without lists, or without a unit,
-reads that unit itself: then some is read twice, and nothing is left out.
+Each program checks for itself whether the lists have arrived, and programs may disagree at a timeout. Whatever the
+others see, a reader without lists reads its share of all misses of this rank, and a mover without lists or without a
+unit reads the unit itself. So some units may be read twice, but none is missing.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _FOR_PEERS, _BY_PEERS = tl.constexpr(expert_residency.FOR_PEERS), tl.constexpr(e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchConfig(Config):
-    """Programs that read from the host, and that move what others have read; MOST_PROGRAMS at most. Blocks of BYTES."""
+    """READERS read from the host, MOVERS copy what peers read; together at most MOST_PROGRAMS. Blocks of BYTES."""
 
     READERS: int = 8
     MOVERS: int = 8
@@ -50,7 +50,7 @@ CONFIGS = tuple(
 
 @triton.jit
 def _copy(p_from, p_to, begin, n, step, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """The blocks of n values that begin at `begin` and every `step` values behind it. EVEN: BLOCK divides n."""
+    """Copy the blocks of n values at `begin` and every `step` values after it. EVEN: BLOCK divides n."""
     for i_n in range(begin, n, step):
         o_n = i_n + tl.arange(0, BLOCK)
         if EVEN:
@@ -61,7 +61,7 @@ def _copy(p_from, p_to, begin, n, step, BLOCK: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def _of(b_values, o, i):
-    """The value of number i."""
+    """Return the value at number i."""
     return tl.sum(tl.where(o == i, b_values, 0), 0)
 
 
@@ -69,7 +69,7 @@ def _of(b_values, o, i):
 def _tell(
     p_windows, rank, epoch, b_place, b_miss, b_at, n_own, WORLD: tl.constexpr, STAGED: tl.constexpr, BL: tl.constexpr
 ):
-    """What this rank misses, to all ranks: how many, and the places of the last STAGED in its store."""
+    """Send this rank's misses to all ranks: their number, and the places of the last STAGED in its store."""
     o_l = tl.arange(0, BL)
     b_number = n_own - tl.minimum(n_own, STAGED) + o_l
     m_named = (b_miss[:, None] > 0) & (b_at[:, None] == b_number[None, :])
@@ -86,7 +86,7 @@ def _tell(
 
 @triton.jit
 def _fail_once(p_state, p_fault, epoch, layer, ranks):
-    """The first program of this rank that has waited in vain says for whom."""
+    """Record the missing ranks, unless another program of this rank has recorded a failure."""
     if tl.atomic_xchg(p_state + _POISONED, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu") == 0:
         fail(p_state, p_fault, epoch, layer, ranks, _FETCH, _SILENT)
 
@@ -99,7 +99,7 @@ def _fetch_experts_kernel(
     BL: tl.constexpr, BLOCK: tl.constexpr, READERS: tl.constexpr, MOVERS: tl.constexpr, TELL: tl.constexpr,
     COUNTED: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """Values as integers of their size, UNIT of them in a unit. Grid: (READERS + MOVERS,), or (1,) to TELL alone."""
+    """Values are integers of their size, UNIT per unit. Grid: (READERS + MOVERS,), or (1,) to TELL only."""
     UP: tl.constexpr = (N_UP + UNIT - 1) // UNIT
     UNITS: tl.constexpr = UP + (N_DOWN + UNIT - 1) // UNIT
     EVEN: tl.constexpr = N_UP % BLOCK == 0 and N_DOWN % BLOCK == 0
@@ -111,18 +111,18 @@ def _fetch_experts_kernel(
     o_e, o_w = tl.arange(0, BE), tl.arange(0, BW)
     b_slot = tl.load(p_table + o_e, mask=o_e < E, other=-1)
     b_miss = (b_slot >= 0).to(tl.int32)
-    # The number of each among what this rank misses.
+    # Index of each expert among this rank's misses.
     b_at = tl.where(b_miss > 0, tl.cumsum(b_miss, 0) - 1, -1)
     n_own = tl.sum(b_miss, 0)
     shared = tl.load(p_fetch + _SHARED) != 0
     epoch = tl.load(p_state + _DISPATCHED)
     own = tl.load(p_windows + rank)
 
-    # Without lists: all that this rank misses is its own affair.
+    # Without lists this rank reads all of its misses itself.
     b_units = tl.zeros([BW], dtype=tl.int32)
     b_lent, b_before, b_helped = b_units, b_units, b_units
     kept, begin, end, informed = n_own * UNITS, 0, 0, 0
-    # Another program of this launch may be failing, and all threads of this one have to see the same.
+    # Another program of this launch may be failing. An atomic makes all threads of this one see the same value.
     sound = tl.atomic_add(p_state + _POISONED, tl.full((), 0, tl.int64), sem="relaxed", scope="gpu") == 0
     if shared & sound:
         if TELL:  # noqa: SIM102 - the compiler wants to know first
@@ -145,7 +145,7 @@ def _fetch_experts_kernel(
                 b_lent = tl.minimum(tl.maximum(b_units - share, 0), STAGED * UNITS)
                 b_room = tl.where(o_w < WORLD, tl.maximum(share - b_units, 0), 0)
                 b_before = tl.cumsum(b_lent, 0) - b_lent
-                # Where in what is lent each rank's room ends.
+                # End of each rank's part of the offered units.
                 b_helped = tl.cumsum(b_room, 0)
                 end = tl.minimum(_of(b_helped, o_w, rank), tl.sum(b_lent, 0))
                 begin = tl.minimum(_of(b_helped - b_room, o_w, rank), end)
@@ -193,7 +193,7 @@ def _fetch_experts_kernel(
                         tl.store(p_counts + _NANOSECONDS, tl.load(p_counts + _NANOSECONDS) + spent)
     if MOVERS > 0:  # noqa: SIM102 - as above
         if shared & (i_p >= READERS):
-            # A unit is the same program's whatever is known of it.
+            # Units are assigned to programs in the same way with and without lists.
             staged = tl.where(informed > 0, kept, 0)
             first = staged + (i_p - READERS + MOVERS - staged % MOVERS) % MOVERS
             left = tl.where(informed > 0, wide(limit), 0)
@@ -245,7 +245,7 @@ def fetch_experts(
     launch.check_layout("fetch_experts", store=store)
     launch.check_layout("fetch_experts", table=table, gate_up=gate_up, down=down, windows=window.table)
     launch.check_indices("fetch_experts", low=-1, high=gate_up.shape[0], table=table)
-    # As integers of their size, which no interpreter rounds.
+    # Integers of the same size, which the interpreter does not round.
     word, shape, peer = torch.int16 if store.itemsize == 2 else torch.int32, window.shape, window.peer
     readers, movers = config.READERS if read else 0, config.MOVERS if move else 0
     assert readers + movers <= fetch_window.MOST_PROGRAMS, config

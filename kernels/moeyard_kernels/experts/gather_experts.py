@@ -1,8 +1,8 @@
-"""Triton: experts copied from pinned host memory into their slots, by a list that lies on the device.
+"""Triton: copy experts from pinned host memory into their slots, by a list on the device.
 
-The table of a wave is the list: every program reads it, and copies its share of every expert that has a slot there,
-BLOCK values at a time. Few programs are enough for the link (8 with 32 KiB each on the way reach it; more gain nothing)
-and leave the other multiprocessors to the rows that hit. Where the table is empty they leave at once.
+The list is the table of a wave. Every program reads it, and copies its share of each expert that has a slot there,
+BLOCK values at a time. Eight programs with 32 KiB each in flight saturate the link; more gain nothing. The other
+multiprocessors stay free for rows that hit. If the table is empty, all programs exit at once.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NANOSECONDS = tl.constexpr(GATHER_NANOSECONDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherConfig(Config):
-    """PROGRAMS copy blocks of BYTES in turn."""
+    """PROGRAMS programs copy blocks of BYTES in turn."""
 
     PROGRAMS: int = 8
     BYTES: int = 32768
@@ -34,7 +34,7 @@ CONFIGS = tuple(
 
 @triton.jit
 def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
-    """N values, each program its blocks."""
+    """Copy this program's blocks of N values."""
     for i_n in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
         o_n = i_n + tl.arange(0, BLOCK)
         if N % BLOCK:
@@ -48,9 +48,9 @@ def _gather_experts_kernel(
     p_store, p_table, p_gate_up, p_down, p_counts, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr,
     BE: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,).
+    """Copy p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,).
 
-    If TIMED the first program adds the nanoseconds that it took to p_counts.
+    TIMED: the first program adds its nanoseconds to p_counts.
     """
     o_e = tl.arange(0, BE)
     b_slot = tl.load(p_table + o_e, mask=o_e < E, other=-1)
@@ -87,7 +87,7 @@ def gather_experts(
     launch.check_layout("gather_experts", store=store)
     launch.check_layout("gather_experts", table=table, gate_up=gate_up, down=down)
     launch.check_indices("gather_experts", low=-1, high=gate_up.shape[0], table=table)
-    # As integers of their size, which no interpreter rounds.
+    # Integers of the same size, which the interpreter does not round.
     word = torch.int16 if store.itemsize == 2 else torch.int32
     _gather_experts_kernel[(config.PROGRAMS,)](
         store.view(word), table, gate_up.view(word), down.view(word), table if counts is None else counts, layer,

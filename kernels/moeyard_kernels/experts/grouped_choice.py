@@ -1,13 +1,13 @@
-"""Gluon: one token's choice of experts, made by the programs that compute them, and its first product, on Hopper.
+"""Gluon: one token's choice of experts inside the products that use it, and its first product, on Hopper.
 
-The choice is microseconds of latencies in one warp, and as a launch of its own costs as much again: until it has begun,
-and until who follows has read ids and slots back from memory. So each program of both products makes it by itself, out
-of the router's logits, and goes on with the expert that is its own; one of the second product, which has the time,
-writes ids and weights (`grouped_slice`). Bits are those of `topk_gate` and `grouped_gemm`: every warp has all logits,
-dealt out to its threads as there, where they are summed, and products run over K in the same order.
+The choice takes microseconds of latency in one warp. A launch of its own doubles that: it has to start, and the next
+launch has to read ids and slots back from memory. So each program of both products repeats the choice from the router's
+logits and continues with its expert. A program of the second product, which has time, writes ids and weights
+(`grouped_slice`). The bits are those of `topk_gate` and `grouped_gemm`: every warp holds all logits in the layout of
+`topk_gate` for its sums, and products run over K in the same order.
 
-The weights are the left operand, BN gates and the BN ups that belong to them, and 8 rows of x the right one, of which
-only the first is the token's. Two programs fit a multiprocessor, and all programs the GPU.
+The left operand is weights: BN gates and the BN ups that belong to them. The right operand is 8 rows of x; only
+the first belongs to the token. Two programs fit a multiprocessor, and all programs fit the GPU.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import TokenChoice
 
 _STEP = gl.constexpr(STEP)
-# Rows of x that are copied: the fewest that a product takes.
+# Rows of x that are copied: the fewest that a product accepts.
 _ROWS = gl.constexpr(8)
-# The outputs of one product, half gates and half ups: all that its left operand has, or what stands before garbage.
+# Outputs of one product, half gates and half ups. A shorter left operand is followed by garbage.
 _WIDTH = gl.constexpr(64)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -43,7 +43,7 @@ _LEAST = gl.constexpr(-(2**31))
 
 @gluon.jit
 def _exp(b_x):
-    """As in `topk_gate`, whose functions do not say how the constants among their operands are dealt out."""
+    """Compute as `topk_gate`, whose functions give no layout for the constants among their operands."""
     m_near = gl.abs(b_x) < 88.0
     b_near = gl.where(m_near, b_x, 0.0)
     b_rest = gl.fma(b_near, gl.full(b_x.shape, _LOG2_E, gl.float32, b_x.type.layout), -(b_near * _LOG2_E))
@@ -53,7 +53,7 @@ def _exp(b_x):
 
 @gluon.jit
 def _scores(b_x, b_max, b_sum, SOFTMAX: gl.constexpr):
-    """As in `topk_gate`."""
+    """Compute as `topk_gate`."""
     if SOFTMAX:
         b_score = gl.div_rn(_exp(b_x - b_max), gl.full(b_x.shape, b_sum, gl.float32, b_x.type.layout))
     else:
@@ -63,7 +63,7 @@ def _scores(b_x, b_max, b_sum, SOFTMAX: gl.constexpr):
 
 @gluon.jit
 def score_experts(p_logits, p_bias, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr):
-    """(experts, their scores as integers of the same order, the logits' maximum, the sum of their exponentials)."""
+    """Return experts, scores as order-preserving integers, and the logits' maximum and sum of exponentials."""
     o_e = gl.arange(0, L_E.shape[0], L_E)
     m_e = o_e < E
     b_x = gl.load(p_logits + o_e, mask=m_e, other=0.0).to(gl.float32)
@@ -80,14 +80,14 @@ def score_experts(p_logits, p_bias, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_
 
 @gluon.jit
 def _best(o_e, b_key):
-    """The best expert, and what is left without it."""
+    """Return the best expert, and the keys without it."""
     i_top = gl.min(gl.where(b_key == gl.max(b_key, 0), o_e, 0x7FFFFFFF), 0)
     return i_top, gl.where(o_e == i_top, _LEAST, b_key)
 
 
 @gluon.jit
 def nth_slot(o_e, b_key, b_slot, n):
-    """The slot of the expert that is chosen n-th."""
+    """Return the slot of the n-th chosen expert."""
     i_top = 0
     for _ in range(n + 1):
         i_top, b_key = _best(o_e, b_key)
@@ -99,7 +99,7 @@ def write_choice(
     p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
     K: gl.constexpr, BK: gl.constexpr, SOFTMAX: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """The token's ids and weights."""
+    """Write the token's ids and weights."""
     L_K: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_k = gl.arange(0, BK, L_K)
     b_ids = gl.zeros([BK], gl.int32, L_K)
@@ -127,10 +127,10 @@ def expert_choice_kernel(
     SUB: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr,
     HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
 ):  # fmt: skip
-    """BN values of the token's h for one of its experts: h [BLOCK K, N], the first row of each block.
+    """Compute BN values of the token's h for one expert: h [BLOCK K, N], the first row of each block.
 
-    d_x: [H / 64, 1, 64] in blocks [CX, 8, 64]; d_w: gates and ups of all slots, [H / 64, 2 S, N, 64], in blocks
-    [SUB, 2, BN, 64], of which STAGES are on the way. Grid: (K ceil(N / BN),).
+    d_x: [H / 64, 1, 64] in blocks [CX, 8, 64]. d_w: gates and ups of all slots, [H / 64, 2 S, N, 64], in blocks
+    [SUB, 2, BN, 64], STAGES of them in flight. Grid: (K ceil(N / BN),).
     """
     DT: gl.constexpr = d_x.dtype
     CX: gl.constexpr = STEPS & -STEPS
@@ -140,7 +140,7 @@ def expert_choice_kernel(
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _STEP], DT)
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_WIDTH, _STEP], DT)
     L_B: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _STEP], DT)
-    # Behind the last block there is room for a whole operand.
+    # The buffer extends past the last block by a whole operand.
     s_w = gl.allocate_shared_memory(DT, [STAGES * SUB + _WIDTH // ROWS - 1, ROWS, _STEP], L_B)
     s_x = gl.allocate_shared_memory(DT, [STEPS, _ROWS, _STEP], L_X)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -150,7 +150,7 @@ def expert_choice_kernel(
     mbarrier.init(ex.index(0), count=1)
     fence_async_shared()
     i_p, i_n = gl.program_id(0) // gl.cdiv(N, BN), gl.program_id(0) % gl.cdiv(N, BN) * BN
-    # Every program: the second product relies on it, which reads logits before it waits.
+    # In every program: the second product reads logits before it waits, and relies on this wait.
     wait_for_previous()
     let_next_begin()
     mbarrier.expect(ex.index(0), STEPS * _ROWS * _STEP * 2)
@@ -173,7 +173,7 @@ def expert_choice_kernel(
         for u in gl.static_range(SUB):
             s_whole = s_w.index(i_buffer * SUB + u)._reinterpret(DT, [_WIDTH, _STEP], L_W)
             b_acc = warpgroup_mma(s_whole, s_x.index(i_k * SUB + u).permute((1, 0)), b_acc, is_async=True)
-        # The step before has ended, and its buffer is free.
+        # The previous step has ended, so its buffer is free.
         b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))
         i_next = i_k - 1 + STAGES
         if (i_k > 0) & (i_next < NUM):
@@ -184,7 +184,7 @@ def expert_choice_kernel(
         last = i_buffer == STAGES - 1
         i_buffer, phase = gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
     b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-    # [parts of the operand, of which the first is no garbage, BN, rows, gate and up]
+    # [parts of the operand (only the first is valid), BN, rows, gate and up]
     L_S: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 4, 8, 1], [1, 4, 1, 1], [3, 2, 1, 0])
     b_both = gl.permute(gl.reshape(b_acc, [_WIDTH // ROWS, 2, BN, _ROWS]), (0, 2, 3, 1))
     b_gate, b_up = gl.split(gl.convert_layout(b_both, L_S))
@@ -200,7 +200,7 @@ def expert_choice_kernel(
 
 
 def expert_lanes(num_experts: int, itemsize: int) -> gl.DistributedLinearLayout:
-    """How `topk_gate` deals the logits of one token out to the threads of a warp; here every warp has all of them."""
+    """Return the layout of one token's logits in `topk_gate`'s warp. Here every warp holds all of them."""
     size = triton.next_power_of_2(num_experts)
     run = max(1, min(16 // itemsize, size // 32))
     bits = [1 << i for i in range(size.bit_length() - 1)]
@@ -212,16 +212,17 @@ def expert_lanes(num_experts: int, itemsize: int) -> gl.DistributedLinearLayout:
 
 
 def choice_arguments(choice: TokenChoice) -> dict[str, Any]:
-    """What `score_experts` takes beside pointers."""
+    """Return the arguments of `score_experts` that are no pointers."""
     lanes = expert_lanes(choice.logits.shape[1], choice.logits.element_size())
     softmax = choice.rule.scoring == "softmax"
     return {"E": choice.logits.shape[1], "SOFTMAX": softmax, "HAS_BIAS": choice.bias is not None, "L_E": lanes}
 
 
 def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether both products of one token can choose by themselves; otherwise `topk_gate` does it ahead of them.
+    """Return whether both products of one token can make the choice; otherwise `topk_gate` makes it first.
 
-    Its bits are known here for rows of a multiple of 16 experts without groups, of which one warp holds what is chosen.
+    They match `topk_gate`'s bits for a multiple of 16 experts, without groups, and if one warp can hold the chosen
+    ones.
     """
     rule, num_experts = choice.rule, choice.logits.shape[1]
     if not launch.on_hopper(gate_up) or rule.topk_groups < rule.num_groups or num_experts % 16 or rule.top_k > 32:
@@ -233,9 +234,9 @@ def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -
 
 
 def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPairs, h: torch.Tensor) -> None:
-    """h [K block_rows, I] of the experts that x [1, H] chooses; for what `can_choose` says."""
+    """Compute h [K block_rows, I] of the experts that x [1, H] chooses, if `can_choose` allows it."""
     choice, num_slots, inner, hidden = pairs.choice, gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    assert choice is not None, "they are chosen"
+    assert choice is not None, "the experts are already chosen"
     rule = choice.rule
     tile = slices_of_choice(rule.top_k, hidden=hidden, inner=inner)
     assert tile is not None, (rule.top_k, hidden, inner)
@@ -249,8 +250,10 @@ def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPair
 
 
 def by_steps(x: torch.Tensor, *block: int, steps: int = 0) -> TensorDescriptor:
-    """x [..., K] as [K / 64, ..., 64], to be copied in blocks [steps, *block, 64]; 0: the largest power of 2 of steps
-    that divides all."""
+    """Describe x [..., K] as [K / 64, ..., 64], copied in blocks [steps, *block, 64].
+
+    steps 0 means the largest power of two that divides all steps.
+    """
     num = x.shape[-1] // STEP
     whole = [steps or num & -num, *block, STEP]
     strides = x.stride()

@@ -3,14 +3,16 @@
     h[r] = silu_mul(gate_up[slot] @ x[pair // K])   for each row r of a block and the slot of that block
     out[pair] = down[slot] @ h[r]
 
-One kernel does both: a program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups that
-belong to them), K ascending in one fp32 accumulator per output, so that a row's bits do not depend on the tile, on
-`block_rows` or on the other rows. The grid holds the most blocks that the shapes allow; programs beyond the number in
-use leave at once. For few pairs no launch lays anything out (`ExpertPairs`): the grid holds a block for each of them,
-and a program compares its pair's expert with the others' to find its rows, or that an earlier pair's block has them.
-The second launch finds its weights while the first one drains (see `dependent`), and then waits for the rows (1.2 us of
-23 with one token; fetching the weights into the L2 meanwhile cost 3 us). Of one token it has the weights by then, too
-(`grouped_slice`), and where its experts are still to be chosen the programs of both do it (`grouped_choice`).
+One kernel computes both. A program multiplies one block of rows with BN outputs of its expert (BN gates and the BN ups
+that belong to them). K ascends in one fp32 accumulator per output, so a row's bits do not depend on the tile, on
+`block_rows` or on the other rows. The grid covers the most blocks that the shapes allow; programs beyond the blocks in
+use exit at once. Few pairs need no layout (`ExpertPairs`): the grid has a block for each pair. A program compares its
+pair's expert with the others' to find its rows, or to find that an earlier pair's block has them.
+
+The second launch finds its weights while the first one drains (`dependent`), and then waits for the rows. This saves
+1.2 us of 23 with one token; prefetching the weights into the L2 cost 3 us. For one token it also copies the weights
+early (`grouped_slice`). If the experts of one token are still to be chosen, programs of both launches choose them
+(`grouped_choice`).
 """
 
 from typing import Any
@@ -54,9 +56,9 @@ OP = "grouped_gemm"
 
 @triton.jit
 def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.constexpr):
-    """(slot, pairs [BM]) of the block that pair i_p of P begins; the slot is -1 if it begins none, pairs end in -1.
+    """Return (slot, pairs [BM]) of the block that pair i_p of P begins. The slot is -1 if it begins none.
 
-    BP is 1 for the pairs of one token, each of which has a block to itself.
+    Unused places of pairs are -1. BP is 1 for the pairs of one token: each pair has its own block.
     """
     if BP == 1:
         i_id = tl.load(p_ids + i_p).to(tl.int32)
@@ -80,9 +82,9 @@ def _expert_tile(
     TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), of the expert in i_slot.
+    """Compute rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), for the expert in i_slot.
 
-    FEW: the second product lets the next launch begin, too.
+    FEW: the second product also lets the next launch begin.
     """
     G: tl.constexpr = 2 if GATED else 1
     DTYPE: tl.constexpr = p_w.dtype.element_ty
@@ -90,7 +92,7 @@ def _expert_tile(
     o_n = i_n * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     o_w = tl.arange(0, G * BN)
-    # Gates, then the ups of the same outputs. Outputs past N read the weights of the last; nothing of them is stored.
+    # Gates, then ups of the same outputs. Outputs past N read the last output's weights and are not stored.
     o_w = (i_slot.to(tl.int64) * G + o_w // BN) * N + tl.minimum(i_n * BN + o_w % BN, N - 1)
     p_bw = p_w + o_w * K  # [G BN]
     m_r = b_pair >= 0
@@ -122,7 +124,7 @@ def _expert_tile(
             b_acc = tl.permute(tl.reshape(b_acc, [BM, 2, BN]), (0, 2, 1))
         b_gate, b_up = tl.split(b_acc)
         b_y = silu_mul_values(round_to(b_gate, DTYPE), round_to(b_up, DTYPE), DTYPE)
-        # The interpreter stores h in fp32, unrounded otherwise.
+        # The interpreter stores h in fp32, so round here.
         b_y = round_to(b_y, DTYPE)
         p_row = p_out + o_r * N
     else:
@@ -141,15 +143,16 @@ def _expert_kernel(
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N]; else read h, and store the
-    pairs' `result_rows`.
+    """Compute one block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N].
 
-    p_w [S, 2 N or N, K], d_w [2 S or S, N, K] its descriptor if TMA. p_pairs and p_slots are the layout's pairs and
-    slots of blocks; without a layout (BP > 0) the ids of P pairs and the slots of experts. HALVES: a block whose second
-    half is padding is computed as half a block. Grid: (most blocks * ceil(N / BN),).
+    Otherwise read h, and store the pairs' `result_rows`.
+
+    p_w: [S, 2 N or N, K]. d_w: [2 S or S, N, K], its descriptor if TMA. p_pairs and p_slots are the layout's pairs and
+    slots of blocks. Without a layout (BP > 0) they are the ids of P pairs and the slots of experts. HALVES: a block
+    whose second half is padding is computed as half a block. Grid: (most blocks * ceil(N / BN),).
     """
     if GATED:
-        # Every program, also one without work: what comes behind the second product relies on it.
+        # Every program waits, even without work: launches after the second product rely on it.
         wait_for_previous()
     i_b = tl.program_id(0) // tl.cdiv(N, BN)
     i_n = tl.program_id(0) % tl.cdiv(N, BN)
@@ -164,7 +167,8 @@ def _expert_kernel(
         i_b, i_n = place(tl.program_id(0), i_end, tl.cdiv(N, BN), GROUP)
     i_row = i_b.to(tl.int64) * BM
     if GATED:
-        # The launch for "down" may read the layout before it waits, for this one begins when the layout is complete.
+        # The launch for "down" may read the layout before it waits, because this one starts after the layout is
+        # complete.
         let_next_begin()
     if not BP:
         i_slot = tl.load(p_slots + i_b)
@@ -184,12 +188,12 @@ def _expert_kernel(
 
 
 def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
-    """The most blocks that there may be."""
+    """Return the capacity in blocks."""
     return layout.num_pairs if isinstance(layout, ExpertPairs) else layout.slot_of_block.shape[0]
 
 
 def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
-    """The rows of h, blocks of them."""
+    """Return the rows of h: whole blocks."""
     return _num_blocks(layout) * layout.block_rows
 
 
@@ -197,7 +201,7 @@ def _launch(
     a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
     config: AnyConfig, home: PeerWindow | None = None,
 ) -> None:  # fmt: skip
-    """Run one of the two products; top_k is 0 for the second, whose results may go home in place of out."""
+    """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
     w = launch.packed(w)
     aligned = dim * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
@@ -258,7 +262,7 @@ def gate_up_rows(
     out: torch.Tensor,
     config: AnyConfig | None = None,
 ) -> torch.Tensor:
-    """The first launch: h [rows of the layout, I], of which the rows of pairs are written."""
+    """Run the first launch: write the rows of pairs in h [rows of the layout, I]."""
     _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
     return out
 
@@ -272,7 +276,7 @@ def down_pairs(
     home: PeerWindow | None = None,
     config: AnyConfig | None = None,
 ) -> torch.Tensor:
-    """The second launch: out [P, H], of which the rows of the layout's pairs are written, unless they go home."""
+    """Run the second launch: write the rows of the layout's pairs in out [P, H] or `home`."""
     _launch(h, down, out, layout, 0, config or _config(down, layout, "down", down.shape[1]), home)
     return out
 
@@ -288,7 +292,7 @@ def grouped_gemm(
     home: PeerWindow | None = None,
     configs: tuple[ExpertConfig | None, AnyConfig | None] = (None, None),
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.grouped_gemm`. `configs`: of gate_up and of down, where they are not to be looked up."""
+    """See `moeyard_kernels.ops.grouped_gemm`. `configs` of gate_up and down replace the stored ones."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
     if isinstance(layout, ExpertPairs):
         layout = settle_choice(layout, gate_up, down, configured=configs != (None, None))
@@ -305,7 +309,7 @@ def grouped_gemm(
     else:
         stored = launch.new_output(layout.num_pairs, hidden, like=x)
     if out is not None:
-        # The interpreter does not store bf16: it gets a copy.
+        # The interpreter cannot store bf16, so it writes to an fp32 copy.
         stored = out if stored.dtype == out.dtype else stored.copy_(out)
     if layout.num_pairs and gate_up.numel():
         h = launch.new_output(num_rows(layout), inner, like=x)

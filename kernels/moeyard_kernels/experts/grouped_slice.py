@@ -1,15 +1,15 @@
-"""Gluon: the second product of `grouped_gemm` for one token on Hopper, bit for bit the same: weights ahead of the rows.
+"""Gluon: the second product of `grouped_gemm` for one token on Hopper, with the same bits: weights before rows.
 
-Which experts' weights the second product reads is known when the first one begins, only its rows are not. So a program
-asks for its whole slice of a weight (BN outputs by all of K) in bulk copies while programs of the first product are at
-work or leave, and waits behind that: the memory goes from the one to the other without a pause. Slices lie in shared
-memory whole; of [2048 x 768] two fit a multiprocessor, and all slices of 8 experts the GPU. Each pair is a program's
-alone, so tokens that share an expert would read its weights anew.
+The weights of the second product are known when the first one begins; only its rows are not. So a program requests its
+whole slice of a weight (BN outputs by all of K) in bulk copies, and then waits. Meanwhile programs of the first product
+run or exit. Memory stays busy across the two launches. A slice is in shared memory as a whole. For [2048 x 768] two
+slices fit a multiprocessor, and all slices of 8 experts fit the GPU. Each pair has its own program, so tokens that
+share an expert would read its weights again.
 
-The weights are the left operand, and 8 rows of h the right one, of which only the first is the pair's. Where the first
-product chooses experts by itself, so does this one (`grouped_choice`). It may have a shared expert beside them then:
-what that one's first product gave is known, too, as the launch that gave the logits gave it, so its programs, which are
-the first ones, take it through the activation while those of the first product are at work.
+The left operand is the weights. The right operand is 8 rows of h; only the first belongs to the pair. If the
+first product chooses the experts, so does this one (`grouped_choice`), and it may then also compute a shared expert.
+The shared expert's first product is known, because the launch of the logits also computed it. Its programs come first
+and apply the activation while the programs of the first product run.
 """
 
 from collections.abc import Mapping
@@ -47,9 +47,9 @@ from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import SharedRow
 
 _STEP = gl.constexpr(STEP)
-# Rows of h that are copied: the fewest that a product takes.
+# Rows of h that are copied: the fewest that a product accepts.
 _ROWS = gl.constexpr(8)
-# Where ids are known.
+# Constants if the ids are known.
 _NO_CHOICE: Mapping[str, Any] = MappingProxyType(
     {"E": 0, "SOFTMAX": False, "HAS_BIAS": False, "L_E": expert_lanes(32, 4)}
     | {"K": 1, "BK": 1, "RENORMALIZE": False, "HAS_COUNTS": False}
@@ -58,7 +58,7 @@ _NO_CHOICE: Mapping[str, Any] = MappingProxyType(
 
 @gluon.jit
 def _multiply(s_w, s_h, bars, STEPS: gl.constexpr, CH: gl.constexpr, L_Y: gl.constexpr):
-    """[BN, 8]: a slice of a weight by rows of h, as they come."""
+    """Return [BN, 8]: a slice of a weight by rows of h, multiplied as they arrive."""
     BN: gl.constexpr = s_w.shape[1]
     b_acc = gl.zeros([BN, _ROWS], gl.float32, L_Y)
     for i in gl.static_range(STEPS):
@@ -70,7 +70,7 @@ def _multiply(s_w, s_h, bars, STEPS: gl.constexpr, CH: gl.constexpr, L_Y: gl.con
 
 @gluon.jit
 def _store(b_acc, p_out, i_n, N: gl.constexpr, L_Y: gl.constexpr):
-    """The outputs from i_n on of the first of 8 rows."""
+    """Store the outputs from i_n on of the first of 8 rows."""
     BN: gl.constexpr = b_acc.shape[0]
     o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y))
     o_r = gl.arange(0, _ROWS, gl.SliceLayout(0, L_Y))
@@ -80,7 +80,7 @@ def _store(b_acc, p_out, i_n, N: gl.constexpr, L_Y: gl.constexpr):
 
 @gluon.jit
 def _activate(p_y, s_h, STEPS: gl.constexpr):
-    """s_h, in all its rows: silu_mul of gates and ups [2 STEPS 64], with that op's bits."""
+    """Fill all rows of s_h with silu_mul of gates and ups [2 STEPS 64], with that op's bits."""
     DT: gl.constexpr = s_h.dtype
     L_H: gl.constexpr = gl.BlockedLayout([_ROWS, 1], [1, 32], [1, 4], [0, 1])
     for i in gl.static_range(STEPS):
@@ -96,7 +96,7 @@ def _share(
     p_y, d_w, p_out, s_w, s_h, bars, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr,
     L_Y: gl.constexpr,
 ):  # fmt: skip
-    """BN outputs of a shared expert. What is read, a launch before the last has written."""
+    """Compute BN outputs of a shared expert. Its inputs were written by a launch before the previous one."""
     DT: gl.constexpr = s_w.dtype
     i_n = gl.program_id(0) * BN
     for i in gl.static_range(STEPS // CH):
@@ -117,9 +117,9 @@ def _route(
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """BN outputs of one pair; the first block's program writes the choice, if it is still to be made."""
+    """Compute BN outputs of one pair. The first block's program writes the choice, if it is still to be made."""
     DT: gl.constexpr = d_h.dtype
-    # The launch ahead lets this one begin when it has waited for the ids, or the logits, in every program: they are
+    # In the previous launch every program waits for the ids or logits before it lets this launch begin, so they are
     # complete.
     i_p, i_n = i_block // gl.cdiv(N, BN), i_block % gl.cdiv(N, BN) * BN
     if E:
@@ -136,13 +136,13 @@ def _route(
         tma.async_copy_global_to_shared(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
     if E:  # noqa: SIM102 - of a constant and of what is known in the kernel
         if i_block == 0:
-            # Every launch ahead of the first product has ended, as that one waited in all programs before it let this
-            # begin; and it touches none of these itself. Counts are added to, and read behind whole steps.
+            # All launches before the first product have ended: it waited in all programs before it let this one begin.
+            # It does not touch these tensors itself. Counts are only added to, and read after whole steps.
             write_choice(
                 p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
                 K, BK, SOFTMAX, RENORMALIZE, HAS_COUNTS,
             )  # fmt: skip
-    # In every program, also one without work: launches complete in order.
+    # Every program waits, even without work, so that launches complete in order.
     wait_for_previous()
     if here:
         for i in gl.static_range(STEPS // CH):
@@ -159,11 +159,11 @@ def expert_slice_kernel(
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
+    """Compute BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
 
-    d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]; d_w: all slots' outputs one behind the other, [K / 64, S N, 64],
-    in blocks [CH, BN, 64]. E: choose K among so many experts, and write the choice; 0: p_ids are chosen.
-    SHARED, with E only: ceil(N / BN) programs ahead of the others give shared [N] from y [2 K] and d_s, one weight.
+    d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]. d_w: consecutive outputs of all slots, [K / 64, S N, 64], in
+    blocks [CH, BN, 64]. E > 0: choose K of E experts and write the choice; 0: p_ids are given. SHARED, with E only:
+    ceil(N / BN) programs before the others compute shared [N] from y [2 K] and the weight d_s.
     """
     DT: gl.constexpr = d_h.dtype
     CH: gl.constexpr = STEPS & -STEPS
@@ -190,13 +190,13 @@ def expert_slice_kernel(
 
 
 def shares(shared: SharedRow, down: torch.Tensor) -> bool:
-    """Whether the launch of chosen experts' second product, by down [S, H, I], can have a shared expert's beside it."""
+    """Return whether the second product of chosen experts, by down [S, H, I], can include the shared expert."""
     alike = shared.down.shape == down.shape[1:] and shared.down.dtype == down.dtype
     return alike and shared.down.is_contiguous() and shared.gate_up.is_contiguous() and shared.down.data_ptr() % 16 == 0
 
 
 def settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
-    """The pairs with their choice, and what is to be computed beside, if the products can; what they cannot is done."""
+    """Return pairs whose choice the products can make; otherwise choose, and compute the shared expert, here."""
     choice = pairs.choice
     if choice is None:
         return pairs
@@ -212,10 +212,10 @@ def settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor,
 
 
 def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: ExpertPairs, columns: int) -> None:
-    """out [P, H] of one token's pairs from h [P block_rows, I] and down [S, H, I], in slices that fit.
+    """Compute out [P, H] of one token's pairs from h [P block_rows, I] and down [S, H, I], in slices.
 
-    Where the pairs' choice is still to be made, these programs make it, as those ahead have, and one writes it. What
-    there is of a shared expert in it must be as `shares` says.
+    If the choice is still to be made, these programs repeat it and one of them writes it. A shared expert in it must
+    satisfy `shares`.
     """
     num_slots, num_out, dim = down.shape
     choice, constants = pairs.choice, dict(_NO_CHOICE)

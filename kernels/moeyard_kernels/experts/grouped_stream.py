@@ -1,8 +1,8 @@
 """Triton: the second product of `grouped_gemm` for prompts: persistent programs, both operands by the copy engine.
 
-The layout's rows of h lie one behind the other, so they come in blocks as the weights do. A program goes from tile to
-tile, and the first copies of one run beside the last products of another: of 768 values of K a tile has but twelve
-steps (8192 tokens of Qwen3-30B-A3B on an H200: 361 us, 420 without). K ascends in one fp32 accumulator as everywhere.
+The layout's rows of h are consecutive, so they can be copied in blocks like the weights. A program goes from tile to
+tile, and the first copies of one overlap the last products of another. That matters because 768 values of K are only
+twelve steps per tile (8192 tokens of Qwen3-30B-A3B on an H200: 361 us, not 420). K ascends in one fp32 accumulator.
 """
 
 import torch
@@ -18,7 +18,7 @@ from moeyard_kernels.experts.result_rows import result_arguments, result_rows
 from moeyard_kernels.types.expert_layout import ExpertLayout
 from moeyard_kernels.types.peer_window import PeerWindow
 
-# In the interpreter, where programs cost time.
+# Programs in the interpreter, where each costs time.
 _FEW_PROGRAMS = 3
 
 
@@ -28,7 +28,7 @@ def _expert_stream_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, WORLD: tl.constexpr,
     HOME: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BM rows by BN outputs in turn, to the pairs' `result_rows`. Grid: programs that fill the device.
+    """Compute tiles of BM rows by BN outputs into the pairs' `result_rows`. Grid: programs that fill the device.
 
     d_h: rows of the layout [rows, K] in blocks [BM, BK]; d_w: [S, N, K] in blocks [1, BN, BK].
     """
@@ -55,8 +55,10 @@ def stream_pairs(
     h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, config: ExpertStream,
     home: PeerWindow | None = None,
 ) -> None:  # fmt: skip
-    """out [P, H], or what is `home`, of the layout's pairs from h [rows of the layout, I] and down [S, H, I], I in
-    steps of 16 bytes."""
+    """Compute the layout's pairs of out [P, H], or of `home`, from h [rows of the layout, I] and down [S, H, I].
+
+    Rows of I values are multiples of 16 bytes.
+    """
     num_out, dim = down.shape[1:]
     programs = _FEW_PROGRAMS
     if h.is_cuda:

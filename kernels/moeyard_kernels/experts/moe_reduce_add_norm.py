@@ -1,10 +1,10 @@
 """Triton: the end of one layer and the beginning of the next in one launch: weighted sum, residual, norm.
 
-A program takes whole rows, by the tile of the norm, whose sum has the order of that tile (`rms_norm`): a row's bits are
-those of `moe_weighted_reduce` and `add_rms_norm` behind it. The results of several experts are asked for before the
-first is used, so that a single row takes few latencies instead of one for each expert: in registers, where ptxas keeps
-15 to 20 loads of a thread on the way and no more, or in shared memory, where all are. A gate of the shared expert is
-applied here, too: by itself it would be the last launch of a chain that this one waits for.
+A program takes whole rows, in the tile of the norm, which determines the order of its sum (`rms_norm`). So a row's bits
+are those of `moe_weighted_reduce` followed by `add_rms_norm`. Results of several experts are requested before the first
+is used, so a single row does not pay one latency per expert. They are in registers, where ptxas keeps at most 15 to 20
+loads of a thread in flight, or in shared memory, where all are. The gate of the shared expert is applied here too: as a
+separate launch it would be the last of a chain that this launch waits for.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from moeyard_kernels.experts.moe_weighted_reduce import moe_weighted_reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceConfig(Config):
-    """How many experts' results are on the way: num_stages in shared memory, or, if that is 1, AHEAD in registers.
+    """Experts' results in flight: num_stages in shared memory, or, if that is 1, AHEAD in registers.
 
-    The warps are those of the norm's tile.
+    The number of warps is fixed by the norm's tile.
     """
 
     kernel: Literal["rows"] = "rows"
@@ -40,18 +40,18 @@ CONFIGS = (
     *(ReduceConfig(AHEAD=ahead) for ahead in (4, 8)),
     *(ReduceConfig(num_stages=stages) for stages in (3, 5, 9)),
 )
-# What a block may have on Hopper, less what the norm's sum takes.
+# Shared memory of a block on Hopper, without the part of the norm's sum.
 _SHARED_BYTES = 220 * 1024
 
 
 def shape_class(num_rows: int, top_k: int, hidden: int) -> str:
-    """Decode steps want few latencies, prompts many programs."""
+    """Return the shape class. Decode steps need few latencies, prompts many programs."""
     rows = "one" if num_rows == 1 else "some" if num_rows <= 32 else "few" if num_rows <= 64 else "many"
     return f"{rows} K{top_k} H{hidden}"
 
 
 def default_config(num_rows: int, hidden: int) -> ReduceConfig:
-    """The config of shapes that nobody tuned, after an H200: all on the way, or what 128 registers of a thread hold."""
+    """Return the config of untuned shapes, from an H200: all in flight, or as many as 128 registers per thread hold."""
     if num_rows == 1 or 32 < num_rows <= 64:
         return CONFIGS[4]
     return CONFIGS[1 if hidden <= 4096 else 0]
@@ -63,9 +63,9 @@ def _moe_reduce_add_norm_kernel(
     K: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, HAS_SHARED: tl.constexpr, GATED: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i BR, i BR + BR) of [num_rows, H]. Grid: (ceil(num_rows / BR),).
+    """Compute rows [i BR, i BR + BR) of [num_rows, H]. Grid: (ceil(num_rows / BR),).
 
-    Their experts are a loop of STAGES stages or, if that is 1, AHEAD at a time.
+    A loop over experts has STAGES stages or, if that is 1, takes AHEAD at a time.
     """
     DTYPE: tl.constexpr = p_partial.dtype.element_ty
     let_next_begin()
@@ -83,7 +83,7 @@ def _moe_reduce_add_norm_kernel(
             b_gate = tl.load(p_gate + o_r * gate_stride, mask=m_r, other=0.0)
     b_acc = tl.zeros([BR, BD], dtype=tl.float32)
     if STAGES > 1:
-        # The weights are no part of the pipeline, whose copies are of 16 bytes.
+        # The weights are loaded outside the pipeline, whose copies are 16 bytes wide.
         b_ws = ()
         for k in tl.static_range(K):
             b_w = tl.load(p_weights + o_r * K + k, mask=m_r, other=0.0)
@@ -135,8 +135,8 @@ def moe_reduce_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.moe_reduce_add_norm`. Raises ValueError for what its grid cannot hold.
 
-    Rows that do not begin at multiples of 16 bytes take two launches: of theirs, an expert's may be read by other
-    threads than the residual's, and the order of the norm's sum would be the compiler's choice.
+    Rows that do not begin at multiples of 16 bytes take two launches. Otherwise different threads could read an
+    expert's row and the residual, and the compiler would choose the order of the norm's sum.
     """
     op = "moe_reduce_add_norm"
     num_rows, top_k, hidden = partial.shape
@@ -151,7 +151,7 @@ def moe_reduce_add_norm(
     out, total = new_output(num_rows, hidden, like=partial), new_output(num_rows, hidden, like=partial)
     name = shape_class(num_rows, top_k, hidden)
     config = config or choose(op, name, partial, (ReduceConfig,), lambda: default_config(num_rows, hidden))
-    # One buffer, which holds an expert's rows, less than there are stages.
+    # A pipeline has one buffer, of an expert's rows, less than stages.
     stages = min(config.num_stages, top_k + 1, 1 + _SHARED_BYTES // (rows * block * partial.element_size()))
     if out.numel():
         _moe_reduce_add_norm_kernel[(triton.cdiv(num_rows, rows),)](

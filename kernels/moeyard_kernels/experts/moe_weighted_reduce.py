@@ -16,12 +16,12 @@ CONFIGS = tuple(
 
 
 def shape_class(num_tokens: int, top_k: int, hidden: int) -> str:
-    """Decode steps want many small programs, prompts few large ones."""
+    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
     return f"{'few' if num_tokens <= 64 else 'many'} K{top_k} H{hidden}"
 
 
 def default_config(num_tokens: int, hidden: int) -> RowConfig:
-    """The config of shapes that nobody tuned."""
+    """Return the config of untuned shapes."""
     block = min(256 if num_tokens <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
     return RowConfig(BLOCK=block, num_warps=2 if block <= 256 else block // 256)
 
@@ -31,7 +31,7 @@ def _moe_weighted_reduce_kernel(
     p_partial, p_weights, p_shared, p_residual, p_out, H,
     K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    """One program sums one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
+    """Sum one token's columns [i_h BH, i_h BH + BH). Grid: (T, ceil(H / BH))."""
     let_next_begin()
     wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)

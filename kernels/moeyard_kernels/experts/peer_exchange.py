@@ -1,18 +1,18 @@
-"""Triton: puts into the memory of peers, and the wait for theirs. No host, no barrier, no collective of a library.
+"""Triton: writes to the memory of peers, and the wait for theirs. No host, no barrier, no collective library.
 
     dispatch   rows of x and ids to each peer that owns one of their experts, at [row, source]
-    combine    results of received rows to their source, at [row, k], unless what computed them has put them there
+    combine    results of received rows to their source, at [row, k], unless the products have already written them
 
-Programs of a packet copy their share and then add theirs to the receiver's count of arrivals, with release at system
-scope: whoever has seen the whole count with acquire sees all that was put before. One program waits, and the launch
-ends when it has: what comes behind finds everything. The number of an exchange is kept on the device, so that a
-captured step needs nothing of the host: `dispatch` reads how many were combined and writes how many were dispatched,
-`combine` the other way round, and no launch reads what it writes.
+The programs of a packet copy their share and then add it to the receiver's count of arrivals, with release at system
+scope. A rank that has seen the whole count with acquire sees all of the data. One program waits, and the launch ends
+when the wait ends, so later launches find all data. The number of an exchange is on the device, so a captured step
+needs nothing from the host. `dispatch` reads the number of combines and writes the number of dispatches, and `combine`
+does the reverse. So no launch reads what it writes.
 
-A wait that lasts too long (or that the host ends) writes who is missing, where and when into memory of the host, and
-poisons the rank: from then on its launches neither send nor wait. What a poisoned rank computes reaches nobody, all who
-need it find it missing, and the device stays usable. What crossed, and how long some phases took, is counted for the
-host (`peer_words`).
+A wait that times out, or that the host ends, writes the missing ranks, the place and the exchange to host memory and
+poisons the rank. Later launches of this rank neither send nor wait. So results of a poisoned rank reach no peer, peers
+that need them find them missing, and the device stays usable. Transferred bytes and times of some phases are counted
+for the host (`peer_words`).
 """
 
 from dataclasses import dataclass
@@ -38,25 +38,25 @@ _POISONED, _SEEN = tl.constexpr(window_types.POISONED), tl.constexpr(window_type
 _TURN = tl.constexpr(window_types.ROWS_PER_TURN)
 _SILENT, _TOO_MANY = tl.constexpr(window_types.SILENT), tl.constexpr(window_types.TOO_MANY)
 
-# Ids that the waiting program clears at once, and that a program counts at once.
+# Ids that the waiting program clears at a time, and that a program counts at a time.
 _CLEARED = tl.constexpr(1024)
-# Ids that a program of a packet may have to count, which takes it a microsecond.
+# Ids that a program of a packet counts in a microsecond.
 _COUNTED = 4096
-# Most programs of a launch whose packets have few rows, and of one where they have many.
+# The most programs of a launch for packets of few rows, and of many rows.
 _FEW_PROGRAMS, _MANY_PROGRAMS = 128, 512
 _FEW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacketConfig(Config):
-    """PROGRAMS send a packet: a power of two, at most ARRIVED."""
+    """PROGRAMS programs send a packet: a power of two, at most ARRIVED."""
 
     PROGRAMS: int
 
 
 @triton.jit
 def _arrive(address, PHASE: tl.constexpr, share):
-    """Count this program's share of a packet, behind all that the program has put."""
+    """Add this program's share to the count of arrivals, after all of its writes."""
     tl.debug_barrier()
     tl.atomic_add(int64_at(address, PHASE * _LINE * 8), wide(share), sem="release", scope="sys")
 
@@ -66,7 +66,7 @@ def _await(
     own, p_state, p_fault, epoch, layer, limit, PHASE: tl.constexpr, HEADS: tl.constexpr, WORLD: tl.constexpr,
     BW: tl.constexpr,
 ):  # fmt: skip
-    """Wait until all packets of a phase have arrived; whether they have."""
+    """Wait for all packets of a phase, and return whether they arrived."""
     goal = epoch * (WORLD * _ARRIVED)
     seen = wait_for(int64_at(own, PHASE * _LINE * 8), goal, p_state + _SEEN, p_fault, limit)
     if seen < goal:
@@ -84,7 +84,7 @@ def _settle_ids(
     own, p_state, p_fault, epoch, layer, max_rows, HEADS: tl.constexpr, IDS: tl.constexpr, WORLD: tl.constexpr,
     K: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Ids of the first max_rows rows of each source that it has not: -1, in place of those of an exchange before."""
+    """Set ids to -1 for rows below max_rows that a source did not send, to clear those of earlier exchanges."""
     o_w = tl.arange(0, BW)
     p_counts = int64_at(own, HEADS) + 1
     b_count = tl.load(p_counts + o_w * _LINE, mask=o_w < WORLD, other=0, volatile=True)
@@ -107,9 +107,9 @@ def _dispatch_kernel(
     K: tl.constexpr, WORLD: tl.constexpr, HEADS: tl.constexpr, COUNTS: tl.constexpr, IDS: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """x [T, N] words, ids [T, K]. Grid: (W * any power of two up to ARRIVED,), or (1,) without SEND."""
+    """Send x [T, N] words and ids [T, K]. Grid: (W * a power of two up to ARRIVED,), or (1,) without SEND."""
     i_p = tl.program_id(0)
-    # What comes behind may arrive while packets are waited for: all programs here run by then.
+    # The next launch may start during the wait for packets: all programs of this one run by then.
     let_next_begin()
     wait_for_previous()
     if tl.load(p_state + _POISONED) != 0:
@@ -117,7 +117,7 @@ def _dispatch_kernel(
     epoch = tl.load(p_state + _COMBINED) + 1
     begun = clock_of(epoch)
     if SEND:
-        # Each rank begins with another peer, and ends with itself.
+        # Each rank begins with a different peer, and ends with itself.
         i_w = (rank + 1 + i_p % WORLD) % WORLD
         i_g, num_g = i_p // WORLD, tl.num_programs(0) // WORLD
         to = tl.load(p_table + i_w)
@@ -156,7 +156,7 @@ def _combine_kernel(
     HEADS: tl.constexpr, COUNTS: tl.constexpr, IDS: tl.constexpr, HOME: tl.constexpr, BW: tl.constexpr,
     BLOCK: tl.constexpr, SEND: tl.constexpr, WAIT: tl.constexpr, PUT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, W, K, N] words, to be PUT or, if the products have put them, to be counted. Grid: as above."""
+    """Send out [rows, W, K, N] words if PUT; otherwise the products have sent them. Grid: as in dispatch."""
     i_p = tl.program_id(0)
     let_next_begin()
     wait_for_previous()
@@ -178,11 +178,11 @@ def _combine_kernel(
                     put += 4 * N
         if i_g == 0:
             tl.store(int64_at(to, HEADS) + (WORLD + rank) * _LINE, epoch)
-        # What launches before this one have put is behind it, too: they have ended.
+        # Writes of earlier launches are ordered before it too, because these have ended.
         _arrive(to, _COMBINE, _ARRIVED // num_g)
         if i_w != rank:
             if not PUT:
-                # Read behind the arrival, long before a peer can have the next rows to send here.
+                # Ids are read after the arrival, but long before a peer can send the next rows.
                 for i in range(i_g * _CLEARED, num_pairs, num_g * _CLEARED):
                     o_pair = i + tl.arange(0, _CLEARED)
                     o_from = (o_pair // K * WORLD + i_w) * K + o_pair % K
@@ -236,7 +236,7 @@ def combine_rows(
     launch.check_layout("combine_rows", out=out, table=window.table)
     shape = window.shape
     num_pairs = (max_rows or shape.max_tokens) * shape.top_k if out is None else out.shape[0] // shape.world_size
-    # Without results to put there are ids to be counted.
+    # Without results to send, the programs count ids.
     grid, options = _launch(window, num_pairs // _COUNTED if out is None else num_pairs, config, send)
     _combine_kernel[grid](
         window.table if out is None else out.view(torch.int32), window.table, window.state, window.fault, window.rank,
@@ -247,7 +247,7 @@ def combine_rows(
 
 
 def default_config(window: PeerWindow, num_rows: int) -> PacketConfig:
-    """For packets of up to `num_rows`: a program a row, as far as all packets together fill the device."""
+    """Return the config for packets of up to `num_rows`: a program per row, until all packets fill the device."""
     most = (_FEW_PROGRAMS if num_rows <= _FEW_ROWS else _MANY_PROGRAMS) // window.shape.world_size
     programs = 1 << (max(1, min(num_rows, most)).bit_length() - 1)
     return PacketConfig(PROGRAMS=programs, num_warps=8 if window.shape.row_bytes >= 8192 else 4)
@@ -256,7 +256,7 @@ def default_config(window: PeerWindow, num_rows: int) -> PacketConfig:
 def _launch(
     window: PeerWindow, num_rows: int, config: PacketConfig | None, send: bool
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid, and what both kernels are compiled for."""
+    """Return the grid and the arguments that both kernels share."""
     config = config or default_config(window, num_rows)
     shape, words = window.shape, window.shape.row_bytes // 4
     return (config.PROGRAMS * shape.world_size if send else 1,), {

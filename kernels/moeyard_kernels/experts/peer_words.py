@@ -1,8 +1,8 @@
-"""Triton: addresses in the memory of peers, a row put there, and what is counted on the way (`peer_exchange`).
+"""Triton: addresses in the memory of peers, the copy of a row, and counters for the host (`peer_exchange`).
 
-Counting keeps nobody waiting. Bytes are added behind the arrival that a peer waits for, and nothing reads them: the
-adds are on their way while the launch waits for packets itself. One exchange in TIMED_ONE_IN is timed, by the program
-that waits; the others pay for a comparison.
+Counters delay no rank. Bytes are added after the arrival that a peer waits for, and no kernel reads them, so the adds
+are in flight while the launch waits for packets. One exchange in TIMED_ONE_IN is timed, by the program that waits; the
+others pay for a comparison.
 """
 
 import triton
@@ -18,25 +18,25 @@ _KEPT, _ONE_IN = tl.constexpr(peer_shape.KEPT_TIMES), tl.constexpr(peer_window.T
 
 @triton.jit
 def wide(i):
-    """An integer in 64 bits."""
+    """Convert an integer to 64 bits."""
     return tl.full((), 0, tl.int64) + i
 
 
 @triton.jit
 def int64_at(address, OFFSET: tl.constexpr):
-    """What lies OFFSET bytes behind an address, as 8 byte integers."""
+    """Return a pointer to 8-byte integers OFFSET bytes after an address."""
     return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def int32_at(address, OFFSET: tl.constexpr):
-    """The same as 4 byte integers."""
+    """Return a pointer to 4-byte integers OFFSET bytes after an address."""
     return tl.multiple_of((address + OFFSET).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def put_row(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
-    """N words of 4 bytes."""
+    """Copy N words of 4 bytes."""
     for i in tl.static_range(0, N, BLOCK):
         o = i + tl.arange(0, BLOCK)
         if N % BLOCK:
@@ -47,7 +47,7 @@ def put_row(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_put(own, to, num_bytes, COUNTS: tl.constexpr):
-    """This program's share of a packet for a peer, here and there. Nobody waits for either add."""
+    """Count this program's bytes of a packet, here and at the peer. No program waits for either add."""
     if num_bytes > 0:
         tl.atomic_add(int64_at(to, COUNTS) + _RECEIVED, num_bytes, sem="relaxed", scope="sys")
         tl.atomic_add(int64_at(own, COUNTS) + _SENT, num_bytes, sem="relaxed", scope="gpu")
@@ -55,7 +55,7 @@ def count_put(own, to, num_bytes, COUNTS: tl.constexpr):
 
 @triton.jit
 def clock_of(epoch):
-    """When an exchange began, in nanoseconds, if it is one that is timed; otherwise 0."""
+    """Return the start of an exchange in nanoseconds if it is timed; otherwise 0."""
     begun = tl.full((), 0, tl.int64)
     if not INTERPRETED:  # noqa: SIM102 - the interpreter would run the condition too
         # In 32 bits the remainder is a product and a shift.
@@ -66,7 +66,7 @@ def clock_of(epoch):
 
 @triton.jit
 def note_time(own, begun, PHASE: tl.constexpr, COUNTS: tl.constexpr):
-    """Keep what a phase took that began then, in place of the oldest. Only the program that waits does."""
+    """Store a phase's duration in place of the oldest. Only the waiting program calls it."""
     if not INTERPRETED:  # noqa: SIM102 - as above
         if begun != 0:
             p_counts = int64_at(own, COUNTS)

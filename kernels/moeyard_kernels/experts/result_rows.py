@@ -1,9 +1,9 @@
-"""Triton: where the experts' second product puts a pair's result: rows of one tensor, or straight home, over NVLink.
+"""Triton: addresses of the second product's results: rows of one tensor, or the source's memory, over NVLink.
 
-Row t * W + s of what a rank has received is row t of rank s (`peer_exchange`), so its result k belongs to [t, k] of
-what comes home there. Written by the product itself it crosses while the others are still computed, and is neither
-written here nor read again. Peers read it behind the `combine` of all ranks, which this one takes part in when its
-products have ended; and nobody still reads what is written over: who sent the rows had used what came home before.
+Received row t * W + s is row t of rank s (`peer_exchange`), so its result k belongs to [t, k] of that rank's `home`.
+The product writes it there itself. It crosses NVLink while other results are still computed, and is neither written
+here nor read again. Peers read it after the `combine` of all ranks, in which this rank takes part when its products
+have ended. No rank still reads what is overwritten: the source used its earlier results before it sent the rows.
 """
 
 from typing import Any
@@ -22,10 +22,10 @@ _POISONED = tl.constexpr(peer_window.POISONED)
 def result_rows(
     p_out, p_table, p_state, b_pair, N: tl.constexpr, TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr
 ):
-    """(where the rows of N results of pairs b_pair [BM] begin, which are to be stored): those below 0 are none.
+    """Return the addresses of the N results of each pair of b_pair [BM], and which to store: pairs below 0 are padding.
 
-    Of WORLD 0 rows of p_out. Otherwise of the memory of the row's source, by the addresses in p_table, and none at all
-    of a rank that is poisoned: peers may be at work on another exchange.
+    WORLD 0: rows of p_out. Otherwise: memory of the row's source, by the addresses in p_table. A poisoned rank stores
+    nothing, because peers may be in another exchange.
     """
     m_pair = b_pair >= 0
     if WORLD:
@@ -40,7 +40,7 @@ def result_rows(
 
 
 def result_arguments(out: torch.Tensor, home: PeerWindow | None) -> dict[str, Any]:
-    """What `result_rows` takes of the host: rows of out, or the memory of all ranks."""
+    """Return the host arguments of `result_rows`: rows of out, or the memory of all ranks."""
     if home is None:
         return {"p_out": out, "p_table": out, "p_state": out, "TOP_K": 1, "WORLD": 0, "HOME": 0}
     shape, mine = home.shape, home.views(home.rank).home

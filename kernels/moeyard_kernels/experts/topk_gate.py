@@ -1,7 +1,7 @@
 """Triton: router logits to expert ids and weights, one warp per token.
 
-The k best are found one after the other, each by two reductions over integers: the largest score, then the lowest
-expert that has it. Of a row's bits the tile decides (sums are trees), and the tile follows from the number of experts.
+The k best are found one by one, each by two integer reductions: the largest score, then the lowest expert with that
+score. Sums are trees, so the tile determines a row's bits; the tile depends only on the number of experts.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ _LEAST = tl.constexpr(-(2**31))
 
 @triton.jit
 def _exp(b_x):
-    """e^x to about an ulp: the power of two of the rounded product, corrected by what the rounding took off."""
+    """Return e^x to about an ulp: the power of two of the rounded product, corrected by the rounding error."""
     m_near = tl.abs(b_x) < 88.0
     b_near = tl.where(m_near, b_x, 0.0)
     b_rest = tl.fma(b_near, tl.full(b_x.shape, _LOG2_E, tl.float32), -(b_near * _LOG2_E))
@@ -32,7 +32,7 @@ def _exp(b_x):
 
 @triton.jit
 def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):
-    """Softmax (of a row with that maximum and that sum of exponentials) or sigmoid of logits."""
+    """Return softmax (for the row's maximum and sum of exponentials) or sigmoid of logits."""
     if SOFTMAX:
         b_score = tl.div_rn(_exp(b_x - b_max), tl.full(b_x.shape, b_sum, tl.float32))
     else:
@@ -42,7 +42,7 @@ def _scores(b_x, b_max, b_sum, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr):
-    """[BG] whether a group is among the best: fewer than TOPK_GROUPS groups are better, or as good and before it."""
+    """Return [BG], true for each of the best groups: fewer than TOPK_GROUPS are better, or equal and earlier."""
     o_g = tl.arange(0, BG)
     o_s = tl.broadcast_to(tl.arange(0, BS)[None, :], [BG, BS])
     b_choice = tl.where(m_e, b_choice, float("-inf"))
@@ -55,7 +55,7 @@ def _kept_groups(b_choice, m_e, BG: tl.constexpr, BS: tl.constexpr, TOPK_GROUPS:
     return tl.sum(m_better.to(tl.int32), 1) < TOPK_GROUPS
 
 
-# A plan's entries begin wherever those of its parts before them end.
+# A plan's entries begin after those of its earlier parts, at any alignment.
 @triton.jit(do_not_specialize_on_alignment=["p_entries"])
 def _topk_gate_kernel(
     p_logits, p_bias, p_weights, p_ids, p_counts, p_entries, stride, SIZE, scaling,
@@ -63,7 +63,7 @@ def _topk_gate_kernel(
     NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2SUM: tl.constexpr,
     BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One token, its experts as [groups, SIZE]. Grid: (T,)."""
+    """Choose for one token, with experts as [groups, SIZE]. Grid: (T,)."""
     let_next_begin()
     wait_for_previous()
     i_t = tl.program_id(0).to(tl.int64)
@@ -84,7 +84,7 @@ def _topk_gate_kernel(
     if TOPK_GROUPS < NUM_GROUPS:
         m_kept = _kept_groups(b_choice, m_e, BG, BS, TOPK_GROUPS, TOP2SUM)
         b_choice = tl.where(m_kept[:, None], b_choice, 0.0 if SOFTMAX else float("-inf"))
-    # The bits of a float as an integer of the same order.
+    # Map the float's bits to an integer with the same order.
     b_key = (b_choice + 0.0).to(tl.int32, bitcast=True)
     b_key = tl.reshape(tl.where(m_e, b_key ^ ((b_key >> 31) & 0x7FFFFFFF), _LEAST), [BG * BS])
     o_flat = tl.arange(0, BG * BS)
@@ -96,8 +96,8 @@ def _topk_gate_kernel(
         b_ids = tl.where(o_k == k, i_top, b_ids)
     m_k = o_k < K
     if HAS_COUNTS:
-        # Nobody reads what was there before, so these are reductions that no warp waits for, on their way while the
-        # weights are computed. Integers: in whatever order they come, the sums are the same.
+        # The old values are not needed, so these are reductions without a wait, in flight while the weights are
+        # computed. Integer sums do not depend on their order.
         tl.atomic_add(p_counts + b_ids, tl.full([BK], 1, tl.int64), mask=m_k & (i_entry >= 0), sem="relaxed")
     b_chosen = tl.load(p_logits + b_ids, mask=m_k, other=0.0).to(tl.float32)
     b_weight = tl.where(m_k, _scores(b_chosen, b_max, b_sum, SOFTMAX), 0.0)
@@ -137,7 +137,7 @@ def topk_gate(
 
 
 def make_choice(choice: TokenChoice) -> None:
-    """Make a choice, of any number of tokens: its weights and ids are written. Raises as `topk_gate`."""
+    """Make the choice of any number of tokens: write its weights and ids. Raises as `topk_gate`."""
     rule, logits, bias = choice.rule, choice.logits, choice.bias
     check_rows("topk_gate", logits=logits, bias=bias)
     num_tokens, num_experts = logits.shape

@@ -1,9 +1,10 @@
-"""Triton: y[t, h] = weight[h] @ x[t, h], the projections of latent attention that each head has for itself.
+"""Triton: y[t, h] = weight[h] @ x[t, h], the per-head projections of latent attention.
 
-One fp32 accumulator per output, K ascending, as in `linear`: neither the tile nor the number of rows shows in a row's
-bits, which cuBLAS's batched product does not promise. With few rows all that counts is how soon the weights are under
-way: a program asks for AHEAD steps of its slice at once, before it needs x, and before the launch ahead has ended if
-nobody writes the weight meanwhile (`static_weight`). For a Hopper GPU there is a second kernel, `head_linear_hopper`.
+Each output has one fp32 accumulator, K ascending, as in `linear`. So a row's bits depend neither on the tile nor on the
+number of rows, which cuBLAS's batched product does not guarantee. With few rows, time depends on how early the weights
+are requested. A program requests AHEAD steps of its slice at once, before it needs x. If no launch writes the weight
+meanwhile (`static_weight`), it does so before the previous launch ends. Hopper has a second kernel,
+`head_linear_hopper`.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ OP = "head_linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig(tuning.Config):
-    """BM rows by BN outputs of a head, K in steps of BK; SWAP: the weight on the left.
+    """BM rows by BN outputs of a head, K in steps of BK. SWAP: the weight is the left operand.
 
-    AHEAD steps of the weight are asked for at once, and so many of x ahead of its use (ROWS_AHEAD); the rest of K is a
+    AHEAD steps of the weight are requested at once, and ROWS_AHEAD steps of x ahead of their use. The rest of K is a
     loop.
     """
 
@@ -48,7 +49,7 @@ class HopperHeads(tuning.Config):
 
 
 KINDS: tuple[type[HeadConfig | HopperHeads], ...] = (HeadConfig, HopperHeads)
-# What a block may have on Hopper, less some for barriers.
+# Shared memory of a block on Hopper, without barriers.
 _SHARED_BYTES = 227 * 1024 - 1024
 _HOPPER = tuple(HopperHeads(BM=rows, BN=columns) for rows in (8, 16, 32, 64) for columns in (16, 32, 64, 128, 256))
 _FEW = tuple(
@@ -60,7 +61,7 @@ _MANY = (
     HeadConfig(BM=64, BN=128, BK=64, AHEAD=0, SWAP=False, num_stages=4),
     HeadConfig(BM=128, BN=128, BK=64, AHEAD=0, SWAP=False, num_warps=8, num_stages=3),
 )
-# fp32 runs on the plain cores, which is slow however it is cut.
+# fp32 runs on the CUDA cores, which is slow with any tile.
 _FP32 = HeadConfig(BM=16, BN=32, BK=32, AHEAD=0, SWAP=False, num_stages=2)
 CONFIGS: tuple[HeadConfig | HopperHeads, ...] = (*_FEW, *_MANY, _FP32, *_HOPPER)
 
@@ -68,13 +69,13 @@ _ROWS = (16, 32, 64, 512, 4096)
 
 
 def shape_class(num_rows: int, num_heads: int, num_out: int, dim: int, along_k: bool) -> str:
-    """The class that bf16 configs are stored under. along_k: the weight is contiguous along K, not along outputs."""
+    """Return the class under which bf16 configs are stored. along_k: the weight is contiguous along K, not outputs."""
     rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
     return f"M{rows} H{num_heads} N{num_out} K{dim} {'rows' if along_k else 'columns'}"
 
 
 def configs_for(num_rows: int) -> tuple[HeadConfig | HopperHeads, ...]:
-    """The configs worth trying for that many rows, in bf16."""
+    """Return the configs to time for `num_rows` rows in bf16."""
     if num_rows > 64:
         return _MANY
     few = (c for c in _FEW if c.BM // 2 < max(num_rows, 16) <= c.BM)
@@ -82,26 +83,26 @@ def configs_for(num_rows: int) -> tuple[HeadConfig | HopperHeads, ...]:
 
 
 def suits(config: HopperHeads, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel for Hopper can take such a tile of these: if not, the default runs."""
+    """Return whether the Hopper kernel supports this tile and these tensors; if not, the default runs."""
     num_out, dim = weight.shape[1:]
-    # A copy of a weight that is contiguous along its outputs is as wide as the swizzle, or wider.
+    # A copy of a weight that is contiguous along its outputs is at least as wide as the swizzle.
     columns = (16 if weight.stride(2) == 1 else STEP) <= config.BN <= max(16, triton.next_power_of_2(num_out))
     rows = config.BM * (dim // STEP - 1) + 64
     return columns and (config.BN * dim + rows * STEP) * 2 <= _SHARED_BYTES and describes(x, weight)
 
 
 def default_config(num_rows: int, num_heads: int, num_out: int) -> HeadConfig:
-    """The config of bf16 shapes that nobody tuned."""
+    """Return the config of untuned bf16 shapes."""
     if num_rows > 64:
         return _MANY[num_rows > 512]
-    # Slices of 64 columns, if that still gives a program to each multiprocessor.
+    # Use slices of 64 columns, if these still give each multiprocessor a program.
     narrow = num_heads * triton.cdiv(num_out, 64) < tuning.MULTIPROCESSORS
     return next(c for c in _FEW if num_rows <= c.BM and (32 if narrow else 64) == c.BN)
 
 
 @triton.jit
 def _columns(p_bw, o_k, s_k, K: tl.constexpr, EVEN_K: tl.constexpr):
-    """One step of a slice of the weight, [BN, BK]."""
+    """Load one step of a slice of the weight, [BN, BK]."""
     if EVEN_K:
         b_w = tl.load(p_bw + o_k[None, :] * s_k)
     else:
@@ -111,7 +112,7 @@ def _columns(p_bw, o_k, s_k, K: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _rows(p_bx, m_m, o_k, K: tl.constexpr, EVEN_K: tl.constexpr):
-    """One step of the rows of x, [BM, BK]."""
+    """Load one step of the rows of x, [BM, BK]."""
     m_x = m_m[:, None]
     if not EVEN_K:
         m_x = m_x & (o_k < K)[None, :]
@@ -124,7 +125,7 @@ def _head_linear_kernel(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr,
     ROWS_AHEAD: tl.constexpr, EVEN_N: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest."""
+    """Compute a tile of y [T, H, N]: BM rows, BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),)."""
     EVEN_K: tl.constexpr = K % BK == 0
     if not STATIC:
         let_next_begin()
@@ -139,7 +140,7 @@ def _head_linear_kernel(
     p_bx = p_x + i_h * s_xh + o_m.to(tl.int64)[:, None] * s_xt
     o_w = o_n
     if not EVEN_N:
-        # Outputs past N repeat the last: their results are not stored. No loads of 16 bytes along N behind a minimum.
+        # Outputs past N read the last one's weights and are not stored. The minimum prevents 16-byte loads along N.
         o_w = tl.minimum(o_n, N - 1)
     p_bw = p_w + i_h * s_wh + o_w.to(tl.int64)[:, None] * s_wn
     # All loads before the first use: they are in flight together.

@@ -1,12 +1,12 @@
-"""Gluon: `head_linear` of few rows for Hopper, bit for bit the same: all that a program needs is on the way at once.
+"""Gluon: `head_linear` for few rows on Hopper, with the same bits: a program requests all of its inputs at once.
 
-A program has one tile of one head, and K is short (128 or 512), so there is no ring of buffers: the whole slice of the
-weight is asked for in bulk copies, of a weight that no running launch writes (STATIC) before the launch ahead has
-ended, and the rows of x behind it; products follow as their steps arrive. The Triton kernel holds a slice in registers
-instead, of which each step passes through shared memory, behind a barrier, before it can be multiplied.
+A program has one tile of one head. K is short (128 or 512), so there is no ring of buffers. Bulk copies request the
+whole slice of the weight, then the rows of x. If no running launch writes the weight (STATIC), the former start before
+the previous launch ends. Products follow as their steps arrive. The Triton kernel instead holds a slice in registers,
+and each step has to pass through shared memory and a barrier before it can be multiplied.
 
-Rows of x are the left operand, which always takes 64: BM of them are copied, and what lies behind them fills the
-others, whose results are not stored (as in `linear_skinny`).
+Rows of x are the left operand, which always has 64 rows. BM of them are copied. The memory after them fills the others,
+whose results are not stored, as in `linear_skinny`.
 """
 
 import torch
@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 
-# What a step takes of K: 128 bytes, as far as shared memory is swizzled.
+# Values of K per step: 128 bytes, the width of the shared memory swizzle.
 STEP = 64
 _STEP = gl.constexpr(STEP)
 
@@ -34,16 +34,16 @@ def head_linear_hopper_kernel(
     d_x, d_w, p_y, T, H, N, s_xh, w_heads,
     STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ALONG_K: gl.constexpr, STATIC: gl.constexpr,
 ):  # fmt: skip
-    """One tile of y [T, H, N]: BM rows and BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest.
+    """Compute a tile of y [T, H, N]: BM rows, BN outputs of a head. Grid: (H ceil(N / BN) ceil(T / BM),), rows fastest.
 
-    d_x: x as a matrix [T, ...] of blocks [BM, 64], a head's columns s_xh apart. d_w: the weight as a matrix whose heads
-    are w_heads rows apart, of [outputs, K] in blocks [BN, 64] if ALONG_K, else of [K, outputs] in blocks [64, BN].
+    d_x: x as a matrix [T, ...] in blocks [BM, 64]; a head's columns are s_xh apart. d_w: the weight as a matrix whose
+    heads are w_heads rows apart: [outputs, K] in blocks [BN, 64] if ALONG_K, else [K, outputs] in blocks [64, BN].
     """
     DT: gl.constexpr = d_x.dtype
     L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _STEP], DT)
     W_SHAPE: gl.constexpr = [BN, _STEP] if ALONG_K else [_STEP, BN]
-    # Behind the last rows there is room for a whole operand.
+    # The buffer extends past the last rows by a whole operand.
     s_x = gl.allocate_shared_memory(DT, [STEPS + 64 // BM - 1, BM, _STEP], d_x.layout)
     s_w = gl.allocate_shared_memory(DT, [STEPS, W_SHAPE[0], W_SHAPE[1]], d_w.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
@@ -84,7 +84,7 @@ def head_linear_hopper_kernel(
 
 
 def describes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether tensor descriptors can describe x [T, H, K] and weight [H, N, K], and K is whole steps."""
+    """Return whether tensor descriptors can describe x [T, H, K] and weight [H, N, K], and K is whole steps."""
     along = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
     heads, rows = along.stride(0), along.stride(1)
     strides = (x.stride(0), x.stride(1), rows)
@@ -99,7 +99,7 @@ def describes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def descriptors(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, ...]:
-    """What the kernel copies blocks of `rows` rows of x and `columns` outputs of the weight through."""
+    """Return descriptors of blocks of `rows` rows of x and of `columns` outputs of the weight."""
     num_rows, num_heads, dim = x.shape
     flat_x = x.as_strided((num_rows, (num_heads - 1) * x.stride(1) + dim), (x.stride(0), 1))
     along_k = weight.stride(2) == 1

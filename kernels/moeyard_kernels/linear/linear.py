@@ -1,14 +1,14 @@
-"""Triton: y = x @ weight.T (+ bias), whose rows do not know how many they are.
+"""Triton: y = x @ weight.T (+ bias). A row's bits do not depend on the number of rows.
 
-One fp32 accumulator per output, K ascending: the bits are the same for every tile, for either operand on the left of
-the product (SWAP: the weight's rows fill the tensor cores' rows, so that few rows of x waste none of them), and whether
-threads copy or the tensor memory accelerator (TMA) does. So the kernel and its tile are chosen by shape alone:
+Each output has one fp32 accumulator, K ascending. The bits are the same for every tile, for either left operand, and
+for copies by threads or by the tensor memory accelerator (TMA). With SWAP the weight is on the left and fills the rows
+of the tensor cores, so that few rows of x waste none of them. So the shape alone selects the kernel and its tile:
 - `linear_tiles_kernel`: one output tile per program, any shape and alignment;
 - `linear_wide_kernel`: the same with tensor descriptors, in tiles whose columns are the sum of two powers of two;
-- `_stream_kernel`: persistent programs with tensor descriptors, for many rows, dealt out by `linear_schedule`;
+- `_stream_kernel`: persistent programs with tensor descriptors, for many rows, scheduled by `linear_schedule`;
 - `linear_skinny`: few rows on Hopper, in slices of 16 to 64 columns.
-Measured on an H200 and left out: K in parts (another formula for every row; many rows would pay with a second
-accumulator), Triton 3.6's warp specialization (slower, and wrong at depth).
+Measured on an H200 and rejected: Triton 3.6's warp specialization (slower, and wrong at depth), and K in parts. That is
+another formula for every row; many rows would pay with a second accumulator.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def _stream_tiles(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`num_tiles` tiles of columns [n_first, n_end) of x @ w.T: every stride_early-th, then every num_programs-th."""
+    """Compute num_tiles tiles of columns [n_first, n_end): every stride_early-th, then every num_programs-th."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(n_end - n_first, BN)
     for j in tl.range(0, num_tiles, flatten=True):
         i_tile = tl.where(j < num_early, i_early + stride_early * j, i_late + tl.num_programs(0) * (j - num_early))
@@ -71,10 +71,10 @@ def _stream_kernel(
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
     HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] @ wa [NA, K].T if PAIR, then @ wb [NB, K].T, in tiles [BM, BN], but [BMT, BNT] from column CUT of wb on.
+    """Compute x [M, K] @ wa [NA, K].T if PAIR, then @ wb [NB, K].T, in tiles [BM, BN].
 
-    Tiles go to the programs in turn; those that had one less than others take REPEAT of the tail tiles ahead of the
-    rest. CUT is NB or a multiple of BN.
+    From column CUT of wb on, tiles are [BMT, BNT]. Programs take tiles in turn. Programs with one main tile less than
+    others take REPEAT tail tiles first. CUT is NB or a multiple of BN.
     """
     wait_for_previous()
     i_program, programs = tl.program_id(0), tl.num_programs(0)
@@ -107,12 +107,12 @@ def _stream_kernel(
 
 
 def _num_programs(x: torch.Tensor) -> int:
-    """How many persistent programs fill the device; few in the interpreter, where programs cost time."""
+    """Return the number of persistent programs that fill the device; few in the interpreter, where each costs time."""
     return launch.num_multiprocessors(x) if x.is_cuda else 3
 
 
 def _fits_stream(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can describe these matrices: rows and base at multiples of 16 bytes, no empty ones."""
+    """Return whether tensor descriptors can describe these matrices: not empty, rows and base 16-byte aligned."""
     return all(t.numel() and t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
 
 
@@ -145,7 +145,7 @@ def _launch_wide(
     x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Wide, bias: torch.Tensor,
     outs: tuple[torch.Tensor, ...], flags: Any,
 ) -> None:  # fmt: skip
-    """A launch for each weight: one kernel for both would hold the sums of both, which do not fit the registers."""
+    """Launch once per weight: the sums of two weights do not fit the registers."""
     bm, bk, (head, tail) = chosen.BM, chosen.BK, head_and_tail(chosen.BN)
     d_x = TensorDescriptor.from_tensor(x, [bm, bk])
     flags |= {"BK": bk, "GROUP": chosen.GROUP, "num_stages": chosen.num_stages}
@@ -211,7 +211,7 @@ def _run(
         "HAS_BIAS": bias is not None,
         **dependent(x),
     }
-    # What nothing is read from need only be a tensor.
+    # The kernels do not read an absent bias, but need a tensor.
     bias = x if bias is None else bias
     rest = (bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     pair = {"PAIR": len(weights) == 2}

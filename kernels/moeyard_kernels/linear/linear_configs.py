@@ -1,6 +1,6 @@
-"""The kernels and tiles that `linear` may run with, and which are worth trying for a shape. All give the same bits.
+"""Kernels and tiles of `linear`, and which of them to time for a shape. All give the same bits.
 
-Numbers of stages fit the 227 KB of shared memory of Hopper; fewer than that allows were faster where so few are given.
+Stages fit the 227 KB of shared memory of Hopper. Configs with fewer stages than fit were faster.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ import triton
 
 from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 
-# What a block may have on Hopper, less the barriers of a pipeline.
+# Shared memory of a block on Hopper, without the barriers of a pipeline.
 _SHARED_BYTES = 227 * 1024 - 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles(Config):
-    """`linear_tiles_kernel`: any shape and alignment. Rows fastest in groups of GROUP; SWAP: the weight on the left."""
+    """`linear_tiles_kernel`: any shape and alignment. Rows fastest in groups of GROUP. SWAP: weight on the left."""
 
     kernel: Literal["tiles"] = "tiles"
     BM: int
@@ -28,7 +28,7 @@ class Tiles(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream(Config):
-    """`linear._stream_kernel`: PER_SM programs a multiprocessor; tail tiles of BMT x BNT (none if 0), SWAP_T theirs."""
+    """`linear._stream_kernel`: PER_SM programs per multiprocessor. Tail tiles (none if 0): BMT x BNT, SWAP_T."""
 
     kernel: Literal["stream"] = "stream"
     BM: int
@@ -42,16 +42,16 @@ class Stream(Config):
     SWAP_T: bool
 
     def fp32_stages(self) -> int:
-        """How many fit beside a tile of fp32 results, which are stored by way of shared memory whole (Triton 3.6)."""
+        """Return the stages that fit beside a tile of fp32 results, which Triton 3.6 stores through shared memory."""
         free = _SHARED_BYTES - self.BM * self.BN * 4
         return min(self.num_stages, free // ((self.BM + self.BN) * self.BK * 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skinny(Config):
-    """`linear_skinny_kernel`, for few rows on Hopper: EARLY steps of the weight ahead of x.
+    """`linear_skinny_kernel`, for few rows on Hopper: EARLY steps of the weight before x.
 
-    LEFT: the weight is the left operand, of BN columns, at most 64.
+    LEFT: the weight is the left operand, of at most 64 columns BN.
     """
 
     kernel: Literal["skinny"] = "skinny"
@@ -117,7 +117,7 @@ _SKINNY = (
     _skinny(64, 40, 128, num_stages=8, EARLY=4),
     _skinny(64, 48, 128, num_stages=8, EARLY=8),
     _skinny(64, 64, 128, num_stages=7, EARLY=7),
-    # Behind the others, which are the defaults and were faster where both were timed in whole steps.
+    # Listed last: the configs above are the defaults, and were faster in whole steps wherever both were timed.
     _skinny(8, 16, 256, num_stages=8, EARLY=4, LEFT=True),
     _skinny(8, 32, 256, num_stages=10, EARLY=4, LEFT=True),
     _skinny(8, 32, 768, num_stages=3, EARLY=3, LEFT=True),
@@ -145,7 +145,7 @@ _FEW_ROWS = (
     _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=True),
     _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=True),
 )
-# By size.
+# Sorted by size.
 _MIDDLE = (
     _stream(64, 32, 256, num_stages=4, num_warps=4),
     _stream(64, 64, 128, num_stages=6, num_warps=4),
@@ -155,7 +155,7 @@ _MIDDLE = (
     _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
     _stream(128, 128, 64, num_stages=6),
 )
-# Two of these share a multiprocessor, one of those has it.
+# Two programs of _NARROW share a multiprocessor; one of _ONE_WAVE fills it.
 _NARROW = Wide(BM=128, BN=80, BK=64, num_warps=4, num_stages=4, GROUP=4)
 _ONE_WAVE = Wide(BM=128, BN=320, BK=32, num_warps=8, num_stages=6, GROUP=8)
 _WIDE = (
@@ -169,15 +169,15 @@ _WIDE = (
 )
 # For many rows that tensor descriptors cannot describe.
 _MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=False)
-# fp32 runs on the plain cores, which is slow however it is cut: one tile for few rows, one for many.
+# fp32 runs on the CUDA cores, which is slow with any tile: one tile for few rows, one for many.
 FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=False), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=False))
 CONFIGS: tuple[LinearConfig, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
 
 
 def head_and_tail(columns: int) -> tuple[int, int]:
-    """A tile's columns as a power of two, which is what one copy brings, and the rest, 0 or another: 40 = 32 + 8.
+    """Split a tile's columns into a power of two, which a copy can bring, and 0 or another power of two: 40 = 32 + 8.
 
-    Raises ValueError for others.
+    Raises ValueError for other counts.
     """
     head = 1 << (columns.bit_length() - 1)
     tail = columns - head
@@ -186,54 +186,54 @@ def head_and_tail(columns: int) -> tuple[int, int]:
     return head, tail
 
 
-# Counts of rows that get a config of their own.
+# Counts of rows with separate configs.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def shape_class(num_rows: int, dim: int, *num_out: int) -> str:
-    """The class that configs are stored under: rows rounded up to one of a few counts, at most 8192."""
+    """Return the class under which configs are stored: rows rounded up to one of a few counts, at most 8192."""
     rows = next((r for r in _ROWS if num_rows <= r), _ROWS[-1])
     return f"M{rows} N{'+'.join(map(str, num_out))} K{dim}"
 
 
 def _skinny_rows(num_rows: int) -> int:
-    """The BM of `_SKINNY` for so many rows: descriptors of many more rows than there are copy slowly."""
+    """Return the BM of `_SKINNY` for `num_rows` rows. Descriptors of many more rows than that copy slowly."""
     return next(rows for rows in (8, 16, 32, 64) if num_rows <= rows)
 
 
 def configs_for(num_rows: int, *num_out: int) -> tuple[LinearConfig, ...]:
-    """The configs worth trying for that many rows and these weights' outputs, in bf16."""
+    """Return the configs to time for these rows and the outputs of these weights, in bf16."""
     if num_rows > 64:
         few = num_rows <= 512 or triton.cdiv(num_rows, 64) * triton.cdiv(sum(num_out), 128) <= MULTIPROCESSORS
         return (*(_MIDDLE if few else _MIDDLE[-2:]), *_WIDE)
     rows = _skinny_rows(num_rows)
-    # 64 rows may do as two tiles of 32, too.
+    # 64 rows can also run as two tiles of 32.
     skinny = (c for c in _SKINNY if rows == c.BM or (rows, c.BM) == (64, 32))
     return (*(c for c in _FEW_ROWS if max(rows, 16) == c.BM), *skinny)
 
 
 def plain_config(num_rows: int) -> Tiles:
-    """The config for what may be misaligned, on any GPU."""
+    """Return the config for tensors of any alignment, on any GPU."""
     if num_rows > 64:
         return _MISALIGNED
     return next(c for c in _FEW_ROWS if isinstance(c, Tiles) and num_rows <= c.BM)
 
 
 def default_config(num_rows: int, *num_out: int) -> LinearConfig:
-    """The config of bf16 shapes that nobody tuned: one weight's outputs, or two weights'."""
+    """Return the config of untuned bf16 shapes, for the outputs of one or two weights."""
     columns = sum(num_out)
     if num_rows <= 64:
-        # Slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors, or as narrow as
-        # every one of those needs: a few that have two take as long as if all had. One or eight rows by a weight of
-        # [2304 x 4096], 144 slices of 16 on 132: the output product of Kimi-Linear's layers, 1.8 and 1.0 % of a step.
-        # (16 rows and more, and two weights, were not timed with it.)
+        # Use slices of 64 columns, if the weight has enough of them to occupy half of the multiprocessors. Otherwise
+        # use 16 columns if every multiprocessor would need them: a few that have two slices take as long as if all had.
+        # For a weight of [2304 x 4096], 144 slices of 16 on 132, one or eight rows gain 1.8 and 1.0 % of a step (the
+        # output product of Kimi-Linear's layers). 16 rows and more, and two weights, were not timed with it.
         width = 64 if columns >= 32 * MULTIPROCESSORS else 16 if columns <= 16 * MULTIPROCESSORS else 32
         return next(c for c in _SKINNY if (_skinny_rows(num_rows), width) == (c.BM, c.BN))
     return _tiles_of_a_wave(num_rows, *num_out)
 
 
 def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
-    """The smallest tiles that are not too many for the multiprocessors to compute all at once (docs/kernels.md)."""
+    """Return the smallest tiles that all multiprocessors can compute in one wave (docs/kernels.md)."""
 
     def waves(config: Stream | Wide) -> float:
         return triton.cdiv(num_rows, config.BM) * triton.cdiv(sum(num_out), config.BN) / MULTIPROCESSORS
@@ -242,13 +242,13 @@ def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
     for config in _MIDDLE:
         if config.PER_SM == 1 and waves(config) <= 1:
             return config
-    # Nearly a wave of others leaves fewer idle. Two weights would be two launches.
+    # Nearly a full wave of other tiles leaves fewer multiprocessors idle. Two weights would take two launches.
     if len(num_out) == 1:
         if waves(largest) > 1 and 5 / 6 <= waves(_ONE_WAVE) <= 1:
             return _ONE_WAVE
         if 5 / 6 <= waves(_NARROW) / 2 <= 1:
             return _NARROW
-    # Three waves of half as wide tiles instead of two; with more rows tails make up for it.
+    # Three waves of half as wide tiles instead of two. With more rows, tail tiles compensate.
     if num_rows <= 512 and waves(largest) <= 2 < waves(half) <= 3:
         return half
     return largest

@@ -1,7 +1,7 @@
-"""How the tiles of a product are dealt out to the programs of a GPU, so that the last wave leaves few of them idle.
+"""Schedule of a product's tiles over the programs of a GPU, such that the last wave leaves few programs idle.
 
-Columns below a cut are computed in main tiles, the others in smaller tail tiles. Main tiles go to the programs in turn;
-those that got one less than others then take some tail tiles ahead of the rest.
+Columns below a cut use main tiles; the others use smaller tail tiles. Programs take main tiles in turn. Those with one
+main tile less than others then take some tail tiles before the rest.
 """
 
 import functools
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`cut`: the first column of tail tiles. `repeat`: how many of them each program with fewer main tiles takes."""
+    """`cut`: the first column of tail tiles. `repeat`: tail tiles that programs with fewer main tiles take first."""
 
     cut: int
     repeat: int
 
 
 def tile_cycles(rows: int, columns: int) -> int:
-    """About how long 64 steps of K take in a tile of rows x columns (the left operand first), in cycles of Hopper.
+    """Estimate the cycles of 64 steps of K on Hopper for a tile of rows x columns (the left operand first).
 
-    Two groups of warps, each at 1024 products a cycle, share 128 bytes a cycle of shared memory, where copies land and
-    from where a group reads both operands anew for every 64 rows; 150 cycles go to barriers.
+    Two groups of warps, each with 1024 products per cycle, share 128 bytes per cycle of shared memory. Copies arrive
+    there, and a group reads both operands again for every 64 rows. Barriers take 150 cycles.
     """
     products = rows * columns // 32
     copied = rows + columns
@@ -33,10 +33,10 @@ def schedule(
     num_rows: int, num_out: int, *, ahead: int = 0, main: tuple[int, int], tail: tuple[int, int], tail_cost: float,
     programs: int,
 ) -> Schedule:  # fmt: skip
-    """No tail, or the cut whose slowest program ends first; of equals the last, which is a multiple of main's columns.
+    """Return no tail, or the cut whose slowest program ends first; of equal cuts the last. Cuts are whole main tiles.
 
-    ahead: main tiles that were dealt out before. main and tail: rows and columns of a tile. tail_cost: the time of a
-    tail tile in main tiles.
+    ahead: main tiles that were scheduled before. main, tail: rows and columns of a tile. tail_cost: time of a tail tile
+    in main tiles.
     """
     rows, tail_rows = -(-num_rows // main[0]), -(-num_rows // tail[0])
     best, found = float(-(-(ahead + rows * -(-num_out // main[1])) // programs)), Schedule(num_out, 0)
@@ -48,7 +48,7 @@ def schedule(
         for repeat in range(1, 5):
             early = min(-(-tails // idle), repeat)
             late = max(tails - idle * repeat, 0)
-            # Late tiles go to all programs in turn, beginning with those that had a main tile more.
+            # All programs take late tiles in turn, beginning with those that had one more main tile.
             busy = done + (rest > 0) + -(-late // programs) * tail_cost
             spared = done + early * tail_cost + -(-max(late - rest, 0) // programs) * tail_cost
             end = max(busy, spared)

@@ -1,15 +1,15 @@
-"""Gluon: `linear` of few rows for Hopper, bit for bit the same: slices of columns, up to one program a multiprocessor.
+"""Gluon: `linear` for few rows on Hopper, with the same bits: slices of columns, up to one program per multiprocessor.
 
-Rows of x are the left operand of products that always take 64: BM of them are copied, and what lies behind them in
-shared memory fills the others, whose results are not stored. So a tile may be as narrow as 16 columns, which a weight
-of 2112 needs to occupy 132 multiprocessors. Where the columns are no power of two (40: 5120 in 128 programs), they
-likewise are the first columns of an operand of the next power. With LEFT the columns are the left operand themselves,
-the first of 64, and the rows of x, as many as there are, the right one: an instruction takes its time for what it reads
-out of shared memory, of which with 64 columns nothing is garbage then. One warp copies, four multiply.
+Rows of x are the left operand, which always has 64 rows. BM of them are copied. The memory after them in shared memory
+fills the others, whose results are not stored. So a tile may have only 16 columns, which a weight of 2112 needs to
+occupy 132 multiprocessors. If the columns are no power of two (40: 5120 in 128 programs), they are likewise the first
+columns of an operand of the next power. With LEFT the columns are the left operand, the first of 64, and the rows of x
+are the right one. An instruction's time depends on what it reads from shared memory; with LEFT and 64 columns none of
+that is garbage. One warp copies, four multiply.
 
-Of a weight that no running launch writes (STATIC), the first EARLY steps are copied while the launch before still runs,
-where that one leaves room. Not all that the buffers hold: the first rows of x would wait behind it for the memory
-(7168 x 2112 with 16 rows on an H200: 9.6 us with 7 steps of weights ahead of x, 9.2 with 4).
+If no running launch writes the weight (STATIC), its first EARLY steps are copied while the previous launch still runs,
+as far as that leaves room. Filling all buffers is slower, because the first rows of x would queue after them. For 7168
+x 2112 with 16 rows on an H200, 7 steps of weights before x take 9.6 us, 4 steps 9.2.
 """
 
 import torch
@@ -27,14 +27,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 
-# What one copy brings of K: 128 bytes, as far as shared memory is swizzled.
+# Values of K per copy: 128 bytes, the width of the shared memory swizzle.
 COLUMNS = 64
 _COLUMNS = gl.constexpr(COLUMNS)
 
 
 @gluon.jit
 def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr):
-    """(row, column, whether of the second weight) of a tile: rows fastest."""
+    """Return (row, column, whether of the second weight) of a tile: rows fastest."""
     tiles_m, tiles_a = gl.cdiv(M, BM), gl.cdiv(NA, BN)
     i_n = i_tile // tiles_m
     second = i_n >= tiles_a
@@ -45,14 +45,14 @@ def _place(i_tile, M, NA, BM: gl.constexpr, BN: gl.constexpr, PAIR: gl.constexpr
 
 @gluon.jit
 def _advance(i_buffer, phase, STAGES: gl.constexpr):
-    """The next buffer of the ring, and the phase of its barriers."""
+    """Return the next buffer of the ring, and the phase of its barriers."""
     last = i_buffer == STAGES - 1
     return gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def _before(i_buffer, STAGES: gl.constexpr):
-    """The buffer before i_buffer. Computed, for Triton 3.7 does not carry `i_last = i_buffer` if both began as one."""
+    """Return the previous buffer. Triton 3.7 would not carry `i_last = i_buffer` if both began as one value."""
     return gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
 
 
@@ -60,7 +60,7 @@ def _before(i_buffer, STAGES: gl.constexpr):
 def _copy_columns(
     d_w, d_t, s_w, bar, i_n, i_k, i_buffer, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr,
 ):  # fmt: skip
-    """One step of HEAD + TAIL columns of a weight, one behind the other: what a copy brings is a power of two."""
+    """Copy one step of HEAD + TAIL consecutive columns of a weight. One copy brings a power of two."""
     BLOCK: gl.constexpr = s_w.shape[1]
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD, _COLUMNS], s_w.dtype)
     for u in gl.static_range(SUB):
@@ -76,7 +76,7 @@ def _copy_weight(
     d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer,
     HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """One step of the tile's columns, of the second weight or the first."""
+    """Copy one step of the tile's columns, of the second weight or the first."""
     if PAIR and second:
         _copy_columns(d_wb, d_tb, s_w, bar, i_n, i_k, i_buffer, HEAD, TAIL, SUB)
     else:
@@ -85,7 +85,7 @@ def _copy_weight(
 
 @gluon.jit
 def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):
-    """The rows of x of that step."""
+    """Copy the rows of x of one step."""
     for u in gl.static_range(SUB):
         i_part = i_buffer * SUB + u
         tma.async_copy_global_to_shared(d_x, [i_m, (i_k * SUB + u) * _COLUMNS], bar, s_x.index(i_part))
@@ -97,9 +97,9 @@ def _copy(
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
 ):  # fmt: skip
-    """One warp: fill the buffers, EARLY steps of the weight ahead of x; then each again when it is free (f).
+    """Fill the buffers in one warp, with EARLY steps of the weight before x; refill each when it is free (f).
 
-    A buffer's e ends a phase when the bytes of a whole step are there, of the weight and of x.
+    A buffer's e ends a phase when all bytes of a step of weight and x have arrived.
     """
     BN: gl.constexpr = HEAD + TAIL
     BYTES: gl.constexpr = (BM + BN) * SUB * _COLUMNS * 2
@@ -116,9 +116,9 @@ def _copy(
         let_next_begin()
     for i in range(num_early):
         _copy_rows(d_x, s_x, e.index(i), i_m, i, i, SUB)
-    # The first tile goes on from there.
+    # The first tile continues after the early steps.
     i_k = num_early
-    # A new barrier counts as past the phase before its first: buffers are free at first.
+    # A new barrier counts as past the phase before its first, so buffers are initially free.
     i_buffer, phase = num_early % STAGES, 1 - num_early // STAGES
     while i_tile < num_tiles:
         i_m, i_n, second = _place(i_tile, M, NA, BM, BN, PAIR)
@@ -140,7 +140,7 @@ def _multiply(
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Products of a buffer start before those of the last have ended, whose buffer is then free."""
+    """Multiply. Products of a buffer start before those of the previous one end; that buffer is then free."""
     BN: gl.constexpr = HEAD + TAIL
     WIDTH: gl.constexpr = 64 if LEFT else (2 * HEAD if TAIL else HEAD)
     BLOCK: gl.constexpr = s_w.shape[1]
@@ -189,12 +189,12 @@ def linear_skinny_kernel(
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR, in tiles [BM, HEAD + TAIL] that go to the programs in turn.
+    """Compute x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR. Programs take tiles [BM, HEAD + TAIL] in turn.
 
-    Descriptors in blocks of [BM, 64] for x, [HEAD, 64] for wa and wb, [TAIL, 64] for ta and tb, which are the same
-    weights (if TAIL is 0, they are as wa and wb). BM, HEAD and TAIL are powers of two of 8 at least, for 8 rows are
-    swizzled as one; BM is at most 64. SUB blocks are a step, STAGES steps are on the way, EARLY of them (at most all)
-    ahead of x. LEFT: see the module; HEAD + TAIL are at most 64 then.
+    Descriptor blocks are [BM, 64] for x, [HEAD, 64] for wa and wb, and [TAIL, 64] for ta and tb, which are the same
+    weights. If TAIL is 0, ta and tb have the blocks of wa and wb. BM, HEAD and TAIL are powers of two, at least 8, as 8
+    rows are swizzled as one. BM is at most 64. SUB blocks make a step, STAGES steps are in flight, and EARLY of them
+    (at most all) before x. LEFT: see the module; HEAD + TAIL are then at most 64.
     """
     gl.static_assert(HEAD + TAIL <= 64 or not LEFT)
     gl.static_assert(EARLY <= STAGES)
@@ -202,7 +202,7 @@ def linear_skinny_kernel(
     DT: gl.constexpr = d_x.dtype
     BLOCK: gl.constexpr = TAIL if TAIL else HEAD
     BN: gl.constexpr = HEAD + TAIL
-    # Behind the last blocks there is room for a whole operand.
+    # The buffers extend past the last blocks by a whole operand.
     MORE: gl.constexpr = 0 if LEFT else 64 // BM - 1
     s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + MORE, BM, _COLUMNS], d_x.layout)
     WIDTH: gl.constexpr = 64 if LEFT else (2 * HEAD if TAIL else HEAD)
@@ -239,5 +239,5 @@ def linear_skinny_kernel(
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """What the kernel copies blocks of `rows` rows of a matrix through."""
+    """Return a descriptor of blocks of `rows` rows of a matrix."""
     return TensorDescriptor.from_tensor(x, [rows, COLUMNS], launch.shared_layout(rows, COLUMNS))

@@ -1,4 +1,4 @@
-"""Triton: the kernels of `linear` that give one output tile to each program, and what its Triton kernels share."""
+"""Triton: the kernels of `linear` with one output tile per program, and the store of all its Triton kernels."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def linear_tiles_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
+    """Compute a tile [BM, BN] of x [M, K] @ wa [NA, K].T, or of wb's after wa's. GROUP 0: there is one row of tiles."""
     wait_for_previous()
     tiles_a = tl.cdiv(NA, BN)
     tiles_n = tiles_a
@@ -46,7 +46,7 @@ def linear_tiles_kernel(
     o_k = tl.arange(0, BK)
     m_m = o_m[:, None] < M
     p_bx = p_x + o_m.to(tl.int64)[:, None] * K + o_k[None, :]
-    # Rows of the weight past its end repeat the last: their results are not stored.
+    # Rows past the weight's end read the last one; their results are not stored.
     p_bw = p_w + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * K + o_k[None, :]
     b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
     for k in range(0, K, BK):
@@ -68,10 +68,10 @@ def linear_wide_kernel(
     BM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, HEAD + TAIL] of x [M, K] @ w [N, K].T; HEAD and TAIL are powers of two of 16 at least.
+    """Compute a tile [BM, HEAD + TAIL] of x [M, K] @ w [N, K].T; HEAD and TAIL are powers of two, at least 16.
 
-    Descriptors in blocks of [BM, BK] for x, [HEAD, BK] for w and [TAIL, BK] for t, which is w again. Tiles of 320
-    columns are 128 programs for 1024 rows of a weight of 5120: one wave of an H200, where tiles of 256 take two.
+    Descriptor blocks are [BM, BK] for x, [HEAD, BK] for w and [TAIL, BK] for t, which is w again. Tiles of 320 columns
+    make 128 programs for 1024 rows of a weight of 5120: one wave of an H200, while tiles of 256 take two.
     """
     wait_for_previous()
     BN: tl.constexpr = HEAD + TAIL

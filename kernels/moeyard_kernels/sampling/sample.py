@@ -1,7 +1,7 @@
 """Triton: one token per row of logits, in a fixed chain of launches; `ref.sample` has the formulas.
 
-    max      largest logit of each part of a row, lowest id first; of many groups of tokens if there is a top-k
-    top      largest of the row: the token of a greedy row, the zero point of the weights of the others
+    max      largest logit of each part of a row, lowest id first; for top-k also of many groups of tokens
+    top      largest logit of the row: the token of a greedy row, the zero point of the weights of other rows
     gather   (top-k) the tokens that reach a bound below the k-th largest                        -> sample_cut
     cut      (top-k) the token if they were few, else where top-k ends
     race     best few of each part by log(weight / E) in fp32                                    -> sample_race
@@ -9,9 +9,9 @@
     mass     (top-p) the mass before each of the best, in fixed point
     settle   (top-p) the best within the nucleus; else a second race, rank, mass and settle; at last a search of the row
 
-Which launches there are follows from which arguments are None; each is over at once for rows that have their token.
-Every row keeps its numbers to itself, all that is combined across programs is exact (maxima, integer sums), and fp64 is
-computed by the formulas of the reference, without contraction to fma: no tile, no batch and no order of programs shows.
+The arguments that are None determine the launches. Each launch exits at once for rows that already have a token. Rows
+are independent, and every combination across programs is exact (maxima, integer sums). fp64 follows the formulas of the
+reference, without contraction to fma. So no tile, batch or order of programs changes a token.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ from moeyard_kernels.sampling.sample_logprob import token_logprobs
 from moeyard_kernels.sampling.sample_race import mass_kernel, race_kernel, rank_kernel, settle_kernel
 from moeyard_kernels.types.sampling import LogitEdits, SampledTokens
 
-# Quads that each part of a row keeps; candidates of a row that are tested against top-p, first round and last.
+# Quads kept per part of a row; candidates per row that are tested against top-p, in the first round and in the last.
 _PER_PART = 4
 _TESTED = (3, 8)
-# Groups of tokens per row, at least, for top-k; half as many are the largest k that is found from a list.
+# The least number of token groups per row for top-k. Half of it is the largest k that a list can find.
 _GROUPS = 2048
 
 
@@ -50,7 +50,7 @@ def _max_kernel(
     b_id = i_c * ROUNDS * BV + tl.arange(0, BV)
     b_best = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, b_id < V, V, L, EDIT)
     if EDIT:
-        # Too many registers if unrolled.
+        # Unrolling would need too many registers.
         for r in range(1, ROUNDS):
             o_v = (i_c * ROUNDS + r) * BV + tl.arange(0, BV)
             b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < V, V, L, EDIT)
@@ -72,7 +72,7 @@ def _max_kernel(
 
 @triton.jit
 def _larger(b_best, b_id, b_x, o_v):
-    """The larger of two values, a NaN before all, the first if they are equal, with its id."""
+    """Return the larger of two values with its id. A NaN wins; of equal values, the first."""
     m_v = (b_x > b_best) | ((b_x != b_x) & (b_best == b_best))
     return tl.where(m_v, b_x, b_best), tl.where(m_v, o_v, b_id)
 
@@ -82,11 +82,11 @@ def _top_kernel(
     p_key, p_id, p_groups, p_temperature, p_top_k, p_top, p_open, p_bound, p_count, p_ids, V, C, G,
     SAMPLED: tl.constexpr, TOP_K: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of row i_b and its token; open says that the row is to be sampled; the bound for top-k."""
+    """Find the largest logit of row i_b, its token, and the bound for top-k. open: the row is still to be sampled."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
-    # A part that does not exist repeats the first.
+    # Missing parts repeat the first one.
     o_c = i_b * C + tl.where(o_c < C, o_c, 0)
     b_key = tl.load(p_key + o_c)
     best = tl.max(b_key)
@@ -155,9 +155,9 @@ def sample(
 class _Rows:
     """Rows whose largest logit is known.
 
-    inputs: pointers that every kernel begins with: logits and their edits. sizes: V and L. top: [B] as X. open: [B]
-    int32, 1 where a token is still to be drawn. bound: [B] key, for top-k, and count: [B] int32, 0 where it is of use.
-    bits: of a mass, so that the mass of a row is below 2^62.
+    inputs: the first pointers of every kernel: logits and their edits. sizes: V and L. top: [B] as X. open: [B] int32,
+    1 while a token is still to be drawn. bound: [B] keys for top-k, and count: [B] int32, 0 where the bound is useful.
+    bits: of a mass, such that the mass of a row is below 2^62.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -179,7 +179,7 @@ def _largest(
     top_k: torch.Tensor | None,
     ids: torch.Tensor | None,
 ) -> _Rows:
-    """The largest logit of each row, and its id into `ids`."""
+    """Find the largest logit of each row, and write its id to `ids`."""
     num_rows, vocab = logits.shape
     if edits is None:
         inputs, width = (logits,) * 5, 0
@@ -208,7 +208,7 @@ def _largest(
         num_warps=config.num_warps, enable_fp_fusion=False, **dependent(logits),
     )  # fmt: skip
     ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
-    # Where an argument is off, no kernel reads its pointer.
+    # Kernels do not read the pointers of arguments that are off.
     _top_kernel[num_rows,](
         key, part_id, groups, ids if temperature is None else temperature, ids if top_k is None else top_k,
         rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
@@ -231,16 +231,16 @@ def _draw(
     positions: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
-    """Overwrite the ids of open rows by tokens drawn from them."""
+    """Overwrite the ids of open rows with sampled tokens."""
     num_rows, vocab = len(ids), rows.sizes[0]
     new = rows.top.new_empty
-    # Where top-k ends; what is left for the second round ends at `end`.
+    # The end of top-k; the second round covers what comes before `end`.
     cut, end = ((new(num_rows), new(num_rows, dtype=torch.int32)) for _ in range(2))
     state = (*rows.inputs, rows.top, rows.open, temperature)
     min_p_, top_p_ = (temperature if x is None else x for x in (min_p, top_p))
     draw = (min_p_, seeds, positions)
     of = {"EDIT": rows.edit, "MIN_P": min_p is not None, "enable_fp_fusion": False, **dependent(ids)}
-    # Edited logits take twice the registers.
+    # Edited logits need twice the registers.
     race = config.RACE // (2 if rows.edit else 1)
     num_race = triton.cdiv(vocab, race)
     if top_k is not None:

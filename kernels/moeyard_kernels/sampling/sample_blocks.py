@@ -1,7 +1,7 @@
-"""Triton: what the kernels of `sample` share: edited logits, order-preserving keys, weights, masses and noise.
+"""Triton: shared parts of the kernels of `sample`: edited logits, order-preserving keys, weights, masses and noise.
 
-A value X is fp32, or fp64 in a launch with edits, so that every comparison is that of the float64 reference. Masses are
-weights in fixed point: sums of integers do not depend on their order, hence on no tile.
+A value X is fp32, or fp64 in a launch with edits, so that comparisons match the float64 reference. Masses are weights
+in fixed point. Integer sums do not depend on their order, hence not on the tile.
 """
 
 import triton
@@ -12,7 +12,7 @@ from moeyard_kernels.types.sampling import BIAS_BITS, COUNT_SHIFT
 
 # Larger than any token id.
 NO_ID = tl.constexpr(2**31 - 1)
-# Scores in fp32 are off by less than this where they can win.
+# Bound of the error of fp32 scores that can win.
 SLACK = tl.constexpr(1e-4)
 
 _BIAS_MASK = tl.constexpr(2**BIAS_BITS - 1)
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L, EDIT: tl.constexpr):
-    """Edited logits of row i_b at o_v, as X; -inf where m_v is off."""
+    """Return edited logits of row i_b at o_v, as X; -inf where m_v is false."""
     b_x = tl.load(p_logits + i_b * V + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
     if EDIT:
         b_x = b_x.to(tl.float64)
@@ -46,10 +46,10 @@ def values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, m_v, V, L,
 
 @triton.jit
 def _quotient(b_x, d):
-    """b_x / d in fp64, correctly rounded, with one division for all of b_x.
+    """Return b_x / d in fp64, correctly rounded, with one division for all of b_x.
 
-    Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990: a quotient that is off
-    by one last place at most, corrected by its exact remainder times the correctly rounded reciprocal.
+    Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990: a quotient off by at
+    most one last place is corrected by its exact remainder times the correctly rounded reciprocal.
     """
     if _INTERPRETED:
         return b_x / d
@@ -65,7 +65,7 @@ def _quotient(b_x, d):
 
 @triton.jit
 def to_key(x):
-    """Integers (32 or 64 bits) in the order of the values X; both zeros give one key, a NaN the largest."""
+    """Return integers (32 or 64 bits) in the order of the values X. Both zeros have one key; a NaN has the largest."""
     x = tl.where(x == 0, 0.0, x)
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
@@ -79,7 +79,7 @@ def to_key(x):
 
 @triton.jit
 def from_key(key):
-    """The value X of a key."""
+    """Return the value X of a key."""
     if key.dtype == tl.int64:
         return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
     else:  # noqa: RET505
@@ -88,27 +88,27 @@ def from_key(key):
 
 @triton.jit
 def middle(low, high):
-    """(low + high) / 2, rounded up, without overflow."""
+    """Return (low + high) / 2, rounded up, without overflow."""
     return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
 def quarters(low, high):
-    """Three keys that cut (low, high] into four, for low < high."""
+    """Return three keys that divide (low, high] into four, for low < high."""
     second = middle(low, high)
     return middle(low, second - 1), second, middle(second, high)
 
 
 @triton.jit
 def reaching(b_key, first, second, third):
-    """Which keys reach each of three, in bits 0, 21 and 42: one sum over less than 2^21 of them counts all three."""
+    """Mark which of three keys each key reaches, in bits 0, 21 and 42: one sum of less than 2^21 of them counts all."""
     b_both = (b_key >= first).to(tl.int64) + ((b_key >= second).to(tl.int64) << 21)
     return b_both + ((b_key >= third).to(tl.int64) << 42)
 
 
 @triton.jit
 def narrow(counts, k, low, first, second, third, high):
-    """The quarter of [low, high] that ends with the largest key that at least k reach: (low, high)."""
+    """Return (low, high) of the quarter that ends with the largest key that at least k reach."""
     most, more, least = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
     new_low = tl.where(least >= k, third, tl.where(more >= k, second, tl.where(most >= k, first, low)))
     new_high = tl.where(least >= k, high, tl.where(more >= k, third - 1, tl.where(most >= k, second - 1, first - 1)))
@@ -117,7 +117,7 @@ def narrow(counts, k, low, first, second, third, high):
 
 @triton.jit
 def kth_largest(b_key, k, low, high):
-    """The largest t in [low, high] that at least k of the keys reach, given that they reach `low`."""
+    """Return the largest t in [low, high] that at least k of the keys reach, if they reach `low`."""
     while low < high:
         first, second, third = quarters(low, high)
         counts = tl.sum(reaching(b_key, first, second, third))
@@ -127,28 +127,29 @@ def kth_largest(b_key, k, low, high):
 
 @triton.jit
 def before(b_x, o_v, x, i_v):
-    """Which tokens come before token i_v of value x: larger values first, then lower ids."""
+    """Return which tokens come before token i_v of value x: larger values first, then lower ids."""
     return (b_x > x) | ((b_x == x) & (o_v < i_v))
 
 
 @triton.jit
 def weight(b_x, top, temperature):
-    """exp((x - top) / temperature) in fp64, by the formula of the reference."""
+    """Return exp((x - top) / temperature) in fp64, by the formula of the reference."""
     return tl.exp((b_x.to(tl.float64) - top.to(tl.float64)) / temperature)
 
 
 @triton.jit
 def mass_scale(temperature):
-    """What `mass` multiplies differences of logits by: log2(e) / temperature, finite."""
+    """Return the factor of logit differences in `mass`: log2(e) / temperature, finite."""
     return tl.minimum(1.4426950408889634 / temperature, 1e300)
 
 
 @triton.jit
 def mass(b_x, top, scale, BITS: tl.constexpr):
-    """exp((x - top) / temperature) as an integer in units of 2^-BITS, off by two units at most; BITS up to 51.
+    """Return exp((x - top) / temperature) as an integer in units of 2^-BITS, off by at most two units; BITS up to 51.
 
-    2^n p(f), n + f the exponent to base 2 and p a polynomial of degree 10 for 2^f on [-1/2, 1/2] (interpolated at
-    Chebyshev nodes, relative error 8.2e-16), rounded by adding 2^52. Equal logits have equal masses, `top` has 2^BITS.
+    It is 2^n p(f) with n + f the exponent to base 2, rounded by adding 2^52. The polynomial p of degree 10 interpolates
+    2^f on [-1/2, 1/2] at Chebyshev nodes (relative error 8.2e-16). Equal logits have equal masses; that of `top`
+    is 2^BITS.
     """
     b_t = tl.maximum((b_x.to(tl.float64) - top.to(tl.float64)) * scale, -64.0)
     b_shifted = b_t + 6755399441055744.0
@@ -181,9 +182,10 @@ def _horner(b_p, b_f, c: tl.constexpr):
 
 @triton.jit
 def _words(seed, position, b_block):
-    """Philox4x32-10: the four words of each block of four tokens.
+    """Philox4x32-10: return the four words of each block of four tokens.
 
-    `tl.philox` is the same; a product in 64 bits is one instruction for the halves that it computes apart.
+    The result is that of `tl.philox`, which computes both halves of a product apart. Here a 64-bit product is one
+    instruction.
     """
     b_0 = b_block.to(tl.uint32)
     b_1 = tl.zeros_like(b_0) + position.to(tl.uint32)
@@ -205,7 +207,7 @@ def _words(seed, position, b_block):
 
 @triton.jit
 def noise(seed, position, o_v):
-    """Exp(1) of each token id, in fp64, by the formula of the reference."""
+    """Return Exp(1) noise of each token id in fp64, by the formula of the reference."""
     b_0, b_1, b_2, b_3 = _words(seed, position, o_v >> 2)
     b_low = tl.where((o_v & 1) == 0, b_0, b_1)
     b_high = tl.where((o_v & 1) == 0, b_2, b_3)
@@ -215,7 +217,7 @@ def noise(seed, position, o_v):
 
 @triton.jit
 def _fma(b_x, y, z):
-    """x y + z in fp32, rounded once on a GPU; for what is an estimate anyway."""
+    """Return x y + z in fp32, rounded once on a GPU; for estimates only."""
     if _INTERPRETED:
         return b_x * y + z
     return tl.fma(b_x, tl.zeros_like(b_x) + y, tl.zeros_like(b_x) + z)
@@ -223,7 +225,7 @@ def _fma(b_x, y, z):
 
 @triton.jit
 def _log2(b_x):
-    """log2 in fp32, off by 2^-22 at most in (1/2, 2), and by that share elsewhere."""
+    """Return log2 in fp32 with an error of at most 2^-22: absolute in (1/2, 2), relative elsewhere."""
     if _INTERPRETED:
         return tl.log2(b_x)
     return tl.inline_asm_elementwise(
@@ -233,13 +235,13 @@ def _log2(b_x):
 
 @triton.jit
 def log_noise(seed, position, start, BV: tl.constexpr):
-    """log E of the tokens start .. start + BV - 1 (start a multiple of 4) in fp32, off by at most 2e-5."""
+    """Return log E of tokens start .. start + BV - 1 (start a multiple of 4) in fp32, off by at most 2e-5."""
     b_0, b_1, b_2, b_3 = _words(seed, position, (start >> 2) + tl.arange(0, BV // 4))
     b_word = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [BV]).to(tl.int32, bitcast=True)
-    # The distance of the uniform to 0 or to 1, whichever is nearer, keeps its digits in fp32.
+    # fp32 holds all digits of the uniform's distance to 0 or to 1, whichever is nearer.
     b_upper = b_word < 0
     b_near = _fma((b_word ^ (b_word >> 31)).to(tl.float32), 2.0**-32, 2.0**-33)
-    # -log2 of the uniform; near 1 its series, which has all its digits.
+    # -log2 of the uniform; near 1 by its series, which keeps all digits.
     b_e = -_log2(tl.where(b_upper, 1.0 - b_near, b_near))
     b_series = _fma(_fma(b_near, 0.4808983469629878, 0.7213475204444817), b_near, 1.4426950408889634) * b_near
     b_log = _log2(tl.where(b_upper & (b_near < 0.015625), b_series, b_e))

@@ -1,4 +1,4 @@
-"""The tiles that `sample` may run with. All give the same tokens."""
+"""Tiles of `sample`. All give the same tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,9 @@ from moeyard_kernels.common.tuning import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig(Config):
-    """BLOCK x ROUNDS tokens per program that looks for the largest, with num_warps; RACE per program of the race.
+    """Tokens per program: BLOCK x ROUNDS to find the largest, with num_warps; RACE in the race.
 
-    PART tokens per program that sums masses, MASS at a time; LIST tokens in which top-k is found in registers.
+    PART to sum masses, MASS at a time; LIST to find top-k in registers.
     """
 
     kernel: Literal["chain"] = "chain"
@@ -35,15 +35,15 @@ CONFIGS = (
 
 
 def shape_class(num_rows: int, vocab: int) -> str:
-    """Rows up to a power of two, and the vocabulary."""
+    """Return the shape class: rows rounded up to a power of two, and the vocabulary."""
     return f"B{triton.next_power_of_2(num_rows)} V{vocab}"
 
 
 def default_config(num_rows: int, vocab: int) -> SampleConfig:
-    """Small parts where few rows must fill the machine."""
+    """Return the config of untuned shapes: small parts if few rows have to fill the GPU."""
     return CONFIGS[0] if num_rows * vocab > 2**21 else CONFIGS[1]
 
 
 def mass_bits(vocab: int) -> int:
-    """Bits of a mass, so that the mass of a row is below 2^62."""
+    """Return the bits of a mass, such that the mass of a row is below 2^62."""
     return min(51, 62 - (vocab - 1).bit_length())

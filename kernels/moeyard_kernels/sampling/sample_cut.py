@@ -1,9 +1,9 @@
-"""Triton: where top-k ends in a row, and the token of a row whose top-k fits into one block.
+"""Triton: the end of top-k in a row, and the token of a row whose top-k fits into one block.
 
 The largest logits of many groups of tokens bound the k-th largest logit from below: at least k tokens reach the k-th
-largest of them. What reaches the bound is gathered, a little more than k tokens, and the rest happens in registers.
-Rows that gather too many (k of thousands, or masses of equal logits) have the cut found by bisection over the row, and
-their token by the race.
+largest of them. `gather` lists the tokens that reach the bound, a little more than k, and the rest happens in
+registers. For a row that gathers too many (k of thousands, or masses of equal logits), bisection over the row finds the
+end of top-k, and the race finds the token.
 """
 
 import triton
@@ -27,13 +27,13 @@ from moeyard_kernels.sampling.sample_blocks import (
     weight,
 )
 
-# Lists up to this long are worked on in a smaller block.
+# Lists up to this length use a smaller block.
 _SHORT = tl.constexpr(512)
 
 
 @triton.jit
 def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr):
-    """(A key that at least k tokens of the row reach, 1 if few may reach it that do not belong to the largest k.)"""
+    """Return a key that at least k tokens reach, and 1 if probably few other tokens reach it."""
     low = to_key(from_key(high) * 0 - float("inf"))
     useful = 1
     if V > BL:
@@ -42,7 +42,7 @@ def group_bound(p_groups, i_b, k, high, V, G, BG: tl.constexpr, BL: tl.constexpr
         else:
             o_g = tl.arange(0, BG)
             b_group = tl.load(p_groups + i_b * G + o_g, mask=o_g < G, other=low)
-            # A bound that some more groups reach is as good as the k-th largest.
+            # A bound that a few more groups reach serves as well as the k-th largest.
             enough = k + (k >> 2) + 32
             reached = G + 0
             while (low < high) & (reached > enough):
@@ -61,11 +61,11 @@ def gather_kernel(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_open, p_bound, p_count, p_list, V, L,
     EDIT: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Append the tokens of BV that reach the bound to the row's list, in no order, counting all. Grid: (C, B)."""
+    """Append the tokens of BV that reach the bound to the row's list, in no order, and count all. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bound = tl.load(p_bound + i_b)
-    # Too many, or none, from the start.
+    # The list is known to be too long or unused.
     if (tl.load(p_open + i_b) == 0) | (tl.load(p_count + i_b) > BL):
         return
     o_v = i_c * BV + tl.arange(0, BV)
@@ -73,7 +73,7 @@ def gather_kernel(
     m_v = (b_x >= from_key(bound)) & (o_v < V)
     found = tl.sum(m_v.to(tl.int32))
     if found > BV // 8:
-        # So many at one place are few nowhere: rather than add them one by one, give the list up.
+        # A block with this many means a long list: give it up instead of adding tokens one by one.
         tl.atomic_add(p_count + i_b, BL + 1)
     else:
         if found > 0:
@@ -88,7 +88,7 @@ def cut_kernel(
     EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, BV: tl.constexpr,
     BL: tl.constexpr,
 ):  # fmt: skip
-    """Row i_b: write and close it if its list holds all of top-k; else top-k ends at (cut_x, cut_id - 1) of the row."""
+    """Close row i_b if its list holds all of top-k; else top-k ends at (cut_x, cut_id - 1) of the row."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     k, top = tl.load(p_top_k + i_b), tl.load(p_top + i_b)
@@ -122,7 +122,7 @@ def _draw_from_list(
     EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, STRIDE: tl.constexpr,
     BL: tl.constexpr,
 ):  # fmt: skip
-    """Top-k, min-p, top-p and the race among `count` tokens that include the k largest."""
+    """Apply top-k, min-p, top-p and the race to `count` tokens that include the k largest."""
     o_l = tl.arange(0, BL)
     m_l = o_l < count
     b_id = tl.load(p_list + i_b * STRIDE + o_l, mask=m_l, other=0)
@@ -131,7 +131,7 @@ def _draw_from_list(
     last = kth_largest(b_key, k, low, to_key(top))
     rest = k - tl.sum((b_key > last).to(tl.int32))
     b_tied = (b_key == last) & m_l
-    # Of the equals at the end, the lowest ids.
+    # Among equals at the end, the lowest ids win.
     first = 1 - V
     if tl.sum(b_tied.to(tl.int32)) > rest:
         first = kth_largest(tl.where(b_tied, -b_id, -V), rest, first, V * 0)
@@ -156,7 +156,7 @@ def _draw_from_list(
         if (reached == 0) | (reached.to(tl.float64) < target):
             tl.store(p_ids + i_b, token)
             searching = 0
-        # Else it is outside of the nucleus, and so is everything after it.
+        # Otherwise it is outside of the nucleus, and so is everything after it.
         b_score = tl.where(b_before, b_score, -1.0)
 
 
@@ -164,7 +164,7 @@ def _draw_from_list(
 def _cut_row(
     p_logits, p_words, p_bias, p_slots, p_penalties, i_b, k, low, high, V, L, EDIT: tl.constexpr, BV: tl.constexpr
 ):
-    """(Value, id) of the k-th of a whole row, by bisection on its key, then on the id among equals."""
+    """Return (value, id) of a row's k-th token, by bisection on its key, then on the id among equals."""
     while low < high:
         first, second, third = quarters(low, high)
         b_counts = tl.zeros([BV], dtype=tl.int64)
@@ -174,7 +174,7 @@ def _cut_row(
             b_counts += tl.where(o_v < V, reaching(to_key(b_x), first, second, third), 0)
         low, high = narrow(tl.sum(b_counts), k, low, first, second, third, high)
     x = from_key(low)
-    # Tokens above x in the high half of the word, those that equal it in the low half.
+    # Counts: tokens above x in the high half of the word, tokens equal to it in the low half.
     b_counts = tl.zeros([BV], dtype=tl.int64)
     for start in range(0, V, BV):
         o_v = start + tl.arange(0, BV)

@@ -1,7 +1,7 @@
 """Triton: log-probabilities and ranks of the chosen tokens under the unmodified logits, and the likeliest tokens.
 
-A row's sum of exponentials is a sum of integers (see `mass`), its rank counts, and the likeliest are found by comparing
-64 bits that hold a logit's key and its token: nothing depends on the parts that a row is cut into.
+A row's sum of exponentials is a sum of integers (see `mass`), and its rank is a count. The likeliest tokens are found
+by comparing 64 bits that hold a logit's key and its token. So no result depends on the parts of a row.
 """
 
 import torch
@@ -19,7 +19,7 @@ _LEAST = tl.constexpr(-(2**63))
 def _total_kernel(
     p_logits, p_top, p_ids, p_total, p_larger, V, BITS: tl.constexpr, PART: tl.constexpr, BV: tl.constexpr
 ):
-    """Of PART tokens: the sum of exp(logit - largest) in fixed point, and how many exceed the chosen. Grid: (C, B)."""
+    """Sum exp(logit - largest) of PART tokens in fixed point, and count those above the chosen. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     top = tl.load(p_top + i_b)
@@ -39,7 +39,7 @@ def _total_kernel(
 
 @triton.jit
 def _log_total(p_top, p_total, i_b, C, BITS: tl.constexpr, BC: tl.constexpr):
-    """(Largest logit of row i_b, log of the sum of exp(logit - largest)); NaN if the largest is not finite."""
+    """Return the largest logit of row i_b, and the log of the sum of exp(logit - largest); NaN if it is not finite."""
     o_c = tl.arange(0, BC)
     total = tl.sum(tl.load(p_total + i_b * C + o_c, mask=o_c < C, other=0)).to(tl.float64) * (2.0**-BITS)
     top = tl.load(p_top + i_b).to(tl.float64)
@@ -50,7 +50,7 @@ def _log_total(p_top, p_total, i_b, C, BITS: tl.constexpr, BC: tl.constexpr):
 def _logprob_kernel(
     p_logits, p_top, p_total, p_larger, p_ids, p_out, p_ranks, V, C, BITS: tl.constexpr, BC: tl.constexpr
 ):
-    """log(exp(logit - largest) / total) and rank of the chosen token. Grid: (B,)."""
+    """Write log(exp(logit - largest) / total) and the rank of the chosen token. Grid: (B,)."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     top, log_total = _log_total(p_top, p_total, i_b, C, BITS, BC)
@@ -63,7 +63,7 @@ def _logprob_kernel(
 
 @triton.jit
 def _part_top_kernel(p_logits, p_best, V, NUM: tl.constexpr, BV: tl.constexpr):
-    """The NUM largest of BV tokens, falling: key in the upper half, and in the lower what falls with the id."""
+    """Return the NUM largest of BV tokens, falling: the key in the upper half, falling ids in the lower."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_v = i_c * BV + tl.arange(0, BV)
@@ -82,7 +82,7 @@ def _top_logprob_kernel(
     p_best, p_top, p_total, p_top_ids, p_top_out, C, C_TOP,
     NUM: tl.constexpr, BITS: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The NUM largest of a row from those of its C_TOP parts, with their log-probabilities. Grid: (B,)."""
+    """Write the NUM largest tokens of a row, from those of its C_TOP parts, and their log-probabilities. Grid: (B,)."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     top, log_total = _log_total(p_top, p_total, i_b, C, BITS, BC)
@@ -99,9 +99,10 @@ def _top_logprob_kernel(
 def token_logprobs(
     logits: torch.Tensor, top: torch.Tensor, out: SampledTokens, *, part: int, block: int, bits: int
 ) -> None:
-    """Fill `out` beside its ids, under logits [B, V] whose largest are `top` [B] fp32.
+    """Fill `out` for its ids, under logits [B, V] whose largest are `top` [B] fp32.
 
-    part, block: tokens per program, and at once; bits: of a mass. Two launches, and two more for the likeliest tokens.
+    part, block: tokens per program, and at a time. bits: of a mass. It takes two launches, and two more for the
+    likeliest tokens.
     """
     num_rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, part)

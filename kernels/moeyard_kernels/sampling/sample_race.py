@@ -1,11 +1,11 @@
 """Triton: the argmax of weight / E over a whole row, and its test against top-p, without sorting or a threshold.
 
-The race keeps the best few quads of tokens of each part of a row by a score in fp32, which `rank` computes again in
-fp64. A token is in the nucleus exactly if the mass before it is below top_p of the whole, so one pass that sums the
-mass before each of the best tokens finds the winner, unless all of them lie outside: then everything after them does
-too, and a second round races what is before. Where even that leaves doubt, `settle` searches the row.
+The race keeps the best few quads of tokens of each part of a row, by an fp32 score that `rank` computes again in fp64.
+A token is in the nucleus exactly if the mass before it is below top_p of the whole. So one pass that sums the mass
+before each of the best tokens finds the winner, unless all of them are outside. Then everything after them is outside
+too, and a second round races the tokens before them. If that does not decide, `settle` searches the row.
 
-What is still in the race is what comes before (end_x, end_id): at first, where top-k ends.
+The race covers the tokens before (end_x, end_id); initially that is the end of top-k.
 """
 
 import triton
@@ -33,10 +33,10 @@ def race_kernel(
     p_end_x, p_end_id, p_score, p_quad, V, L,
     EDIT: tl.constexpr, ENDS: tl.constexpr, MIN_P: tl.constexpr, J: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The J best quads of BV tokens by log(weight / E) in fp32: p_score, p_quad [B, C, J]. Grid: (C, B)."""
+    """Find the J best quads of BV tokens by log(weight / E) in fp32: p_score, p_quad [B, C, J]. Grid: (C, B)."""
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # All that is loaded before the branch is waited for once.
+    # All loads before the branch share one wait.
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
     seed, position = tl.load(p_seeds + i_b), tl.load(p_positions + i_b)
     if is_open == 0:
@@ -51,7 +51,7 @@ def race_kernel(
         m_v = before(b_x, o_v, tl.load(p_end_x + i_b), tl.load(p_end_id + i_b))
         b_s = tl.where(m_v, b_s, -float("inf"))
     if MIN_P:
-        # All that min-p may keep; `rank` knows exactly.
+        # Keep all tokens that min-p may keep; `rank` decides exactly.
         min_p = tl.load(p_min_p + i_b)
         lowest = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
         b_s = tl.where(b_s >= lowest.to(tl.float32) - 1e-3, b_s, -float("inf"))
@@ -81,7 +81,7 @@ def rank_kernel(
     EDIT: tl.constexpr, ENDS: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, J: tl.constexpr,
     P: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Order the tokens of row i_b's N quads by their exact scores: the token if top-p is off, else the best P."""
+    """Order the tokens of row i_b's N quads by exact scores. Without top-p, write the token, else the best P."""
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
     is_open, top, temperature = tl.load(p_open + i_b), tl.load(p_top + i_b), tl.load(p_temperature + i_b)
@@ -94,7 +94,7 @@ def rank_kernel(
     m_t = b_rough > -float("inf")
     b_id = tl.load(p_quad + i_b * N + o_n, mask=m_t, other=0) * 4 + (o_t & 3)
     m_t = m_t & (b_id < V)
-    # No token of any other quad has a better score than this.
+    # Bound of the scores of all tokens in other quads.
     unseen = tl.exp(tl.max(tl.where(o_n % J == J - 1, b_rough, -float("inf"))).to(tl.float64) + SLACK)
     b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, b_id, m_t, V, L, EDIT)
     b_w = weight(b_x, top, temperature)
@@ -129,9 +129,9 @@ def mass_kernel(
     EDIT: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr,
     PART: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The mass of what top-k and min-p keep of PART tokens, and the part before each of the P best.
+    """Sum the mass that top-k and min-p keep of PART tokens, and the mass before each of the P best.
 
-    p_mass: [B, C, P + 1] int64, the whole last. Grid: (C, B).
+    p_mass: [B, C, P + 1] int64, the whole mass last. Grid: (C, B).
     """
     wait_for_previous()
     i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -155,7 +155,7 @@ def mass_kernel(
         b_new = b_sums[:0]
         for p in tl.static_range(P):
             x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
-            # Where all ids are below the token's, equals are before it too.
+            # If all ids are below the token's, equals come before it too.
             below = tl.where(start + BV <= token, from_key(to_key(x) - 1), x)
             b_new = b_new + (b_sums[p] + tl.where(b_x > below, b_mass, 0),)  # noqa: RUF005
         b_sums = b_new
@@ -164,7 +164,7 @@ def mass_kernel(
         x, token = tl.load(p_best_x + i_b * P + p), tl.load(p_best_id + i_b * P + p)
         total = tl.sum(b_sums[p])
         if token // PART == i_c:
-            # Its equals in its own block, of which each has the same mass.
+            # Equals in the token's block all have the same mass.
             o_v = token // BV * BV + tl.arange(0, BV)
             b_x = values(p_logits, p_words, p_bias, p_slots, p_penalties, i_b, o_v, o_v < token, V, L, EDIT)
             total += tl.sum((b_x == x).to(tl.int64)) * mass(x, top, scale, BITS)
@@ -179,9 +179,9 @@ def settle_kernel(
     EDIT: tl.constexpr, ENDS: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr,
     P: tl.constexpr, SEARCH: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that is still open: the best candidate in the nucleus, or the outcome of a search.
+    """Decide an open row: the best candidate in the nucleus, or the outcome of a search.
 
-    Without SEARCH a row may stay open, and what is left in its race ends at (end_x, end_id).
+    Without SEARCH a row may stay open; its race then ends at (end_x, end_id).
     """
     wait_for_previous()
     i_b = tl.program_id(0).to(tl.int64)
@@ -234,7 +234,7 @@ def _search(
     p_logits, p_words, p_bias, p_slots, p_penalties, p_min_p, p_seeds, p_positions, i_b, top, temperature, x, token,
     target, V, L, EDIT: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The winner of the race before (x, token), all in fp64; if it is outside the nucleus, of the race before it..."""
+    """Return the winner of the race before (x, token), in fp64; while it is outside the nucleus, race before it."""
     seed, position = tl.load(p_seeds + i_b), tl.load(p_positions + i_b)
     searching = 1
     while searching == 1:

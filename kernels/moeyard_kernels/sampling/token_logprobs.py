@@ -1,4 +1,4 @@
-"""Triton: `token_logprobs` of given tokens, by the launches with which `sample` tells of those that it chose."""
+"""Triton: `token_logprobs` of given tokens, by the launches that `sample` uses for chosen tokens."""
 
 import torch
 
@@ -23,7 +23,7 @@ def token_logprobs(
     config = config or tuning.choose(
         "sample", shape_class(num_rows, vocab), logits, (SampleConfig,), lambda: default_config(num_rows, vocab)
     )
-    # A maximum is exact, whoever takes it; a NaN is passed on.
+    # torch's maximum is exact too, and propagates a NaN.
     top = logits.amax(1).float()
     sample_logprob.token_logprobs(logits, top, out, part=config.PART, block=config.MASS, bits=mass_bits(vocab))
     return out

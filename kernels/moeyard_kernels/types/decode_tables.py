@@ -1,4 +1,4 @@
-"""Which cache pages a step's decode rows read, as device tensors that a captured step reads anew in every replay."""
+"""Page tables and lengths of a step's decode rows. A captured step reads them again in every replay."""
 
 from dataclasses import dataclass, replace
 
@@ -8,8 +8,8 @@ from moeyard_kernels.types.footprint import CAPTURED, SplitSums, num_splits
 from moeyard_kernels.types.footprint import GQA_SPLIT as GQA_SPLIT
 from moeyard_kernels.types.footprint import mla_split as mla_split
 
-# Keys are attended to in blocks of this many positions, counted from position 0, whatever the load: a block is the
-# unit whose partial result is the same in every batch.
+# Attention reads keys in blocks of this many positions, counted from position 0. A block's partial result is the same
+# in every batch.
 BLOCK = 64
 # Queries of one sequence that may share a step (drafts to verify, positions to recompute).
 MAX_QUERIES = 16
@@ -17,18 +17,16 @@ MAX_QUERIES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTables:
-    """Pages and lengths of one step as tensors of the cache's device; their contents may change between replays.
+    """Pages and lengths of one step, on the cache's device. The contents may change between replays.
 
-    page_table: [B, max_pages] int32; row b lists the pages of sequence b in order, read as far as its lengths reach;
-    entries past that name any page.
-    kv_lens: [B] or [B, Q] int32, Q at most 16: query j of sequence b attends to positions [0, kv_lens[b, j]), or the
-    last `window` of them. 0 is a padding row: its output is zeros and its log-sum-exp -inf. Lengths may not exceed
-    max_pages * page_size. Row b Q + j of the attention's input is query j of sequence b. Raises ValueError naming what
-    does not fit.
+    page_table: [B, max_pages] int32. Row b lists the pages of sequence b in order. Entries past its lengths may name
+    any page. kv_lens: [B] or [B, Q] int32, Q at most 16, none above max_pages * page_size. Query j of sequence b is row
+    b Q + j of the input and attends to positions [0, kv_lens[b, j]), or to the last `window` of them. A length of 0
+    marks a padding row: its output is zeros and its log-sum-exp -inf. Raises ValueError naming what does not fit.
 
-    On a GPU a call allocates fp32 partial results for as many splits as the table is wide (`SplitSums`), but no more
-    than `most` bytes, or one sequence's: sequences take turns (`in_turn`), the same bits. Keep tables narrow, say by a
-    few widths to capture graphs for.
+    On a GPU a call allocates fp32 partial results for the whole width of the table (`SplitSums`), so keep tables
+    narrow: capture graphs for a few widths. `most` bounds them in bytes, but one sequence always fits. Above the bound,
+    sequences run in turns (`in_turn`) with the same bits.
     """
 
     page_table: torch.Tensor
@@ -73,15 +71,15 @@ class DecodeTables:
 
     @property
     def num_positions(self) -> int:
-        """Of the longest sequence that the table can hold."""
+        """Positions of the longest sequence that the table can hold."""
         return self.page_table.shape[1] * self.page_size
 
     def max_splits(self, split: int) -> int:
-        """How many splits of `split` positions the longest sequence that the table can hold has, at least 1."""
+        """Return the number of splits of `split` positions in the longest sequence of the table, at least 1."""
         return num_splits(self.num_positions, split)
 
     def turns(self, sums: SplitSums) -> list[tuple[slice, "DecodeTables"]]:
-        """Which rows, and the tables of their sequences, take turns in what memory there is for `sums`."""
+        """Return the rows of each turn and their tables, such that each turn fits the memory for `sums`."""
         count, queries = self.num_sequences, self.num_queries
         each = sums.together(count, queries, self.num_positions, self.most)
         if each >= count:

@@ -1,4 +1,4 @@
-"""Which (token, k) pairs each resident expert computes, as blocks of rows that hold one expert each."""
+"""Layout of (token, k) pairs by expert: blocks of rows that hold one expert each."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from moeyard_kernels.types.gate import TokenChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """Rows of a step's pairs t * K + k, grouped by expert; made by `ops.expert_layout`, read by `ops.grouped_gemm`.
+    """A step's pairs t * K + k grouped by expert: the result of `ops.expert_layout`, an input of `ops.grouped_gemm`.
 
-    counts: [E] int32, pairs of each expert that are not masked, 0 for one that is not here.
-    pairs: [rows] int32. Expert e has counts[e] rows from a multiple of block_rows on; experts ascend, and so do their
-    pairs; the rest of the last block is -1. Rows from num_blocks * block_rows on are not written.
-    slot_of_block: [rows / block_rows] int32, where the weights of each block's expert are. num_blocks are written.
-    num_blocks: [1] int32, on the device: nobody waits for it.
-    one_in: of so many pairs at best one has its expert here.
+    counts: [E] int32, the unmasked pairs of each expert; 0 for an expert that is not resident.
+    pairs: [rows] int32. The rows of expert e begin at a multiple of block_rows. Experts ascend, and so do the pairs of
+    each. The rest of an expert's last block is -1. Rows from num_blocks * block_rows on are not written.
+    slot_of_block: [rows / block_rows] int32, the slot of each block's expert. The first num_blocks are written.
+    num_blocks: [1] int32 on the device, so that the host does not wait for it.
+    one_in: a hint that about 1 / one_in of the pairs have a local expert.
     """
 
     block_rows: int
@@ -30,32 +30,32 @@ class ExpertLayout:
 
     @property
     def rows_per_expert(self) -> int:
-        """Rows of each expert, if all have alike: what the products' tiles are chosen by."""
+        """Rows of each expert under uniform routing. The tiles of the products depend on it."""
         return self.num_pairs // (self.one_in * max(1, self.counts.shape[0]))
 
 
-# Pairs up to which the products of a step find their blocks by themselves.
+# Up to this many pairs, the products of a step find their blocks themselves (`ExpertPairs`).
 FEW_PAIRS = 64
 
 
 def can_share(inner: int) -> bool:
-    """Whether one row's chosen experts may have a shared one of so many inner values in their launch (`SharedRow`).
+    """Return whether a shared expert of `inner` values can run in the launch of one row's routed experts (`SharedRow`).
 
-    64 of its outputs lie in a multiprocessor's shared memory whole, as theirs do (`experts.grouped_slice`).
+    A program keeps 64 outputs of both in a multiprocessor's shared memory (`experts.grouped_slice`).
     """
     return inner % 64 == 0 and 0 < inner <= 1600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPairs:
-    """In place of an `ExpertLayout` for at most FEW_PAIRS pairs: nothing is laid out, each program finds its rows.
+    """Replacement of `ExpertLayout` for at most FEW_PAIRS pairs: each program finds its rows, without a layout.
 
-    topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32, contiguous, as `ops.expert_layout` takes them. Of pairs
-    of one expert that is here the first, and every 16th after it, begins a block; a block has the pair's number. The
-    pairs of one token have a block each.
+    topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32 are contiguous, as in `ops.expert_layout`. Among the
+    pairs of a resident expert, the first and every 16th after it begin a block, which has that pair's number. Each pair
+    of a single token has its own block.
 
-    choice: where one token's ids, topk_ids, are still to be chosen: the products' launches do it, and write its ids and
-    weights.
+    choice: set if one token's topk_ids are still to be chosen. Then the products' launches choose them, and write ids
+    and weights.
     """
 
     num_slots: int
@@ -77,19 +77,19 @@ class ExpertPairs:
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that so many pairs can need: every expert that has any wastes at most block_rows - 1 rows.
+    """Return the most blocks that `num_pairs` pairs can need. Each expert in use wastes at most block_rows - 1 rows.
 
-    As much as of pairs and experts it is true of prompt rows and chunks, of which none shares a tile with another.
+    The same bound holds for prompt rows and chunks, as no two chunks share a tile.
     """
     return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
 
 
 def expert_block_rows(num_pairs: int, num_experts: int) -> int:
-    """The rows per block that run fastest with so many pairs over so many experts (those that are here).
+    """Return the fastest rows per block for `num_pairs` pairs over `num_experts` resident experts.
 
-    Small blocks waste little of a tensor core's work, large ones read the weights seldom. Measured on an H200 with 128
-    experts of Qwen3-30B-A3B at 1 to 32 tokens per expert and block sizes of 16 to 128, and on an H100 with 8 to 32: the
-    fastest or within 2 % of it.
+    Small blocks waste less tensor core work; large ones read the weights less often. Measured with 128 experts of
+    Qwen3-30B-A3B and block sizes of 16 to 128: on an H200 at 1 to 32 tokens per expert, on an H100 at 8 to 32. The
+    choice is the fastest or within 2 % of it.
     """
     if num_pairs <= 10 * num_experts:
         return 16

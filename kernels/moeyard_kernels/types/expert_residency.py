@@ -1,4 +1,4 @@
-"""Which experts of a rank sit in which slots, as tensors that a kernel decides over; see `expert_ranks`."""
+"""Tensors that say which experts of a rank are in which slots; `expert_ranks` holds the eviction order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,9 +9,9 @@ from moeyard_kernels.types.expert_ranks import KEY_BITS, SUMS, idle_rank, lru_ra
 
 PolicyName = Literal["slru", "lru"]
 
-# What `ResidencyState.counts` holds: the clock of the policy, then totals of what decode rows needed, and how long
-# gathering took (the kernels' own time, 0 where an oracle or the interpreter runs), and the bytes that were read for
-# peers and by peers for this rank, in whole units (`fetch_shape`).
+# Indices of `ResidencyState.counts`: the policy's clock, then totals over decode rows. GATHER_NANOSECONDS is measured
+# by kernels, and 0 in the reference and the interpreter. FOR_PEERS and BY_PEERS are bytes read for and by peers, in
+# whole units (`FetchShape`).
 STEP, VISIT, LAYER, HITS_PROBATION, HITS_PROTECTED, MISSES, EVICTED_PROBATION, EVICTED_PROTECTED = range(8)
 GATHER_NANOSECONDS, FOR_PEERS, BY_PEERS = 8, 9, 10
 NUM_COUNTS = 11
@@ -19,10 +19,11 @@ NUM_COUNTS = 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyState:
-    """Slots S of L layers of E experts each; a key is layer * E + expert, both counted from 0.
+    """S slots over L layers of E experts. A key is layer * E + expert, both counted from 0.
 
-    slot_of: [L, E] int32, -1 where an expert has none. keys: [S] int32, the expert in each slot; every slot has one.
-    ranks: [S] int64. protected: [S] int32, 1 once decode rows hit it. uses: [L, E] int64. counts: [NUM_COUNTS] int64.
+    slot_of: [L, E] int32, -1 for an expert without a slot. keys: [S] int32, the expert in each slot; no slot is empty.
+    ranks: [S] int64. protected: [S] int32, 1 after a hit of decode rows. uses: [L, E] int64. counts: [NUM_COUNTS]
+    int64.
     sums: the table `SUMS`, int32.
     """
 
@@ -41,7 +42,7 @@ class ResidencyState:
         return self.keys.shape[0]
 
     def num_waves(self, ids: torch.Tensor, num_needed: int | None) -> int:
-        """Waves for ids of which at most `num_needed` (None: all) are distinct."""
+        """Return the waves that ids take if at most `num_needed` of them (None: all) are distinct."""
         most = min(ids.numel(), self.slot_of.shape[1])
         return max_waves(most if num_needed is None else min(most, num_needed), self.num_slots)
 
@@ -60,7 +61,7 @@ class ResidencyState:
 def start_residency(
     policy: PolicyName, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device
 ) -> ResidencyState:
-    """As a cache starts: the first experts of every layer are in slots, and nobody has needed one yet."""
+    """Return the initial state: the first experts of every layer have slots, and no expert was used."""
     assert num_layers * num_experts <= 1 << KEY_BITS, f"{num_layers} x {num_experts} experts exceed a rank's key"
     held = slots_of_layers(num_slots, num_layers)
     keys = [layer * num_experts + expert for layer, count in enumerate(held) for expert in range(count)]
@@ -83,10 +84,10 @@ def start_residency(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyCounts:
-    """Totals since the start. Hits and evictions are by segment, (probation, protected); prompts evict nothing.
+    """Totals since the start. Hits and evictions are (probation, protected) pairs. Prompts evict nothing.
 
-    `gather_seconds`: in which what decode rows missed was on its way; `bytes_by_peers` of it others read for this rank,
-    `bytes_for_peers` this one read for others.
+    `gather_seconds`: time that missed experts of decode rows took to arrive. `bytes_by_peers`: the part of these bytes
+    that peers read for this rank. `bytes_for_peers`: the bytes that this rank read for peers.
     """
 
     decode_hits: tuple[int, int]

@@ -1,24 +1,24 @@
-"""What ranks of a host need to fetch each other's missed experts: their memory, their hosts' stores, who takes part.
+"""State with which ranks of a host fetch each other's missed experts: shared memory, host stores and a switch.
 
-Below full residency a layer waits for the rank that misses most, whose own link to the host is at work alone. Here all
-ranks tell all what they miss, and whoever misses less than the mean reads for who misses more, up to the mean: out of
-the owner's host memory, which all ranks of the host map, into the owner's staging memory on its GPU.
+Below full residency a layer waits for the rank that misses most, and only that rank's host link is busy. With sharing,
+all ranks exchange their lists of misses. A rank that misses less than the mean reads for ranks that miss more, up to
+the mean. It reads from the owner's host memory, which all ranks map, into staging memory on the owner's GPU.
 
-**Who reads what** each finds from the same lists. Of the units that all ranks miss each rank may read a share, the
-mean, rounded up. What a rank misses beyond its share it lends, from the end of its list and as far as it has room for
-it; what others lack to theirs takes what is lent, both in the order of ranks. So nobody's bytes travel twice that need
-not, and where all miss alike each reads its own.
+**Assignment.** All ranks derive it from the same lists. Each rank's share is the mean number of missed units, rounded
+up. A rank offers the units beyond its share, from the end of its list, as far as its staging memory allows. Ranks below
+their share take the offered units; both sides are in rank order. So no byte travels twice without need, and ranks that
+miss equally read only for themselves.
 
-**Why nothing is written over.** The lists and units of an exchange bear its number, which `dispatch` has settled, so
-they need no count of their own. A rank writes to peers here only behind its `dispatch`, which has waited for all ranks'
-packets of this exchange, and each of these was sent behind that rank's `combine` of the exchange before, hence behind
-all that it fetched there. So when a list or a unit is written, whoever reads that place has done with what lay there.
+**No data is overwritten early.** Lists and units carry the number of the exchange, which `dispatch` has agreed. A rank
+writes to peers here only after its `dispatch`, which waits for all ranks' packets of this exchange. Each rank sends
+that packet after its `combine` of the previous exchange, hence after all of its fetches there. So every reader of the
+previous contents has finished.
 
-**Why nobody waits for ever.** Whoever reads for others waits for nothing but the lists, which every rank sends before
-it waits itself; whoever waits for units waits for those alone who read them. None of this waits for what is computed
-on any GPU, and the few programs find room beside it. A list or unit that does not come in time, or not before the host
-ends the wait, fails the exchange as a packet of rows does, and the rank reads by itself what it lacks: slots hold what
-they are said to hold, whatever becomes of the step. So does a rank that has failed before, or whose peers cannot share.
+**No deadlock.** A rank that reads for others waits only for the lists, and every rank sends its list before it waits. A
+rank that waits for units waits only for their readers. No wait depends on another computation of any GPU, and the few
+programs find room on it. If a list or unit does not arrive in time, or the host ends the wait, the exchange fails as
+for a missing packet of rows. The rank then reads the missing units itself, so slots hold the right experts even in a
+failed step. A rank that failed before, or whose peers cannot share, does the same.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ import torch
 from moeyard_kernels.types.peer_shape import LINE, FetchShape
 from moeyard_kernels.types.peer_window import PeerWindow
 
-# In a head: the number of the exchange, how many experts are missed, and places in the store.
+# Fields of a head: the number of the exchange, the number of missed experts, and places in the store.
 STAMP, MISSED, PLACES = 0, 1, 2
-# In a rank's own state: whether ranks share; then for each program that waits what one of its threads has seen, a clock
-# and the host's word.
+# Fields of a rank's private state: whether ranks share; then, for each waiting program, a clock and the host's abort
+# flag as one of its threads saw them.
 SHARED, SEEN, MOST_PROGRAMS = 0, 8, 64
 NUM_STATE = SEEN + 2 * MOST_PROGRAMS
 
@@ -48,12 +48,12 @@ class FetchViews:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchWindow:
-    """Rank `peer.rank`'s part in it, in one layer.
+    """One layer's state of rank `peer.rank`.
 
-    peer: the exchange's window: the number of the exchange, whether this rank takes part, and where failures are
-    written. memory: of each rank, uint8 [num_bytes], as this rank's device sees it. table: [W] int64, their addresses.
-    stores: [W] int64, the addresses of all ranks' host stores for this device. state: [NUM_STATE] int64. layer: the
-    model's number of the layer, for failures.
+    peer: the exchange's window, with the number of the exchange, whether this rank takes part, and the failure record.
+    memory: uint8 [num_bytes] of each rank, as this rank's device sees it. table: [W] int64, their addresses. stores:
+    [W] int64, the addresses of all ranks' host stores for this device. state: [NUM_STATE] int64. layer: the layer's
+    number in the model, for failure reports.
     """
 
     peer: PeerWindow
@@ -65,7 +65,7 @@ class FetchWindow:
     layer: int = 0
 
     def views(self, rank: int) -> FetchViews:
-        """The memory of one rank."""
+        """Return the memory of one rank as tensors."""
         shape, memory = self.shape, self.memory[rank]
         flags_end = shape.flags_offset + shape.staged_units * 8
         return FetchViews(
@@ -75,7 +75,7 @@ class FetchWindow:
         )
 
     def part(self, expert_unit: int) -> tuple[int, int]:
-        """Where a unit of an expert lies in its store, in bytes: its beginning and its end."""
+        """Return the bytes [begin, end) of a unit within an expert."""
         shape, down = self.shape, expert_unit - self.shape.up_units
         if down < 0:
             begin = expert_unit * shape.unit_bytes
@@ -84,18 +84,18 @@ class FetchWindow:
         return begin, min(begin + shape.unit_bytes, shape.up_bytes + shape.down_bytes)
 
     def share(self, together: bool) -> None:
-        """Whether ranks fetch for each other from here on. Between steps, and all ranks alike."""
+        """Switch fetching for peers on or off. Call it between steps, on all ranks alike."""
         self.state[SHARED] = int(together)
 
     def reset(self) -> None:
-        """Begin anew, as exchanges are counted anew. For use before peers may write."""
+        """Clear lists and flags, because exchanges are counted from 0 again. Call it before peers may write."""
         mine = self.views(self.peer.rank)
         mine.heads.zero_()
         mine.flags.zero_()
 
 
 def open_fetch(shape: FetchShape, memory: Sequence[torch.Tensor], peer: PeerWindow) -> FetchWindow:
-    """The window on `memory` of ranks that do not share yet. Raises ValueError for memory of another size."""
+    """Open the window on `memory`, with sharing off. Raises ValueError for memory of another size."""
     for rank, each in enumerate(memory):
         if each.dtype != torch.uint8 or each.shape != (shape.num_bytes,):
             raise ValueError(f"rank {rank}: memory {each.dtype} {list(each.shape)}, expected uint8 [{shape.num_bytes}]")

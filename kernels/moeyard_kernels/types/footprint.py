@@ -1,49 +1,49 @@
-"""What a backend's attention takes beside its weights and state, and the sums that decode attention leaves. Pure."""
+"""Memory that a backend's attention needs beside weights and state, and the partial sums of decode attention. Pure."""
 
 from dataclasses import dataclass
 from math import gcd
 from typing import Protocol
 
-# Over DecodeTables the keys are cut into splits at multiples of so many positions by grouped attention; by latent
-# attention see `mla_split`.
+# Grouped attention over DecodeTables splits keys at multiples of this many positions; for latent attention see
+# `mla_split`.
 GQA_SPLIT = 512
-# Bytes that the sums of one launch take at most, if those of one sequence do not take more: of steps with room for the
-# longest sequence in all rows, as graphs have, and of others, whose rows may be thousands (output computed anew).
+# Largest bytes of one launch's sums, unless one sequence needs more. Captured steps have room for the longest sequence
+# in all rows; other steps may recompute thousands of rows.
 CAPTURED, LAUNCHED = 1 << 30, 1 << 28
 _FP32 = 4
 
 
 def mla_split(heads: int) -> int:
-    """At multiples of how many positions latent attention of a model with so many heads cuts the keys.
+    """Return the positions per split of latent attention with `heads` heads.
 
-    Few sequences want short splits, but each leaves a sum per head: of 16 heads in fp32, written and read, 64 KiB
-    beside 576 of 512 keys (measured: docs/kernels.md), and a step has room for those of its tables' whole width.
+    Few sequences run faster with short splits. But each split writes and reads an fp32 sum per head: 64 KiB for 16
+    heads, beside 576 KiB for 512 keys (docs/kernels.md). A step reserves the sums of its tables' whole width.
     """
     return 512 if heads <= 16 else 1024
 
 
 def num_splits(positions: int, split: int) -> int:
-    """How many splits of `split` positions so many have, at least 1."""
+    """Return the number of splits of `positions` positions, at least 1."""
     return max(1, -(-positions // split))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSums:
-    """In fp32, of every split, query row and of `heads` heads: a sum of values, `dim` wide, and its log-sum-exp."""
+    """fp32 partial results per split, query row and head: a sum of `dim` values and its log-sum-exp."""
 
     heads: int
     dim: int
     split: int
 
     def shape(self, sequences: int, queries: int, positions: int) -> tuple[int, int, int, int]:
-        """[B, S, Q heads, dim] of a launch over tables of so many positions, [B, S, Q heads] of the log-sum-exps."""
+        """Return the shape of the sums, [B, S, Q heads, dim]. The log-sum-exps are [B, S, Q heads]."""
         return sequences, num_splits(positions, self.split), queries * self.heads, self.dim
 
     def together(self, sequences: int, queries: int, positions: int, most: int) -> int:
-        """Of how many sequences at once the sums take at most `most` bytes, of one at least; beside the log-sum-exps.
+        """Return how many sequences, at least 1, have sums of at most `most` bytes, log-sum-exps not counted.
 
-        All where there is one split: its sums are the result. Otherwise about as many each time, whose lengths are a
-        multiple of 16 bytes if that can be: kernels are compiled anew for pointers that are not.
+        With one split the sums are the result, so all sequences run at once. Otherwise turns are of about equal size.
+        If possible their lengths fill multiples of 16 bytes: Triton compiles another kernel for unaligned pointers.
         """
         _, splits, rows, dim = self.shape(1, queries, positions)
         fit = max(1, most // (splits * rows * dim * _FP32))
@@ -56,7 +56,7 @@ class SplitSums:
         return each + -each % unit
 
     def num_bytes(self, sequences: int, queries: int, positions: int, most: int) -> int:
-        """What launches of up to so many sequences, queries and positions take at once, with their log-sum-exps."""
+        """Return the most bytes of sums and log-sum-exps that one launch allocates."""
         count, splits, rows, dim = self.shape(sequences, queries, positions)
         one = splits * rows * (dim + 1) * _FP32
         return 0 if splits == 1 else min(count * one, max(one, most // dim * (dim + 1)))
@@ -64,12 +64,13 @@ class SplitSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of one layer, in values.
+    """Memory of one layer, counted in values.
 
-    `extra`: kept beside the weights, in the served dtype; `fp32_extra`: in fp32. `per_row`: taken in fp32 for each row
-    of a step, while the layer computes. `per_position`, in the served dtype, `copied_per_position`, in fp32 unless that
-    is served, and `fp32_per_position`: for each position of the longest prefix that a prompt chunk attends to.
-    `sums`: what decode rows leave of each split of the keys, where a backend splits them.
+    `extra`: beside the weights, in the served dtype; `fp32_extra`: in fp32. `per_row`: fp32 values per row of a step
+    while the layer computes. The other counts are per position of the longest prefix
+    that a prompt chunk attends to. `per_position` is in the served dtype, `fp32_per_position` in fp32, and
+    `copied_per_position` in fp32 unless fp32 is served. `sums`: partial results of decode rows, if the backend splits
+    keys.
     """
 
     extra: int
@@ -82,11 +83,11 @@ class Footprint:
 
 
 class Footprints(Protocol):
-    """What a backend says of the objects that it would make (`Backend.gqa`, ...), before it makes any.
+    """Memory that a backend needs for each kind of layer (`Backend.gqa`, ...), before any layer is built.
 
-    FIXED: bytes that the largest step takes whatever its shape. ALLOCATED: bytes that the allocator takes for each byte
-    of a step's tensors. STREAM_SLOTS: slots that misses of prompts pass through, beside the cache's. HOST_EXPERTS:
-    whether all experts are kept in memory of the host when not all have slots.
+    FIXED: bytes that the largest step takes whatever its shape. ALLOCATED: allocator bytes per byte of a step's
+    tensors. STREAM_SLOTS: slots for missed experts of prompts, beside the cache's slots. HOST_EXPERTS: whether the host
+    keeps all experts if some have no slot.
     """
 
     @property
@@ -99,15 +100,15 @@ class Footprints(Protocol):
     def HOST_EXPERTS(self) -> bool: ...
 
     def gqa(self, *, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
-        """`head_norm`: queries and keys are normalised head by head, with weights in fp32 if `fp32_norm`."""
+        """Grouped-query attention. `head_norm`: q and k are normalised per head, with fp32 weights if `fp32_norm`."""
         ...
 
     def gdn(self, *, num_k_heads: int, num_v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> Footprint:
-        """Gated DeltaNet with a convolution over `conv_size` positions. Raises ValueError where there is none."""
+        """Gated DeltaNet with a convolution over `conv_size` positions. Raises ValueError if the backend has none."""
         ...
 
     def kda(self, *, num_heads: int, head_dim: int) -> Footprint:
-        """Kimi Delta Attention. Raises ValueError where there is none."""
+        """Kimi Delta Attention. Raises ValueError if the backend has none."""
         ...
 
     def mla(self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:

@@ -1,4 +1,4 @@
-"""How a Mixture-of-Experts layer chooses experts. Pure."""
+"""Rules and results of the choice of experts in a Mixture-of-Experts layer. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRule:
-    """The arguments of `ops.topk_gate` that a family fixes.
+    """Arguments of `ops.topk_gate` that are fixed for a model family.
 
-    `renormalize`: the chosen weights are divided by their sum. `num_groups`, `topk_groups`, `group_score`: experts are
-    chosen within the best groups only. `scaling` multiplies the weights.
+    `renormalize`: divide the chosen weights by their sum. `num_groups`, `topk_groups`, `group_score`: choose experts
+    only within the best groups. `scaling` multiplies the weights.
     """
 
     top_k: int
@@ -28,10 +28,10 @@ class GateRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRow:
-    """One token's shared expert behind its first product, whose rest whoever computes the routed ones may do with them.
+    """One token's shared expert after its gate_up product; the launches of the routed experts may compute the rest.
 
-    gate_up [1, 2 I]: that product's sums, fp32 or rounded; down [H, I]; out [1, H], in down's dtype, is written by
-    then: `linear` of `silu_mul` of gate_up in that dtype.
+    gate_up [1, 2 I]: the product, fp32 or rounded. down [H, I]. out [1, H] in down's dtype receives `linear` of
+    `silu_mul` of gate_up in that dtype.
     """
 
     gate_up: torch.Tensor
@@ -41,10 +41,10 @@ class SharedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """One token's choice of experts that is still to be made, by whoever computes them (`ExpertPairs.choice`).
+    """One token's choice of experts, deferred to the launches of the experts (`ExpertPairs.choice`).
 
-    logits [1, E] fp32 or bf16, bias [E] fp32 or None, counts and entries as `ops.topk_gate` takes them. weights [1, K]
-    fp32 and ids [1, K] int64 are written by then, with that op's bits. shared: what is to be computed with them.
+    logits [1, E] fp32 or bf16, bias [E] fp32 or None, counts and entries: as in `ops.topk_gate`. The launches write
+    weights [1, K] fp32 and ids [1, K] int64 with that op's bits. shared: a shared expert to compute with them.
     """
 
     rule: GateRule
@@ -59,10 +59,10 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What rows have chosen: weights [T', K] fp32 and ids [T', K], and the logits [num_rows] of a shared expert's gate.
+    """Chosen experts: weights [T', K] fp32, ids [T', K], and the logits [num_rows] of a shared expert's gate.
 
-    deferred: where ids and weights are still to be written, by whoever computes the experts, and with them what shared
-    experts give (`SharedRow`), if the gate takes these too.
+    deferred: set if the launches of the experts still have to write ids and weights, and the shared experts' output if
+    the gate includes it (`SharedRow`).
     """
 
     weights: torch.Tensor
@@ -72,7 +72,7 @@ class Chosen:
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """What shared experts give, where they come with a deferred choice: [1, H], written as late as that."""
+        """Output [1, H] of a deferred choice's shared experts, written by the experts' launches; else None."""
         return self.deferred.shared.out if self.deferred is not None and self.deferred.shared is not None else None
 
 
@@ -90,5 +90,5 @@ class ExpertParts:
 
 
 def no_choice(x: torch.Tensor, top_k: int) -> Chosen:
-    """Weights [0, K] fp32 and ids [0, K] int64 of a step without rows, where x is."""
+    """Return weights [0, K] fp32 and ids [0, K] int64 of a step without rows, on the device of x."""
     return Chosen(weights=x.new_empty(0, top_k).float(), ids=x.new_empty(0, top_k).long())

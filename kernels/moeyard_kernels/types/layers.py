@@ -1,4 +1,4 @@
-"""What a layer gives a backend: its sizes, weights and state. Pure."""
+"""Sizes, weights and state that a layer passes to a backend. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class GqaLayer:
     """Grouped-query attention.
 
-    q_norm, k_norm: [D] (each head by itself) or [heads D] (all heads together). rope [positions, Dr]: cos, then sin, of
-    the first Dr <= D values of a head. k, v [Hkv, num_pages, page_size, D]: the layer's pages, zero at first.
+    q_norm, k_norm: [D] to normalise each head, or [heads D] to normalise all heads together. rope [positions, Dr]
+    holds cos, then sin, for the first Dr <= D values of a head. k, v [Hkv, num_pages, page_size, D] are the layer's
+    pages, initially zero.
     """
 
     num_heads: int
@@ -38,8 +39,8 @@ class GqaLayer:
 class MlaLayer:
     """Latent attention.
 
-    kv_b [Hq, nope + Dv, R]. kv_norm [R], with eps: for latents that come as projected; None if they come normalised.
-    latents [num_pages, page_size, R + Dr]: the layer's pages, zero at first.
+    kv_b [Hq, nope + Dv, R]. kv_norm [R] and eps normalise the projected latents; None if they come normalised.
+    latents [num_pages, page_size, R + Dr]: the layer's pages, initially zero.
     """
 
     num_heads: int
@@ -62,9 +63,9 @@ class MlaLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayer:
-    """What both kinds of linear attention have.
+    """Common part of both kinds of linear attention.
 
-    conv [C, K]: the convolution of C channels. a_log [Hv] fp32. norm [Dv], with eps. state [num_slots, Hv, Dk, Dv] fp32
+    conv [C, K]: a convolution of C channels. a_log [Hv] fp32. norm [Dv], with eps. state [num_slots, Hv, Dk, Dv] fp32
     and window [num_slots, K - 1, C]: the layer's slots. A chunk at position 0 starts from zeros.
     """
 
@@ -91,7 +92,7 @@ class GdnLayer(DeltaLayer):
 class KdaLayer(DeltaLayer):
     """Kimi Delta Attention: C = 3 H D channels; dt_bias [H D] and norm fp32.
 
-    wide [2, H D, D] takes the narrow rates of forgetting and the narrow gate to all heads.
+    wide [2, H D, D] expands the low-rank decay rates and the low-rank gate to all heads.
     """
 
     num_heads: int

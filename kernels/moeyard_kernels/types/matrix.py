@@ -1,4 +1,4 @@
-"""Matrices as the right side of products, and typed views of the bytes of experts."""
+"""Weight matrices, the right side of products, and typed views of the bytes of experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from moeyard_kernels.types.weight_form import ExpertForm, Region, WeightForm, pl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A matrix [N, K] of weights, or a stack of such, in a form: one array per part of it.
+    """A weight matrix [N, K], or a stack of them: one array per part of its form.
 
-    `Backend.matrix` returns one whose arrays have the layout of that backend's kernels.
+    `shape` counts values, not codes. `Backend.matrix` returns a matrix whose arrays have the layout of its kernels.
     """
 
     form: WeightForm
@@ -35,16 +35,16 @@ class Matrix:
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, or their codes."""
+        """First part: the values, or their codes."""
         return self.arrays[0]
 
     @property
     def scales(self) -> torch.Tensor:
-        """The second part of a form that has scales."""
+        """Second part of a form with scales."""
         return self.arrays[1]
 
     def rows(self, begin: int, count: int) -> "Matrix":
-        """Return a view of rows [begin, begin + count). They begin at a block of every part."""
+        """Return a view of rows [begin, begin + count). Row `begin` must be the first of a block in every part."""
         arrays = []
         for part, array in zip(self.form.parts, self.arrays, strict=True):
             block = part.rows or self.shape[0]
@@ -62,12 +62,12 @@ class ExpertViews:
 
     @property
     def gate(self) -> Matrix:
-        """[I, H], of one expert."""
+        """Gate matrix [I, H] of one expert."""
         return self._half(0)
 
     @property
     def up(self) -> Matrix:
-        """[I, H], of one expert."""
+        """Up matrix [I, H] of one expert."""
         return self._half(1)
 
     def _half(self, half: int) -> Matrix:
@@ -75,7 +75,7 @@ class ExpertViews:
         return Matrix(both.form, (both.shape[0] // 2, both.shape[1]), tuple(a.chunk(2)[half] for a in both.arrays))
 
     def copy_(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Copy plain matrices into those of a plain expert."""
+        """Copy plain matrices into the views of a plain expert."""
         for target, source in ((self.gate, gate), (self.up, up), (self.down, down)):
             assert target.shape == source.shape, f"an expert's matrix is {list(source.shape)}, not {target.shape}"
             target.data.copy_(source)
@@ -86,7 +86,7 @@ Fill = Callable[[ExpertViews], None]
 
 
 def expert_views(form: ExpertForm, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertViews:
-    """Return views of the two regions of experts: uint8 [..., bytes of gate_up] and [..., bytes of down]."""
+    """Return views of the two regions of experts: uint8 [..., gate_up bytes] and [..., down bytes]."""
     regions = form.regions
     return ExpertViews(_matrix(regions[0], gate_up), _matrix(regions[1], down))
 

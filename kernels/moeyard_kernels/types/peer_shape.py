@@ -1,13 +1,13 @@
-"""The sizes of the memory that ranks of a host share: `peer_window.py`, `fetch_window.py`. Pure."""
+"""Sizes and offsets of the memory that ranks of a host share (`peer_window`, `fetch_window`). Pure."""
 
 from dataclasses import dataclass
 
-# Integers of 8 bytes to a line of memory: what different ranks write is kept apart.
+# Integers of 8 bytes per memory line. Different ranks write to different lines.
 LINE = 16
-# Times that are kept of each phase until the host has read them: the latest.
+# The latest times of each phase that are stored until the host reads them.
 KEPT_TIMES = 256
-# What was counted, for the host: bytes that came from peers, and apart from these, which peers add to, bytes that went
-# there, how many times were taken of each phase, and these times.
+# Offsets of the counters that the host reads: bytes received, bytes sent, number of times per phase, and these times.
+# RECEIVED has a line of its own, because peers add to it.
 RECEIVED, SENT, NUM_TIMES, TIMES, NUM_COUNTS = 0, LINE, LINE + 1, 2 * LINE, 2 * LINE + 2 * KEPT_TIMES
 
 _ALIGNMENT = 256
@@ -15,11 +15,16 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShape:
-    """The sizes that ranks agree on. `max_tokens` bounds the rows of one rank in one exchange.
+    """Sizes that all ranks share. `max_tokens` bounds the rows of one rank in one exchange.
 
-    In a rank's memory: [2, LINE] int64, arrivals by phase, the first of each line; [2, W, LINE] int64, heads by phase
-    and source: the number of the exchange, and how many rows the source has; counts [NUM_COUNTS] int64; ids
-    [max_tokens, W, K] int32; rows [max_tokens, W, H] by the source's row and the source; home [max_tokens, K, H].
+    A rank's memory holds, in this order:
+    - arrivals [2, LINE] int64: a count per phase, in the first element of each line;
+    - heads [2, W, LINE] int64 by phase and source: the number of the exchange and the source's number of rows;
+    - counts [NUM_COUNTS] int64;
+    - ids [max_tokens, W, K] int32;
+    - rows [max_tokens, W, H] by the source's row and the source;
+    - home [max_tokens, K, H]: results of this rank's rows.
+
     Raises ValueError for rows that are no multiple of 16 bytes and for sizes below 1.
     """
 
@@ -39,7 +44,7 @@ class PeerShape:
 
     @property
     def num_rows(self) -> int:
-        """Rows that one rank has room for, of all ranks together."""
+        """Rows of all ranks that fit one rank's memory."""
         return self.max_tokens * self.world_size
 
     @property
@@ -69,22 +74,26 @@ class PeerShape:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next place at which a part of the memory may begin."""
+    """Round up to the alignment of the parts of the memory."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# Experts of one rank that peers may have on their way to it, and what is fetched by one program and told as a whole:
-# its receiver waits for no more than that, and a program that fetches waits for its stores no oftener.
+# Experts of one rank that peers may stage at once, and bytes of a unit. One program fetches a unit and then sets its
+# flag: larger units delay the receiver, smaller ones make the program wait for its stores more often.
 STAGED_EXPERTS, UNIT_BYTES = 8, 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchShape:
-    """An expert is `up_bytes` of gate_up and `down_bytes` of down, each in units of `unit_bytes`, the last one shorter.
+    """Sizes of an expert, `up_bytes` of gate_up and `down_bytes` of down, and of its units. A last unit may be shorter.
 
-    In a rank's memory: heads [W, LINE] int64, by source: the number of the exchange, how many experts the source
-    misses, and the places in its store of the last of these, up to `staged`; flags [staged units] int64: of which
-    exchange the unit is that lies there; units [staged units, unit_bytes]. Raises ValueError for sizes that cannot be.
+    A rank's memory holds:
+    - heads [W, LINE] int64 by source: the number of the exchange, the source's number of missed experts, and the places
+      of the last `staged` of these in its store;
+    - flags [staged units] int64: the number of the exchange of each staged unit;
+    - units [staged units, unit_bytes].
+
+    Raises ValueError for impossible sizes.
     """
 
     world_size: int
@@ -105,7 +114,7 @@ class FetchShape:
 
     @property
     def up_units(self) -> int:
-        """Units of an expert's gate_up, which come before those of its down."""
+        """Units of an expert's gate_up. The units of down follow them."""
         return -(-self.up_bytes // self.unit_bytes)
 
     @property
@@ -115,7 +124,7 @@ class FetchShape:
 
     @property
     def staged_units(self) -> int:
-        """Units that have a place on their way."""
+        """Units of the staging memory."""
         return self.staged * self.units
 
     @property
@@ -134,7 +143,7 @@ class FetchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentMemory:
-    """How other processes of the host find memory of this one. `inode`: that it is still the same file."""
+    """Address of this process's shared memory for other processes of the host. `inode` identifies the file."""
 
     pid: int
     fd: int

@@ -1,9 +1,10 @@
-"""Memory that every rank of a host reads and writes directly: what lies where in it, and one rank's hold on it.
+"""One rank's view of the memory that all ranks of a host read and write directly.
 
-A rank's memory is what others put to it. Token rows go to a fixed place by source and by the source's own row, so that
-a packet looks the same whatever the sizes of the steps that sender and receiver run; results go to their place at home.
-An exchange has two phases, and in each every rank sends every rank, itself too, one packet, be it empty. As a phase
-ends where all have arrived, nobody is ever two phases ahead: rows and results need no second copy.
+A rank's memory holds data that others send to it. The place of a token row depends only on the source and the source's
+row, so a packet looks the same for all step sizes of sender and receiver. Results have a fixed place at their source.
+An exchange has two phases. In each phase every rank sends every rank, itself included, one packet, which may be empty.
+A phase ends when all packets have arrived. So no rank is ever two phases ahead, and rows and results need no second
+copy.
 """
 
 from collections.abc import Sequence
@@ -14,22 +15,22 @@ import torch
 from moeyard_kernels.types.peer_shape import LINE, NUM_COUNTS, PeerShape
 
 DISPATCH, COMBINE = 0, 1
-# A phase only in words: what is fetched between these two (`fetch_window`).
+# Fetching happens between these two (`fetch_window`). It is a phase only in failure reports.
 FETCH = 2
-# What the programs that send a packet add to the receiver's count of arrivals, all together, however many they are.
+# The programs of one packet together add this to the receiver's count of arrivals, however many they are.
 ARRIVED = 1024
-# In a rank's own state, which no peer reads: exchanges combined and dispatched so far, whether it has failed, and for
-# the wait a clock and the host's word, as the one thread that looked at them has told the others.
+# A rank's private state: exchanges combined and dispatched so far, and whether the rank has failed. CLOCK and ABORTED
+# are the clock and the host's abort flag as one waiting thread read them for the others.
 COMBINED, DISPATCHED, POISONED, CLOCK, ABORTED, NUM_STATE = 0, 1, 2, 3, 4, 8
-# In the record of a failure: whether there is one, phase, layer, bits of the ranks that are missing, the exchange's
-# number, and what is wrong. Beside it for how many ns a launch has been waiting, 0 if none is or it has just begun, and
-# what it was where that was in vain. Apart from them what only the host writes: that the wait is to end.
+# The failure record: whether there is one, phase, layer, bits of the missing ranks, number of the exchange, and reason.
+# SPENT: ns that a launch has waited, 0 if none waits or the wait has just begun; after a failed wait, its length.
+# ABORT, in a line of its own, is written by the host only: end the wait.
 FAILED, PHASE, LAYER, RANKS, EPOCH, REASON, SPENT, ABORT, NUM_FAULT = 0, 1, 2, 3, 4, 5, 6, LINE, 2 * LINE
 SILENT, TOO_MANY = 0, 1
-# An expert with two ranks is computed by them in turn, so many rows of a source each. Few rows stay together: what they
-# cost is the weights of distinct experts, and shared between two ranks both would read these.
+# Two ranks with the same expert take turns of this many rows of a source. A few rows stay on one rank: their cost is
+# reading the weights of distinct experts, which both ranks would have to read.
 ROWS_PER_TURN = 16
-# One in so many exchanges is timed: a prime, so that every layer has its turn.
+# One in this many exchanges is timed. A prime, so that every layer is sampled.
 TIMED_ONE_IN = 67
 
 
@@ -47,13 +48,13 @@ class PeerViews:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PeerWindow:
-    """Rank `rank`'s hold on the memory of all.
+    """Rank `rank`'s view of the memory of all ranks.
 
-    memory: of each rank, uint8 [num_bytes], as this rank's device sees it. table: [W] int64, their addresses: peers are
-    found there, so that a captured step goes on with others in their place. owner, local: [E, 2] int32, each expert's
-    rank and its number there, by turns of ROWS_PER_TURN rows of a source: an expert may have two ranks. state:
-    [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned memory of the host, which the device writes and
-    reads. limit: nanoseconds that a phase waits.
+    memory: uint8 [num_bytes] of each rank, as this rank's device sees it. table: [W] int64, their addresses. Kernels
+    read addresses from it, so a captured step continues after a peer is replaced. owner, local: [E, 2] int32,
+    each expert's rank and its number there, for alternate turns of ROWS_PER_TURN rows of a source, because an expert
+    may have two ranks. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned host memory, which
+    the device reads and writes. limit: the longest wait of a phase in nanoseconds.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class PeerWindow:
     state: torch.Tensor
     fault: torch.Tensor
     limit: int
-    # What was asked for before: a launch asks several times, and it is a dozen calls of torch.
+    # Cached: a launch needs views several times, and making them takes a dozen torch calls.
     _views: dict[int, PeerViews] = field(init=False, repr=False, default_factory=dict)
 
     @property
@@ -74,9 +75,9 @@ class PeerWindow:
         return self.shape.row_bytes // self.dtype.itemsize
 
     def views(self, rank: int) -> PeerViews:
-        """The memory of one rank."""
+        """Return the memory of one rank as tensors."""
         if rank not in self._views:
-            # Whoever asks first may do so in inference mode, and others write.
+            # The first caller may be in inference mode, but other callers write to the views.
             with torch.inference_mode(False):
                 self._views[rank] = self._view(rank)
         return self._views[rank]
@@ -98,16 +99,16 @@ class PeerWindow:
         )
 
     def poison(self) -> None:
-        """Take no part until `reset`: launches neither send nor wait, so that steps can be captured without peers."""
+        """Stop sending and waiting until `reset`, so that steps can be captured without peers."""
         self.state[POISONED] = 1
 
     def abort(self) -> None:
-        """End the wait of this rank's launches, until `reset`: they fail, naming who is missing. For any thread."""
-        # A store to memory of the host: a call of CUDA could queue behind the launch that waits.
+        """Make this rank's waiting launches fail, naming the missing ranks, until `reset`. Safe in any thread."""
+        # A plain store to host memory: a CUDA call could queue behind the waiting launch.
         self.fault[ABORT] = 1
 
     def reset(self) -> None:
-        """Begin anew: no exchange so far, no failure. For use before peers may write. What was counted stays."""
+        """Reset exchanges and failures, but not the counters. Call it before peers may write."""
         mine = self.views(self.rank)
         for x in (mine.arrivals, mine.heads, self.state, self.fault):
             x.zero_()
@@ -123,7 +124,7 @@ def open_window(
     local: Sequence[int],
     seconds: float,
 ) -> PeerWindow:
-    """The window of `rank` on `memory`; expert e is number local[e] of rank owner[e] alone. A phase waits `seconds`.
+    """Open the window of `rank` on `memory`. Expert e is number local[e] of rank owner[e]. A phase waits `seconds`.
 
     Raises ValueError for memory of another size.
     """
@@ -148,5 +149,5 @@ def open_window(
 
 
 def _both(of: Sequence[int]) -> torch.Tensor:
-    """[E, 2] int32, the same in both turns."""
+    """Return [E, 2] int32 with the same value for both turns."""
     return torch.tensor([[each, each] for each in of], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the plans of all backends hold of a step's rows: looked-up rotations, places in pages, tables of pages."""
+"""Parts of all backends' plans: rotations of a step's rows, places in pages, and page tables."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from moeyard_kernels.types.step import ChunkRows
 
 
 class Rotations:
-    """What tables hold for the rows at `positions` [rows] int64, looked up once a step however many layers ask."""
+    """Rows of rotation tables at `positions` [rows] int64, looked up once per step and table."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._positions = positions
         self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [rows, D / 2] fp32 from a table [positions, D] that outlives the step."""
+        """Return (cos, sin) [rows, D / 2] fp32 of a table [positions, D] that outlives the step."""
         found = self._found.get(id(table))
         if found is None:
             cos, sin = table.index_select(0, self._positions).chunk(2, 1)
@@ -25,12 +25,12 @@ class Rotations:
 
 
 def entries_at(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.ndarray:
-    """Where in the pages a chunk's sequence keeps `positions` of its rows: page * page_size + offset."""
+    """Return the cache entries, page * page_size + offset, of `positions` of a chunk's sequence."""
     return entries_of(chunk.pages, positions - chunk.dropped, page_size)
 
 
 def entries_of(pages: Sequence[int], places: np.ndarray, page_size: int) -> np.ndarray:
-    """page * page_size + offset of these places of a sequence."""
+    """Return the cache entries, page * page_size + offset, of `places` of a sequence."""
     return np.asarray(pages)[places // page_size] * page_size + places % page_size
 
 
@@ -52,7 +52,7 @@ def row_indices(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
 
 
 def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
-    """[chunks, most pages, at least 1] int64 of the pages that hold kept positions, zeros behind."""
+    """Return int64 [chunks, most pages, at least 1]: the pages that hold positions, then zeros."""
     used = [-(-(chunk.start - chunk.dropped + len(chunk.token_ids)) // page_size) for chunk in chunks]
     table = np.zeros((len(chunks), max(used, default=1)), dtype=np.int64)
     for row, chunk, count in zip(table, chunks, used, strict=True):
@@ -61,7 +61,7 @@ def page_table(chunks: Sequence[ChunkRows], page_size: int) -> np.ndarray:
 
 
 def decode_table(decode: Sequence[ChunkRows], page_size: int) -> tuple[np.ndarray, list[int]]:
-    """One row of pages and one length per decode row; each row of a chunk sees one position more than that before."""
+    """Return one row of pages and one length per decode row. A chunk's rows each see one position more."""
     counts = [len(chunk.token_ids) for chunk in decode]
     firsts = [c.start - c.dropped + 1 for c in decode]
     kv_lens = [first + row for first, count in zip(firsts, counts, strict=True) for row in range(count)]

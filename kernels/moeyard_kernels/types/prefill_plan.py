@@ -1,4 +1,4 @@
-"""What the prompt attentions of all layers of one step share: where queries and keys lie, and who computes what."""
+"""Plan that all layers' prompt attention shares in a step: places of queries and keys, and tiles of work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ import torch
 
 from moeyard_kernels.types.sending import to_device
 
-# Queries of one sequence are handed out in tiles of this many rows, counted from the chunk's first; a kernel's own
-# block of rows divides it. No result depends on it.
+# Queries of one sequence are assigned in tiles of this many rows, from the chunk's first row. A kernel's block of rows
+# divides it. No result depends on it.
 TILE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """B chunks of prompt, one after the other in the rows of q; index tensors are int32 and lie on one device.
+    """B prompt chunks, consecutive in the rows of q. Index tensors are int32 on one device.
 
-    cu_q: [B + 1], chunk b is rows cu_q[b] .. cu_q[b + 1] - 1 of q. starts: [B], the position of its first query; keys
-    and values of positions 0 .. starts[b] + length - 1 are known.
-    page_table: [B, max_pages], the page of position p is page_table[b, p // page_size]; entries past the last position
-    are 0. Or, where keys are contiguous rows (page_size 0), cu_kv: [B + 1], position p is row cu_kv[b] + p.
-    tiles: [N, 2], every tile of up to TILE queries as (chunk, first row within it), most keys first. In a captured step
-    there are as many as its chunks may have; those that they have not come last, and belong to a chunk without rows.
-    num_rows: queries of all chunks, num_keys: the sum of their keys; the host's copies of cu_q[B] and cu_kv[B].
+    cu_q: [B + 1], chunk b is rows cu_q[b] .. cu_q[b + 1] - 1 of q. starts: [B], the position of each chunk's first
+    query. Keys and values of positions 0 .. starts[b] + length - 1 are available.
+    page_table: [B, max_pages], position p is in page page_table[b, p // page_size]; entries past the last position are
+    0. For contiguous keys page_size is 0 and cu_kv: [B + 1] replaces the table: position p is row cu_kv[b] + p.
+    tiles: [N, 2], every tile of up to TILE queries as (chunk, first row in it), most keys first. A captured step has as
+    many tiles as its chunks may need; unused tiles come last and belong to a chunk without rows.
+    num_rows: queries of all chunks. num_keys: sum of their keys. Both are host copies of cu_q[B] and cu_kv[B].
     """
 
     num_rows: int
@@ -38,7 +38,7 @@ class PrefillPlan:
 
     @property
     def num_full_tiles(self) -> int:
-        """How many tiles the rows would make as one chunk: of a captured step that is what there mostly is to do."""
+        """Tiles of all rows as one chunk: about the work of a captured step."""
         return -(-self.num_rows // TILE)
 
 
@@ -51,12 +51,12 @@ def plan_prefill(
     window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> PrefillPlan:
-    """Plan one step's prompt chunks: chunk b holds q_lens[b] queries (perhaps none) from position starts[b] on.
+    """Plan one step's prompt chunks: chunk b holds q_lens[b] queries (0 allowed) from position starts[b] on.
 
-    With a `page_table` [B, max_pages] of integers (CPU) keys lie in pages of `page_size` (a power of two), of which
-    only the entries that hold known positions are read; without one the keys of chunk b are starts[b] + q_lens[b]
-    rows, right behind those of chunk b - 1. A query at position p sees 0 .. p, or the last `window` of them. One copy
-    takes the plan to `device`. Raises ValueError naming what does not fit.
+    With a `page_table` [B, max_pages] of integers on the CPU, keys lie in pages of `page_size`, a power of two. Only
+    entries that hold known positions are read. Without a table the keys of chunk b are starts[b] + q_lens[b] rows,
+    directly after those of chunk b - 1. A query at position p sees 0 .. p, or the last `window` of them. One copy moves
+    the plan to `device`. Raises ValueError naming what does not fit.
     """
     num_seqs = len(q_lens)
     lens, begins = np.asarray(q_lens, dtype=np.int64), np.asarray(starts, dtype=np.int64)
@@ -74,7 +74,7 @@ def plan_prefill(
         parts.append(_cumulative(ends))
     else:
         parts.append(_pages(page_table, ends, page_size).ravel())
-    # One copy. Every part begins at a multiple of 16 bytes, which compiled kernels count on.
+    # One copy. Compiled kernels rely on every part beginning at a multiple of 16 bytes.
     padded = [np.pad(part, (0, -part.size % 4)) for part in parts]
     flat = to_device(torch.from_numpy(np.concatenate(padded).astype(np.int32)), device)
     places = flat.split([part.size for part in padded])
@@ -97,7 +97,7 @@ def _cumulative(counts: np.ndarray) -> np.ndarray:
 
 
 def tiles_of(lens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """[N, 2] (chunk, first row), those with the most keys first, so that the last to finish are short."""
+    """Return [N, 2] (chunk, first row). Tiles with the most keys come first, so that the last to finish are short."""
     counts = -(-lens // TILE)
     chunk = np.repeat(np.arange(lens.size), counts)
     row = (np.arange(chunk.size) - (np.cumsum(counts) - counts)[chunk]) * TILE
@@ -106,7 +106,7 @@ def tiles_of(lens: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _pages(page_table: torch.Tensor, ends: np.ndarray, page_size: int) -> np.ndarray:
-    """The table with zeros where no known position lies."""
+    """Return the table with zeros in entries without known positions."""
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"plan_prefill: page_size {page_size} is no power of two")
     if page_table.dim() != 2 or page_table.shape[0] != ends.size or page_table.is_floating_point():

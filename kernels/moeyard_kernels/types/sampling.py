@@ -1,4 +1,4 @@
-"""What sampling takes and gives: edits of logits, and a token per row with what a log-probability answer says of it."""
+"""Inputs and outputs of sampling: edits of logits, and a token per row with its log-probabilities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-# A word of `LogitEdits`: the index of its bias, whether the token is in the prompt, and how often it is in the output,
-# up to 262143 times.
+# A word of `LogitEdits`: the index of the token's bias, whether the token is in the prompt, and its count in the
+# output, up to 262143.
 BIAS_BITS = 12
 MAX_BIASES = 2**BIAS_BITS - 1
 IN_PROMPT = 1 << BIAS_BITS
@@ -16,16 +16,16 @@ COUNT_SHIFT = BIAS_BITS + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """What bias, penalties and grammars need to know of every token, kept on the device from step to step, by slot.
+    """State of every token for bias, penalties and grammars. It stays on the device from step to step, by slot.
 
-    words: [S, V] int32, per token i + IN_PROMPT * (in the prompt) + ONCE * (times in the output), where i is 0 or says
-    that bias[slot, i - 1] is added to the logit. bias: [S, L] fp64, L at most 4095 (0 if none has any); -inf holds a
-    token back whatever the penalties say. slots: [B] int64, the slot of each row, -1 for a row without edits, whose
-    words are not read. penalties: [B, 3] fp64, repetition (1 is off), frequency and presence (0 is off). allowed: None,
-    or [S, ceil(V / 32)] int32, token t at bit t % 32 of word t / 32: a token whose bit is 0 is held back.
+    words: [S, V] int32, per token i + IN_PROMPT * (in the prompt) + ONCE * (times in the output). If i > 0,
+    bias[slot, i - 1] is added to the logit. bias: [S, L] fp64, L at most 4095 (0 without any bias); -inf forbids a
+    token whatever the penalties are. slots: [B] int64, the slot of each row; -1 for a row without edits, whose words
+    are not read. penalties: [B, 3] fp64: repetition (1 is off), frequency and presence (0 is off). allowed: None, or
+    [S, ceil(V / 32)] int32, token t at bit t % 32 of word t / 32. A token whose bit is 0 is forbidden.
 
-    A slot costs 4 V bytes (0.66 MB for 163840 tokens) and is kept by one scatter of the prompt and one addition of ONCE
-    per token chosen. A step reads as many bytes of words as of fp32 logits, of rows with a slot only.
+    A slot takes 4 V bytes (0.66 MB for 163840 tokens). One scatter of the prompt and one addition of ONCE per chosen
+    token maintain it. For rows with a slot, a step reads as many bytes of words as of fp32 logits.
     """
 
     IN_PROMPT: ClassVar[int] = IN_PROMPT
@@ -38,14 +38,14 @@ class LogitEdits:
     allowed: torch.Tensor | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Its tensors, by the names that errors give them."""
+        """Return the tensors by their names in errors."""
         named = {f"edits.{field.name}": getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def folded(self) -> "LogitEdits":
-        """The same with `allowed` said by words and one more bias; itself where nothing is held back by bits.
+        """Return these edits with `allowed` folded into words and one more bias; itself if `allowed` is None.
 
-        Five launches over [S, V], for a kernel that reads words anyway.
+        It takes five launches over [S, V], for a kernel that reads words anyway.
         """
         if self.allowed is None:
             return self
@@ -61,17 +61,18 @@ class LogitEdits:
         )
 
 
-# The most likeliest tokens that an answer may list.
+# The most top tokens per position that a request may ask for.
 MAX_TOP = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """One token per row of logits [B, V]; all but `ids` is None unless log-probabilities were asked for.
+    """One token per row of logits [B, V]. All fields but `ids` are None unless log-probabilities were requested.
 
-    ids: [B] int64. logprobs: [B] fp32, of the chosen tokens. ranks: [B] int64, 1 + how many logits are strictly larger.
-    top_ids, top_logprobs: [B, n] int64 and fp32, the n likeliest by falling logit, ties by the lowest id; None if n is
-    0. All are of the unmodified logits; a log-probability is NaN where the largest logit is not finite.
+    ids: [B] int64. logprobs: [B] fp32, of the chosen tokens. ranks: [B] int64, 1 + the number of strictly larger
+    logits. The
+    n likeliest tokens, by falling logit and then lowest id, are top_ids, top_logprobs: [B, n] int64 and fp32; None if n
+    is 0. All refer to the unmodified logits. A log-probability is NaN if the largest logit is not finite.
     """
 
     ids: torch.Tensor
@@ -81,13 +82,13 @@ class SampledTokens:
     top_logprobs: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
-        """These with `change` applied to every tensor that is there."""
+        """Return a copy with `change` applied to every tensor that is present."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return SampledTokens(**{name: change(x) for name, x in found.items() if x is not None})
 
     @classmethod
     def room(cls, ids: torch.Tensor, num_top: int) -> "SampledTokens":
-        """These ids, with tensors beside them for whoever computes the rest."""
+        """Return these ids with uninitialized tensors for the log-probabilities."""
         num_rows = ids.shape[0]
         wide = {}
         if num_top:

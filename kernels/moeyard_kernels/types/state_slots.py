@@ -1,4 +1,4 @@
-"""Which slots of recurrent state a step's rows go on from and leave behind, as device tensors."""
+"""Slots of recurrent state that a step's rows read and write, as device tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from moeyard_kernels.types.sending import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlots:
-    """Slots of one step as tensors of the state's device; their contents may change between replays of a graph.
+    """Slots of one step, on the state's device. The contents may change between replays of a graph.
 
-    read: [B] int64, the slot that sequence b goes on from; -1 is a padding sequence, whose rows come out as zeros.
-    write: [B, Q] int64, Q at most 16, the slot that takes what is left behind query j, or -1 for none. Row b Q + j of
-    an op's input is query j of sequence b. In place with one query, write[b, 0] is read[b]. A sequence of fewer queries
-    than Q writes behind its last one; rows past it come out as anything. Drafts write each query to a slot of their
-    own, so that a rejected one costs no copy: the next step reads the slot of the last that was accepted.
+    read: [B] int64, the slot whose state sequence b starts from; -1 marks a padding sequence, whose output rows are
+    zeros.
+    write: [B, Q] int64, Q at most 16, the slot that receives the state after query j, or -1 for none. Row b Q + j of an
+    op's input is query j of sequence b. An in-place update has one query, and write[b, 0] is read[b]. A sequence with
+    fewer than Q queries writes after its last one, and its output rows past that are undefined. Drafts write each query
+    to a separate slot. So a rejected draft needs no copy: the next step reads the slot of the last accepted query.
 
-    No slot that one sequence writes may be another's, read or written; that is the caller's to see to. Raises
-    ValueError naming what does not fit.
+    The caller ensures that no slot which one sequence writes is read or written by another. Raises ValueError naming
+    what does not fit.
     """
 
     read: torch.Tensor
@@ -44,7 +45,7 @@ class StateSlots:
 
     @classmethod
     def in_place(cls, slots: torch.Tensor) -> "StateSlots":
-        """One query of each sequence, which reads and writes slots [B] int64."""
+        """Return slots of one query per sequence, which reads and writes slots [B] int64."""
         return cls(read=slots, write=slots.unsqueeze(1))
 
     @property
@@ -63,10 +64,10 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMoves:
-    """What sequences go on from instead of what is in their slots, as tensors of the state's device.
+    """Copies of state between slots before a step, as tensors on the state's device.
 
-    source, target: [N] int64, contents of slot source[n] are to be copied to slot target[n]; nothing where source[n] is
-    -1. No target is another's, or a source. Raises ValueError naming what does not fit.
+    source, target: [N] int64. Slot source[n] is copied to slot target[n], unless source[n] is -1. Targets are distinct
+    and are no sources. Raises ValueError naming what does not fit.
     """
 
     source: torch.Tensor
@@ -84,27 +85,29 @@ class SlotMoves:
 
     @classmethod
     def plan(cls, moves: Sequence[tuple[int, int]], *, device: torch.device | str) -> "SlotMoves":
-        """Of (source, target) pairs."""
+        """Return the moves of (source, target) pairs."""
         source, target = to_device(torch.tensor(moves, dtype=torch.int64).view(-1, 2).t().contiguous(), device)
         return cls(source=source, target=target)
 
 
-# Positions that a chunk holds, counted from position 0 of its prompt; the last may hold fewer.
+# Positions of a chunk, counted from position 0 of its prompt. The last chunk may hold fewer.
 CHUNK = 64
-# Copies of its state that a prompt may leave on its way through one step.
+# The most snapshots of its state that a prompt may save in one step.
 SNAPSHOTS = 2
 # Values of a row of the table.
 WIDTH = 4 + 2 * SNAPSHOTS
-# A row of the table that is no chunk: it begins behind its end, so that no position is its own, and elsewhere than its
-# prompt, so that it is no prompt's first.
+# A padding row of the table. It begins after its end, so it covers no position. Its first row differs from its
+# prompt's, so it is not the first chunk of a prompt.
 PADDING = (CHUNK, 0, *(0, -1) * SNAPSHOTS, 0, 0)
 
 Stop = tuple[int, int]
 
 
 class Part(NamedTuple):
-    """Rows [begin, end) are a prompt over `slot`, from position 0 if `fresh`. taken: (row, slot), ascending: the state
-    behind the rows before that row is left in that slot, too."""
+    """Rows [begin, end) of one prompt, whose state is in `slot`. `fresh`: the prompt begins at position 0.
+
+    taken: snapshots (row, slot), ascending. The state before that row is saved in that slot.
+    """
 
     slot: int
     begin: int
@@ -114,25 +117,26 @@ class Part(NamedTuple):
 
     @property
     def stops(self) -> tuple[Stop, ...]:
-        """(row, slot) of all states that are left, the prompt's own at last."""
+        """(row, slot) of all saved states, the prompt's final state last."""
         return *self.taken, (self.end, self.slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChunks:
-    """Prompts of one step, one behind the other: rows [ends[n - 1], ends[n]) are consecutive positions of prompt n.
+    """Prompts of one step, consecutive in the rows: rows [ends[n - 1], ends[n]) are consecutive positions of prompt n.
 
-    table: [M, 8] int64, a row for each chunk that there is: its own first row, its prompt's first row, and three pairs
-    of a row and a slot, the same in all of a prompt's: what is left behind the rows before that row goes to that slot.
-    The last pair is the row behind the prompt and its own slot. The others are snapshots, each behind a full chunk,
-    ascending; where there are fewer, (the prompt's first row, -1) stands in front. A prompt's chunks follow one
-    another. fresh: [M] bool, whether its prompt begins at position 0, hence from zeros, whatever the slot holds. heads:
-    [N] int64, the rows of `table` that are a prompt's first chunk, those of long prompts first: who goes through chunks
-    in order begins with them. num_rows: rows of an op's input.
+    table: [M, 8] int64, one row per chunk; a prompt's chunks are consecutive. A row holds the chunk's
+    first row, its prompt's first row, and three (row, slot) pairs that are the same for all chunks of the prompt. The
+    state before a pair's row is saved in its slot. The last pair is the row after the prompt, and the prompt's slot.
+    The other pairs are snapshots, each after a full chunk, ascending; missing ones are (the prompt's first row, -1), in
+    front.
+    fresh: [M] bool, whether the prompt begins at position 0. It then starts from zeros, whatever the slot holds.
+    heads: [N] int64, the table rows of each prompt's first chunk, long prompts first, so that a kernel which walks
+    through chunks starts with these. num_rows: rows of an op's input.
 
-    In a captured step these tensors are filled anew before every replay, `planned` is None, and M, N and num_rows are
-    what there is room for: the rest of the table is `PADDING`, at least one row, which the rest of `heads` names, and
-    rows behind the last prompt come out as anything.
+    A captured step fills these tensors before every replay. Then `planned` is None, and M, N and num_rows are
+    capacities. The rest of the table, at least one row, is `PADDING`; unused `heads` point to it. Output rows after the
+    last prompt are undefined.
     """
 
     table: torch.Tensor
@@ -143,8 +147,7 @@ class PromptChunks:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Each prompt, as far as the host knows: of a captured step it reads them from a table on a CPU, and none from
-        one on a GPU."""
+        """Prompts, if the host knows them: of a captured step, from a CPU table only."""
         if self.planned is not None:
             return self.planned
         if self.table.is_cuda:
@@ -154,7 +157,7 @@ class PromptChunks:
 
     @property
     def last_slot(self) -> int:
-        """The largest slot that something is left in, as far as the host knows; -1 for none."""
+        """Largest slot that is written, if the host knows it; -1 for none."""
         return max((slot for part in self.parts for _, slot in part.stops), default=-1)
 
     @classmethod
@@ -162,8 +165,10 @@ class PromptChunks:
         cls, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int],
         snapshots: Sequence[Sequence[Stop]] = (), *, device: torch.device | str,
     ) -> "PromptChunks":  # fmt: skip
-        """Prompts of `lengths` positions from `starts` on, over `slots`, none twice; and of each, if given, which
-        snapshots it leaves: (position, slot). Raises ValueError as `chunks_of` does."""
+        """Plan prompts of `lengths` positions from `starts` on, in distinct `slots`.
+
+        `snapshots`: (position, slot) pairs of each prompt. Raises ValueError as `chunks_of` does.
+        """
         parts, rows, fresh, heads = chunks_of(lengths, starts, slots, snapshots)
         table = torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
         return cls(
@@ -176,10 +181,10 @@ class PromptChunks:
 def chunks_of(
     lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int], snapshots: Sequence[Sequence[Stop]] = ()
 ) -> tuple[list[Part], list[tuple[int, ...]], list[bool], list[int]]:
-    """`parts`, and what `table`, `fresh` and `heads` hold, of what `PromptChunks.plan` takes.
+    """Return `parts`, and the contents of `table`, `fresh` and `heads`, for the arguments of `PromptChunks.plan`.
 
-    Raises ValueError for a start that is no multiple of 64, an empty prompt, a slot that is none or named twice, and
-    snapshots of a prompt that are more than two, or not at multiples of 64 in it.
+    Raises ValueError for a start that is no multiple of 64, an empty prompt, and a negative or repeated slot. Raises it
+    also for more than two snapshots of a prompt, or snapshots outside it or not at multiples of 64.
     """
     snapshots = snapshots or [()] * len(lengths)
     if not len(lengths) == len(starts) == len(slots) == len(snapshots):
@@ -221,7 +226,7 @@ def _check_snapshots(at: Sequence[int], start: int, end: int) -> None:
 
 
 def _part(row: Sequence[int], fresh: bool) -> Part:
-    """The prompt of a row of the table."""
+    """Return the prompt of a row of the table."""
     stops = list(zip(row[2::2], row[3::2], strict=True))
     end, slot = stops.pop()
     return Part(slot, row[1], end, fresh, tuple((stop, to) for stop, to in stops if to >= 0))

@@ -1,6 +1,6 @@
-"""What a backend reads of a step: which rows there are, of which positions, in which pages. Pure.
+"""Interface of a step as backends read it: its rows, their positions and their pages. Pure.
 
-The scheduler's `Chunk` and `Step` have this form; a backend makes its plan from them and layers never see them.
+The scheduler's `Chunk` and `Step` implement it. A backend makes its plan from them; layers see only the plan.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from typing import Protocol
 
 
 class CompactionRows(Protocol):
-    """What is kept of a prompt once it is computed: `kept` positions, which each layer chooses by the queries of the
-    last `window`, go to `pages` in order.
+    """The positions of a computed prompt that stay in the cache.
+
+    Each layer chooses `kept` positions by the queries of the last `window` rows and writes them to `pages` in order.
     """
 
     @property
@@ -21,18 +22,21 @@ class CompactionRows(Protocol):
 
 
 class ChunkRows(Protocol):
-    """Consecutive rows of one sequence: `token_ids[i]` sits at position `start + i`.
+    """Consecutive rows of one sequence: `token_ids[i]` is at position `start + i`.
 
-    `pages` holds positions 0 to at least start + len(token_ids) - 1 in order, but for `dropped` of them before `start`
-    that were not kept: position p has place p - dropped, and p is what rotates it. `state_slot` is the first of the
-    sequence's `state_ring` slots of recurrent state, -1 where the model has none: what is left behind position p is in
-    slot state_slot + p % state_ring (`slot_behind`), so that rows that turn out to be wrong have written over nothing
-    that is needed, if there are no more than that. A chunk at position 0 starts from a blank state, another from what
-    slot `restored` holds, or where that is -1, from what it left. `snapshots`: positions and slots, ascending, two at
-    most; the state behind the rows before the position is copied to the slot, which may be one that the step restores.
-    `prompt` selects the arithmetic (prompt or decode formula). `fed`: None where the host knows the tokens; else the
-    place of the sequence in the step before, which left them on the device. `compaction`, in the chunk that ends a
-    prompt and holds at least its window: what is kept, None for all.
+    `pages` holds positions 0 to at least start + len(token_ids) - 1 in order, except `dropped` positions before `start`
+    that were not kept. Position p has place p - dropped, but is rotated as p.
+
+    `state_slot` is the first of the sequence's `state_ring` slots of recurrent state, -1 for a model without such
+    state. The state after position p is in slot state_slot + p % state_ring (`slot_behind`). So up to that many
+    rejected rows overwrite no state that is still needed. A chunk at position 0 starts from a blank state. Any other
+    chunk starts from slot `restored`, or, if that is -1, from the sequence's previous state. `snapshots`: at most two
+    (position, slot) pairs, ascending. The state before the position is copied to the slot, even if the step restores
+    that slot.
+
+    `prompt` selects the prompt or the decode formula. `fed`: None if the host knows the tokens; otherwise the place of
+    the sequence in the previous step, which left them on the device. `compaction`: set in a prompt's last chunk, which
+    holds at least its window, if only some positions are kept.
     """
 
     @property
@@ -60,17 +64,17 @@ class ChunkRows(Protocol):
 
 
 def slot_behind(chunk: ChunkRows, position: int) -> int:
-    """The slot of the state behind the row of `position`, of a sequence that has such."""
+    """Return the slot of the state after `position`, for a sequence with recurrent state."""
     return chunk.state_slot + position % chunk.state_ring
 
 
 def slot_left(chunk: ChunkRows) -> int:
-    """The slot of the state behind the last row."""
+    """Return the slot of the state after the last row."""
     return slot_behind(chunk, chunk.start + len(chunk.token_ids) - 1)
 
 
 def slot_restored(chunk: ChunkRows) -> int:
-    """The slot that a prompt's chunk goes on from, if that is not the one that it leaves its state in; -1 for none."""
+    """Return the slot that a prompt chunk starts from; -1 if it starts blank or from the slot that it writes."""
     before = -1
     if chunk.start:
         before = chunk.restored if chunk.restored >= 0 else slot_behind(chunk, chunk.start - 1)
@@ -78,9 +82,9 @@ def slot_restored(chunk: ChunkRows) -> int:
 
 
 class StepRows(Protocol):
-    """One rank's step: the rows of all prompt chunks, then those of all decode chunks.
+    """One rank's step: rows of all prompt chunks, then rows of all decode chunks.
 
-    `sample_rows` are the rows whose logits are wanted, one by one and ascending.
+    `sample_rows` are the rows whose logits are needed, distinct and ascending.
     """
 
     @property

@@ -7,11 +7,11 @@ from moeyard_kernels.types.step import StepRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """The most that a captured step holds; smaller steps are padded to it.
+    """Capacity of a captured step; smaller steps are padded to it.
 
-    Up to `prompt` prompt rows in up to `chunks` chunks, and up to `sequences` sequences with up to `queries` decode
-    rows each; a sequence has up to `width` pages. `keys`: how many keys all prompts together may have, where prompts
-    decompress their keys. `peers`: how many rows each rank may bring to this rank's experts, this rank included.
+    It holds `prompt` prompt rows in `chunks` chunks, and `sequences` sequences with `queries` decode rows each. A
+    sequence has up to `width` pages. `keys`: keys of all prompts together, if prompts decompress their keys. `peers`:
+    rows that each rank, this one included, may send to this rank's experts.
     """
 
     prompt: int = 0
@@ -39,12 +39,12 @@ class StepSize:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Key that sorts sizes from the cheapest on."""
+        """Sort key: cheapest size first."""
         return self.rows, self.keys, self.width, self.peers
 
     @staticmethod
     def of(step: StepRows) -> "StepSize | None":
-        """The exact size of a step; None for one without rows, or that ends a prompt of which a part is kept."""
+        """Return the exact size of a step; None for a step without rows or with a prompt compaction."""
         chunks = (*step.prefill, *step.decode)
         if not chunks or any(c.compaction is not None for c in step.prefill):
             return None
@@ -58,7 +58,7 @@ class StepSize:
         )
 
     def holds(self, size: "StepSize") -> bool:
-        """Whether a step of that size runs in this one. Steps without prompts run in sizes without prompts only."""
+        """Return whether a step of `size` fits this one. Steps without prompts fit only sizes without prompts."""
         return (
             size.prompt <= self.prompt
             and bool(size.prompt) == bool(self.prompt)

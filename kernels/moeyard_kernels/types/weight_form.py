@@ -1,6 +1,8 @@
-"""Weight forms: how a matrix, and the three matrices of an expert, lie in bytes. Pure.
+"""Weight forms: the byte layout of a matrix, and of the three matrices of an expert. Pure.
 
-Code that counts bytes of weights asks a form. A form with codes, scales or zero points has one part for each of them.
+All code that counts bytes of weights uses a form. A form has one part for the values or their codes, and one more part
+for each array of scales or zero points. To add a quantized form, write its `WeightForm` and return it from the
+checkpoint's reader: regions, blobs and byte counts follow from its parts.
 """
 
 import math
@@ -12,15 +14,15 @@ from types import MappingProxyType
 _ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
     {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 )
-# Every part of an expert but the first begins at a multiple of this.
+# Alignment in bytes of the parts of an expert.
 _ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """One array of a matrix [N, K]: an element stands for a block of `rows` x `columns` values.
+    """One array of a matrix [N, K]. Each element belongs to a block of `rows` x `columns` values.
 
-    None stands for all rows, or all columns. The last block may be partial. `dtype` is torch's name.
+    None means all rows, or all columns. The last block may be partial. `dtype` is torch's name of the dtype.
     """
 
     name: str
@@ -43,7 +45,7 @@ def _blocks(count: int, block: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How a matrix [N, K] lies in bytes: one array per part. The first part holds the values or their codes."""
+    """Byte layout of a matrix [N, K]: one array per part. The first part holds the values or their codes."""
 
     name: str
     parts: tuple[FormPart, ...]
@@ -54,13 +56,13 @@ class WeightForm:
 
 
 def plain_form(dtype: str) -> WeightForm:
-    """Return the form of a matrix that is nothing but its values."""
+    """Return the form of an unquantized matrix: its values only."""
     return WeightForm("plain", (FormPart("data", dtype),))
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """The bytes [begin, begin + num_bytes) of a region: one array of `shape`."""
+    """Location of one array of `shape`: bytes [begin, begin + num_bytes) of a region."""
 
     part: FormPart
     shape: tuple[int, int]
@@ -70,7 +72,7 @@ class PartPlace:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`count` matrices [rows, columns] of one form, joined array by array: for each part, those of all matrices."""
+    """Byte layout of `count` matrices [rows, columns] of one form, part by part: each part's arrays are adjacent."""
 
     form: WeightForm
     count: int
@@ -90,7 +92,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the region, up to a place where another region may begin."""
+        """Bytes of the region, padded so that another region may follow."""
         last = self.places()[-1]
         end = last.begin + last.num_bytes
         return end if len(self.form.parts) == 1 else end + -end % _ALIGNED
@@ -98,9 +100,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """How an expert lies in bytes: gate [I, H] joined with up [I, H], then down [H, I]. The whole is its blob.
+    """Byte layout of an expert, called its blob: gate [I, H] and up [I, H] as one region, then down [H, I].
 
-    `gate_up` is the form of gate and of up, `down` that of down.
+    `gate_up` is the form of gate and of up, `down` the form of down.
     """
 
     hidden: int
@@ -110,7 +112,7 @@ class ExpertForm:
 
     @property
     def regions(self) -> tuple[Region, Region]:
-        """gate_up [2 I, H] and down [H, I]."""
+        """Regions of gate_up [2 I, H] and of down [H, I]."""
         return (
             Region(self.gate_up, 2, self.intermediate, self.hidden),
             Region(self.down, 1, self.hidden, self.intermediate),
