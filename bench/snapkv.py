@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from moeyard_kernels.common.kept import latest
+from moeyard_kernels.common.snapkv import latest
 from moeyard_kernels.cpu import attention
 from moeyard_kernels.cpu.attn_prefill import snapkv
 from moeyard_worker.engine.assembly.local import local_runner

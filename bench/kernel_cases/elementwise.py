@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import DECODE_ROWS, Grouped, Latent, ModelStep
 from moeyard_kernels import ops
+from moeyard_kernels.common.rows import row_class
 from moeyard_kernels.elementwise import rms_norm, sigmoid_mul, silu_mul
 
 OPS = ("rms_norm", "add_rms_norm", "mla_split_qkv_a_norm", "silu_mul", "sigmoid_mul", "copy")
@@ -176,7 +177,7 @@ def _silu(num_rows: int, inner: int) -> Case:
         baseline=partial(_silu_chain, gate_up),
         baseline_name="silu, mul",
         variants=[(config, partial(run, config=config)) for config in silu_mul.CONFIGS],
-        tune_key=("silu_mul", silu_mul.shape_class(num_rows, inner)),
+        tune_key=("silu_mul", row_class(num_rows, f"I{inner}")),
     )
 
 
@@ -205,5 +206,5 @@ def _gate(num_rows: int, width: int) -> Case:
         baseline=partial(_gate_chain, x, gate),
         baseline_name="sigmoid, mul",
         variants=[(config, partial(run, config=config)) for config in sigmoid_mul.CONFIGS],
-        tune_key=("sigmoid_mul", sigmoid_mul.shape_class(num_rows, width)),
+        tune_key=("sigmoid_mul", row_class(num_rows, f"N{width}")),
     )

@@ -8,6 +8,7 @@ import torch
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import MODELS, ModelStep
 from moeyard_kernels import ops
+from moeyard_kernels.common.rows import row_class
 from moeyard_kernels.elementwise import scale_rows
 from moeyard_kernels.experts import moe_reduce_add_norm, moe_weighted_reduce
 
@@ -141,5 +142,5 @@ def _scale(num_rows: int, hidden: int) -> Case:
         baseline=partial(torch.Tensor.mul_, x, scale.unsqueeze(1)),
         baseline_name="torch mul_",
         variants=[(config, partial(run, config=config)) for config in scale_rows.CONFIGS],
-        tune_key=("scale_rows_", scale_rows.shape_class(num_rows, hidden)),
+        tune_key=("scale_rows_", row_class(num_rows, f"H{hidden}")),
     )

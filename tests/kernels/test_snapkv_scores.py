@@ -6,7 +6,7 @@ from tests.kernels.cpu.test_snapkv import chosen_by, exact_scores
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import snapkv_scores as triton_kernel
-from moeyard_kernels.common.kept import best, sum_rows
+from moeyard_kernels.common.snapkv import best, sum_rows
 from moeyard_kernels.cpu.attn_prefill import key_scores, snapkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 
 @dataclass(slots=True)
-class Compiled:
+class CompileCounts:
     """Numbers of kernels compiled, and found in Triton's cache."""
 
     count: int = 0
@@ -55,14 +55,14 @@ def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator[Compiled]:
+def compiling_only(at_once: int, device: torch.device | None = None) -> Iterator[CompileCounts]:
     """Compile the kernels that this thread launches meanwhile, up to `at_once` in parallel, and launch none.
 
     Afterwards all of them are ready, in this process and in Triton's cache, and loaded onto `device` if given. Until
     then their outputs are undefined. Threads suffice: Triton holds Python's lock for a thirteenth of a compilation
     (measured: two threads take 0.54 of the time of one). Use one such context at a time. Raises a compilation's error.
     """
-    launch, thread, compiled = JITFunction.run, threading.get_ident(), Compiled()
+    launch, thread, compiled = JITFunction.run, threading.get_ident(), CompileCounts()
     earlier, lock, launched = knobs.compilation.listener, threading.Lock(), set[Any]()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.common.kept import latest
+from moeyard_kernels.common.snapkv import latest
 from moeyard_kernels.cpu.attn_prefill import attn_prefill, snapkv
 from moeyard_kernels.cpu.plan import CpuPlan, DecodePlan, PromptSegment, pad_rows
 from moeyard_kernels.ops.attention import rope as rotate

@@ -11,7 +11,7 @@ earlier chunks affect the choice.
 import torch
 import torch.nn.functional as F
 
-from moeyard_kernels.common.kept import best, sum_rows
+from moeyard_kernels.common.snapkv import best, sum_rows
 from moeyard_kernels.types.decode_tables import BLOCK
 
 # Query rows are computed in multiples of this number.

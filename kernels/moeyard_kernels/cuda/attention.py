@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moeyard_kernels import ops
-from moeyard_kernels.common.kept import best, latest, sum_rows
+from moeyard_kernels.common.snapkv import best, latest, sum_rows
 from moeyard_kernels.cuda.plan import CudaPlan, PromptCompaction
 from moeyard_kernels.types.layers import GqaLayer, MlaLayer
 

@@ -15,7 +15,7 @@ import torch
 from moeyard_kernels.ops.op import load
 
 if TYPE_CHECKING:
-    from moeyard_kernels.common.compiling import Compiled
+    from moeyard_kernels.common.compiling import CompileCounts
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ def _capturing(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager["Compiled"]:
+def compiling_only(at_once: int, device: torch.device) -> AbstractContextManager["CompileCounts"]:
     """Compile the kernels that this thread launches while the context lasts, without running them."""
-    compiling: AbstractContextManager[Compiled] = load("common.compiling").compiling_only(at_once, device)
+    compiling: AbstractContextManager[CompileCounts] = load("common.compiling").compiling_only(at_once, device)
     return compiling
 
 

@@ -17,8 +17,8 @@ ALLOCATED = 1.25
 STREAM_SLOTS = 48
 # Experts without a slot are read from pinned host memory, which holds all experts.
 HOST_EXPERTS = True
-# If a part of a prompt is kept (common/kept.py), in values of 4 bytes per position. _CHOICE: a key head's scores, raw,
-# pooled and sorted with positions of 8 bytes, and the same amount again during sorting. _PLACES: the places of all
+# If a part of a prompt is kept (common/snapkv.py), in values of 4 bytes per position. _CHOICE: a key head's scores,
+# raw, pooled and sorted with positions of 8 bytes, and the same amount again during sorting. _PLACES: the places of all
 # positions in pages.
 _CHOICE, _PLACES = 11, 4
 

@@ -68,9 +68,14 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool = False,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    sigmoid: bool = False,
     rows: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.gated_rms_norm`. Raises ValueError for what its grid cannot hold."""
     num_tokens, heads, dim = x.shape
     check_layout("gated_rms_norm", x=x, weight=weight, rows=rows)
@@ -85,9 +90,24 @@ def gated_rms_norm(
     out, unit = new_output(num_tokens, heads * dim, like=x), stride_unit(gate)
     if out.numel():
         _gated_rms_norm_kernel[(triton.cdiv(num_rows, together),)](
-            x, gate, weight, weight if rows is None else rows, out, num_rows, gate.stride(0) // unit, eps,
-            H=heads, D=dim, SIGMOID=sigmoid, FROM_ROWS=rows is not None, BR=together, BD=block,
-            EVEN=num_rows % together == 0 and dim == block, UNIT=unit, num_warps=NUM_WARPS,
-            enable_fp_fusion=False, **dependent(x),
-        )  # fmt: skip
+            x,
+            gate,
+            weight,
+            weight if rows is None else rows,
+            out,
+            num_rows,
+            gate.stride(0) // unit,
+            eps,
+            H=heads,
+            D=dim,
+            SIGMOID=sigmoid,
+            FROM_ROWS=rows is not None,
+            BR=together,
+            BD=block,
+            EVEN=num_rows % together == 0 and dim == block,
+            UNIT=unit,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(x),
+        )
     return finish(out, x.dtype)

@@ -50,8 +50,26 @@ def mla_split_qkv_a_norm(
     q, kv, rope = (new_output(num_rows, dim, like=qkv_a) for dim in (dim_q, dim_kv, dim_rope))
     if num_rows:
         _mla_split_qkv_a_norm_kernel[(grid,)](
-            qkv_a, q_weight, kv_weight, q, kv, rope, num_rows, qkv_a.stride(0), dim_q, dim_kv, dim_rope, eps, q_blocks,
-            BRQ=rows_q, BDQ=block_q, BRKV=rows_kv, BDKV=block_kv, BDR=max(16, triton.next_power_of_2(dim_rope)),
-            num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(qkv_a),
-        )  # fmt: skip
+            qkv_a,
+            q_weight,
+            kv_weight,
+            q,
+            kv,
+            rope,
+            num_rows,
+            qkv_a.stride(0),
+            dim_q,
+            dim_kv,
+            dim_rope,
+            eps,
+            q_blocks,
+            BRQ=rows_q,
+            BDQ=block_q,
+            BRKV=rows_kv,
+            BDKV=block_kv,
+            BDR=max(16, triton.next_power_of_2(dim_rope)),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(qkv_a),
+        )
     return finish(q, qkv_a.dtype), finish(kv, qkv_a.dtype), finish(rope, qkv_a.dtype)

@@ -100,9 +100,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = new_output(*x.shape, like=x)
     if out.numel():
         _rms_norm_kernel[(triton.cdiv(num_a, rows), num_b)](
-            x, weight, out, num_a, num_b, stride_a, stride_b, dim, eps,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(x),
-        )  # fmt: skip
+            x,
+            weight,
+            out,
+            num_a,
+            num_b,
+            stride_a,
+            stride_b,
+            dim,
+            eps,
+            BR=rows,
+            BD=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(x),
+        )
     return finish(out, x.dtype)
 
 
@@ -119,7 +131,18 @@ def add_rms_norm(
     out, total = new_output(*x.shape, like=x), new_output(*x.shape, like=x)
     if out.numel():
         _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            x, residual, weight, out, total, num_rows, dim, eps,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(x),
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            num_rows,
+            dim,
+            eps,
+            BR=rows,
+            BD=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(x),
+        )
     return finish(out, x.dtype), finish(total, x.dtype)

@@ -5,25 +5,15 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, check_layout
+from moeyard_kernels.common.launch import check_layout
 from moeyard_kernels.common.rounding import round_to
-from moeyard_kernels.common.tuning import RowConfig, choose
+from moeyard_kernels.common.rows import row_launch
+from moeyard_kernels.common.tuning import RowConfig
 
 CONFIGS = tuple(
     RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
-
-
-def shape_class(num_rows: int, hidden: int) -> str:
-    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
-    return f"{'few' if num_rows <= 64 else 'many'} H{hidden}"
-
-
-def default_config(num_rows: int, hidden: int) -> RowConfig:
-    """Return the config of untuned shapes."""
-    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(hidden)))
-    return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
@@ -53,15 +43,8 @@ def scale_rows_(
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.scale_rows_`. Raises ValueError for a strided x or what its grid cannot hold."""
     num_rows, hidden = x.shape
-    config = config or choose(
-        "scale_rows_", shape_class(num_rows, hidden), x, (RowConfig,), lambda: default_config(num_rows, hidden)
-    )
-    num_blocks = triton.cdiv(hidden, config.BLOCK)
-    if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
-        raise ValueError(f"scale_rows_: [{num_rows}, {hidden}] exceeds the grid of a GPU")
+    config, grid = row_launch("scale_rows_", x, num_rows=num_rows, width=hidden, name="H", config=config)
     check_layout("scale_rows_", x=x, scale=scale)
     if x.numel():
-        _scale_rows_kernel[(num_rows, num_blocks)](
-            x, scale, hidden, BH=config.BLOCK, SIGMOID=sigmoid, **config.options, **dependent(x)
-        )
+        _scale_rows_kernel[grid](x, scale, hidden, BH=config.BLOCK, SIGMOID=sigmoid, **config.options, **dependent(x))
     return x

@@ -5,25 +5,14 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
-from moeyard_kernels.common.rows import check_rows
-from moeyard_kernels.common.tuning import RowConfig, choose
+from moeyard_kernels.common.launch import finish, new_output
+from moeyard_kernels.common.rows import check_rows, row_launch
+from moeyard_kernels.common.tuning import RowConfig
 
 CONFIGS = tuple(
     RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
-
-
-def shape_class(num_rows: int, width: int) -> str:
-    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
-    return f"{'few' if num_rows <= 64 else 'many'} N{width}"
-
-
-def default_config(num_rows: int, width: int) -> RowConfig:
-    """Return the config of untuned shapes."""
-    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(width)))
-    return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
@@ -43,16 +32,11 @@ def _sigmoid_mul_kernel(p_x, p_gate, p_out, stride_x, stride_gate, N, BN: tl.con
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
     """See `moeyard_kernels.ops.sigmoid_mul`. Raises ValueError for what its grid cannot hold."""
     num_rows, width = x.shape
-    config = config or choose(
-        "sigmoid_mul", shape_class(num_rows, width), x, (RowConfig,), lambda: default_config(num_rows, width)
-    )
-    num_blocks = triton.cdiv(width, config.BLOCK)
-    if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
-        raise ValueError(f"sigmoid_mul: [{num_rows}, {width}] exceeds the grid of a GPU")
+    config, grid = row_launch("sigmoid_mul", x, num_rows=num_rows, width=width, name="N", config=config)
     check_rows("sigmoid_mul", x=x, gate=gate)
     out = new_output(num_rows, width, like=x)
     if out.numel():
-        _sigmoid_mul_kernel[(num_rows, num_blocks)](
+        _sigmoid_mul_kernel[grid](
             x, gate, out, x.stride(0), gate.stride(0), width, BN=config.BLOCK, **config.options, **dependent(x)
         )
     return finish(out, x.dtype)

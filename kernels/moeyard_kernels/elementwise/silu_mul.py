@@ -5,26 +5,15 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
+from moeyard_kernels.common.launch import finish, new_output
 from moeyard_kernels.common.rounding import round_to
-from moeyard_kernels.common.rows import check_rows
-from moeyard_kernels.common.tuning import RowConfig, choose
+from moeyard_kernels.common.rows import check_rows, row_launch
+from moeyard_kernels.common.tuning import RowConfig
 
 CONFIGS = tuple(
     RowConfig(BLOCK=block, num_warps=warps)
     for block, warps in ((256, 1), (256, 2), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
 )
-
-
-def shape_class(num_rows: int, inner: int) -> str:
-    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
-    return f"{'few' if num_rows <= 64 else 'many'} I{inner}"
-
-
-def default_config(num_rows: int, inner: int) -> RowConfig:
-    """Return the config of untuned shapes."""
-    block = min(512 if num_rows <= 64 else 2048, max(16, triton.next_power_of_2(inner)))
-    return RowConfig(BLOCK=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
@@ -51,16 +40,11 @@ def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
 def silu_mul(gate_up: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
     """See `moeyard_kernels.ops.silu_mul`. Raises ValueError for what its grid cannot hold."""
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    config = config or choose(
-        "silu_mul", shape_class(num_rows, inner), gate_up, (RowConfig,), lambda: default_config(num_rows, inner)
-    )
-    num_blocks = triton.cdiv(inner, config.BLOCK)
-    if num_blocks > MAX_GRID_Y or num_rows > MAX_GRID_X:
-        raise ValueError(f"silu_mul: [{num_rows}, {2 * inner}] exceeds the grid of a GPU")
+    config, grid = row_launch("silu_mul", gate_up, num_rows=num_rows, width=inner, name="I", config=config)
     check_rows("silu_mul", gate_up=gate_up)
     out = new_output(num_rows, inner, like=gate_up)
     if out.numel():
-        _silu_mul_kernel[(num_rows, num_blocks)](
+        _silu_mul_kernel[grid](
             gate_up, out, gate_up.stride(0), inner, BI=config.BLOCK, **config.options, **dependent(gate_up)
         )
     return finish(out, gate_up.dtype)

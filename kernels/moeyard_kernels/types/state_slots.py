@@ -103,7 +103,7 @@ PADDING = (CHUNK, 0, *(0, -1) * SNAPSHOTS, 0, 0)
 Stop = tuple[int, int]
 
 
-class Part(NamedTuple):
+class PromptRows(NamedTuple):
     """Rows [begin, end) of one prompt, whose state is in `slot`. `fresh`: the prompt begins at position 0.
 
     taken: snapshots (row, slot), ascending. The state before that row is saved in that slot.
@@ -142,11 +142,11 @@ class PromptChunks:
     table: torch.Tensor
     fresh: torch.Tensor
     heads: torch.Tensor
-    planned: tuple[Part, ...] | None
+    planned: tuple[PromptRows, ...] | None
     num_rows: int
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PromptRows, ...]:
         """Prompts, if the host knows them: of a captured step, from a CPU table only."""
         if self.planned is not None:
             return self.planned
@@ -162,9 +162,14 @@ class PromptChunks:
 
     @classmethod
     def plan(
-        cls, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int],
-        snapshots: Sequence[Sequence[Stop]] = (), *, device: torch.device | str,
-    ) -> "PromptChunks":  # fmt: skip
+        cls,
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        snapshots: Sequence[Sequence[Stop]] = (),
+        *,
+        device: torch.device | str,
+    ) -> "PromptChunks":
         """Plan prompts of `lengths` positions from `starts` on, in distinct `slots`.
 
         `snapshots`: (position, slot) pairs of each prompt. Raises ValueError as `chunks_of` does.
@@ -172,15 +177,17 @@ class PromptChunks:
         parts, rows, fresh, heads = chunks_of(lengths, starts, slots, snapshots)
         table = torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
         return cls(
-            table=to_device(table, device), fresh=to_device(torch.tensor(fresh, dtype=torch.bool), device),
-            heads=to_device(torch.tensor(heads, dtype=torch.int64), device), planned=tuple(parts),
+            table=to_device(table, device),
+            fresh=to_device(torch.tensor(fresh, dtype=torch.bool), device),
+            heads=to_device(torch.tensor(heads, dtype=torch.int64), device),
+            planned=tuple(parts),
             num_rows=sum(lengths),
-        )  # fmt: skip
+        )
 
 
 def chunks_of(
     lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int], snapshots: Sequence[Sequence[Stop]] = ()
-) -> tuple[list[Part], list[tuple[int, ...]], list[bool], list[int]]:
+) -> tuple[list[PromptRows], list[tuple[int, ...]], list[bool], list[int]]:
     """Return `parts`, and the contents of `table`, `fresh` and `heads`, for the arguments of `PromptChunks.plan`.
 
     Raises ValueError for a start that is no multiple of 64, an empty prompt, and a negative or repeated slot. Raises it
@@ -194,7 +201,7 @@ def chunks_of(
     named = [*slots, *(slot for some in snapshots for _, slot in some)]
     if len(set(named)) != len(named) or min(named, default=0) < 0:
         raise ValueError(f"slots {named}: each prompt has one of its own, and each snapshot")
-    parts, rows, fresh = list[Part](), list[tuple[int, ...]](), list[bool]()
+    parts, rows, fresh = list[PromptRows](), list[tuple[int, ...]](), list[bool]()
     heads, begin = list[tuple[int, int]](), 0
     for length, start, slot, some in zip(lengths, starts, slots, snapshots, strict=True):
         if length < 1 or start % CHUNK:
@@ -203,7 +210,7 @@ def chunks_of(
             )
         _check_snapshots([position for position, _ in some], start, start + length)
         end = begin + length
-        part = Part(slot, begin, end, start == 0, tuple((begin + position - start, to) for position, to in some))
+        part = PromptRows(slot, begin, end, start == 0, tuple((begin + position - start, to) for position, to in some))
         pairs = [value for stop in (*[(begin, -1)] * (SNAPSHOTS - len(some)), *part.stops) for value in stop]
         parts.append(part)
         heads.append((-length, len(rows)))
@@ -225,8 +232,8 @@ def _check_snapshots(at: Sequence[int], start: int, end: int) -> None:
         )
 
 
-def _part(row: Sequence[int], fresh: bool) -> Part:
+def _part(row: Sequence[int], fresh: bool) -> PromptRows:
     """Return the prompt of a row of the table."""
     stops = list(zip(row[2::2], row[3::2], strict=True))
     end, slot = stops.pop()
-    return Part(slot, row[1], end, fresh, tuple((stop, to) for stop, to in stops if to >= 0))
+    return PromptRows(slot, row[1], end, fresh, tuple((stop, to) for stop, to in stops if to >= 0))
