@@ -163,9 +163,25 @@ def cache_access(
     num_waves = state.num_waves(ids, num_needed)
     tables = torch.empty(1 + num_waves, num_experts, dtype=torch.int32, device=ids.device)
     _cache_access_kernel[(1,)](
-        ids, state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts, state.sums, tables,
-        ids.numel(), num_experts, state.num_slots, layer, num_waves, expert_ranks.wave_limit(state.num_slots),
-        SLRU=state.policy == "slru", BP=_BP, BE=max(32, triton.next_power_of_2(num_experts)),
-        BS=min(_MOST_BS, max(32, triton.next_power_of_2(state.num_slots))), num_warps=8,
-    )  # fmt: skip
+        ids,
+        state.slot_of,
+        state.keys,
+        state.ranks,
+        state.protected,
+        state.uses,
+        state.counts,
+        state.sums,
+        tables,
+        ids.numel(),
+        num_experts,
+        state.num_slots,
+        layer,
+        num_waves,
+        expert_ranks.wave_limit(state.num_slots),
+        SLRU=state.policy == "slru",
+        BP=_BP,
+        BE=max(32, triton.next_power_of_2(num_experts)),
+        BS=min(_MOST_BS, max(32, triton.next_power_of_2(state.num_slots))),
+        num_warps=8,
+    )
     return tables

@@ -144,9 +144,24 @@ def expert_layout(
         if summed:
             _sum_kernel[(be // _BS,)](table, counts, num_experts, chunks, BE=be, BS=_BS, BT=_BT)
         _place_kernel[(triton.cdiv(num_pairs, bp),)](
-            topk_ids, slot_of_expert, table, counts, pairs, slot_of_block, num_blocks, num_pairs,
-            num_experts, chunks, ONE=one, SUMMED=summed, BC=bc, BP=bp, BE=be, BT=max(1, 4096 // be), BR=block_rows,
-        )  # fmt: skip
+            topk_ids,
+            slot_of_expert,
+            table,
+            counts,
+            pairs,
+            slot_of_block,
+            num_blocks,
+            num_pairs,
+            num_experts,
+            chunks,
+            ONE=one,
+            SUMMED=summed,
+            BC=bc,
+            BP=bp,
+            BE=be,
+            BT=max(1, 4096 // be),
+            BR=block_rows,
+        )
     return ExpertLayout(
         block_rows=block_rows,
         num_pairs=num_pairs,

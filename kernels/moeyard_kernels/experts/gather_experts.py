@@ -90,8 +90,17 @@ def gather_experts(
     # Integers of the same size, which the interpreter does not round.
     word = torch.int16 if store.itemsize == 2 else torch.int32
     _gather_experts_kernel[(config.PROGRAMS,)](
-        store.view(word), table, gate_up.view(word), down.view(word), table if counts is None else counts, layer,
-        table.shape[0], N_UP=gate_up[0].numel(), N_DOWN=down[0].numel(),
-        BE=max(32, triton.next_power_of_2(table.shape[0])), BLOCK=config.BYTES // store.itemsize,
-        TIMED=counts is not None and not launch.interpreted(), **config.options,
-    )  # fmt: skip
+        store.view(word),
+        table,
+        gate_up.view(word),
+        down.view(word),
+        table if counts is None else counts,
+        layer,
+        table.shape[0],
+        N_UP=gate_up[0].numel(),
+        N_DOWN=down[0].numel(),
+        BE=max(32, triton.next_power_of_2(table.shape[0])),
+        BLOCK=config.BYTES // store.itemsize,
+        TIMED=counts is not None and not launch.interpreted(),
+        **config.options,
+    )

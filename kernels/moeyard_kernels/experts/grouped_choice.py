@@ -242,11 +242,23 @@ def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPair
     assert tile is not None, (rule.top_k, hidden, inner)
     gates_and_ups = launch.packed(gate_up).view(2 * num_slots, inner, hidden)
     expert_choice_kernel[rule.top_k * triton.cdiv(inner, tile.columns),](
-        choice.logits, choice.logits if choice.bias is None else choice.bias, pairs.slot_of_expert,
-        by_steps(launch.packed(x), 8), by_steps(gates_and_ups, 2, tile.columns, steps=tile.steps), h, N=inner,
-        STEPS=hidden // STEP, BN=tile.columns, SUB=tile.steps, STAGES=tile.stages, BLOCK=pairs.block_rows, num_warps=4,
-        enable_fp_fusion=False, **choice_arguments(choice), **dependent(x),
-    )  # fmt: skip
+        choice.logits,
+        choice.logits if choice.bias is None else choice.bias,
+        pairs.slot_of_expert,
+        by_steps(launch.packed(x), 8),
+        by_steps(gates_and_ups, 2, tile.columns, steps=tile.steps),
+        h,
+        N=inner,
+        STEPS=hidden // STEP,
+        BN=tile.columns,
+        SUB=tile.steps,
+        STAGES=tile.stages,
+        BLOCK=pairs.block_rows,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **choice_arguments(choice),
+        **dependent(x),
+    )
 
 
 def by_steps(x: torch.Tensor, *block: int, steps: int = 0) -> TensorDescriptor:
@@ -258,6 +270,9 @@ def by_steps(x: torch.Tensor, *block: int, steps: int = 0) -> TensorDescriptor:
     whole = [steps or num & -num, *block, STEP]
     strides = x.stride()
     return TensorDescriptor(
-        x, [num, *x.shape[:-1], STEP], [STEP, *strides[:-1], 1], whole,
+        x,
+        [num, *x.shape[:-1], STEP],
+        [STEP, *strides[:-1], 1],
+        whole,
         launch.shared_layout(*whole),
-    )  # fmt: skip
+    )

@@ -198,9 +198,14 @@ def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
 
 
 def _launch(
-    a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int,
-    config: AnyConfig, home: PeerWindow | None = None,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    layout: ExpertLayout | ExpertPairs,
+    top_k: int,
+    config: AnyConfig,
+    home: PeerWindow | None = None,
+) -> None:
     """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
     w = launch.packed(w)
@@ -231,11 +236,24 @@ def _launch(
         options["TOP_K"] = top_k
     grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
-        a, w, d_w, *index, layout.num_pairs, N=num_out, K=dim, GATED=top_k > 0, BM=layout.block_rows, BN=config.BN,
-        BK=config.BK, SWAP=config.SWAP, TMA=copied, HALVES=config.HALVES and layout.block_rows >= 64,
-        GROUP=1 if padded else config.GROUP, BP=padded,
+        a,
+        w,
+        d_w,
+        *index,
+        layout.num_pairs,
+        N=num_out,
+        K=dim,
+        GATED=top_k > 0,
+        BM=layout.block_rows,
+        BN=config.BN,
+        BK=config.BK,
+        SWAP=config.SWAP,
+        TMA=copied,
+        HALVES=config.HALVES and layout.block_rows >= 64,
+        GROUP=1 if padded else config.GROUP,
+        BP=padded,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _config(w: torch.Tensor, layout: ExpertLayout | ExpertPairs, step: str, num_out: int) -> AnyConfig:

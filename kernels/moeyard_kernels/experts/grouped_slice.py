@@ -229,7 +229,22 @@ def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: E
     d_w = by_steps(down.view(num_slots * num_out, dim), columns)
     beside = (h, d_w, out) if shared is None else (shared.gate_up, by_steps(shared.down, columns), shared.out)
     expert_slice_kernel[(pairs.num_pairs + (shared is not None)) * -(-num_out // columns),](
-        *inputs, by_steps(h, 8), d_w, weights, pairs.topk_ids, pairs.slot_of_expert, out, *beside, scaling,
-        N=num_out, STEPS=dim // STEP, BN=columns, BLOCK=pairs.block_rows, SHARED=shared is not None,
-        num_warps=4, enable_fp_fusion=False, **constants, **dependent(h),
-    )  # fmt: skip
+        *inputs,
+        by_steps(h, 8),
+        d_w,
+        weights,
+        pairs.topk_ids,
+        pairs.slot_of_expert,
+        out,
+        *beside,
+        scaling,
+        N=num_out,
+        STEPS=dim // STEP,
+        BN=columns,
+        BLOCK=pairs.block_rows,
+        SHARED=shared is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **constants,
+        **dependent(h),
+    )

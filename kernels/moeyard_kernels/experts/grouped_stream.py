@@ -52,9 +52,13 @@ def _expert_stream_kernel(
 
 
 def stream_pairs(
-    h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, layout: ExpertLayout, config: ExpertStream,
+    h: torch.Tensor,
+    down: torch.Tensor,
+    out: torch.Tensor,
+    layout: ExpertLayout,
+    config: ExpertStream,
     home: PeerWindow | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compute the layout's pairs of out [P, H], or of `home`, from h [rows of the layout, I] and down [S, H, I].
 
     Rows of I values are multiples of 16 bytes.
@@ -66,6 +70,17 @@ def stream_pairs(
     d_h = TensorDescriptor.from_tensor(h, [layout.block_rows, config.BK])
     d_w = TensorDescriptor.from_tensor(down, [1, config.BN, config.BK])
     _expert_stream_kernel[programs,](
-        d_h, d_w, layout.pairs, layout.slot_of_block, layout.num_blocks, N=num_out, K=dim, BM=layout.block_rows,
-        BN=config.BN, BK=config.BK, GROUP=config.GROUP, **result_arguments(out, home), **config.options,
-    )  # fmt: skip
+        d_h,
+        d_w,
+        layout.pairs,
+        layout.slot_of_block,
+        layout.num_blocks,
+        N=num_out,
+        K=dim,
+        BM=layout.block_rows,
+        BN=config.BN,
+        BK=config.BK,
+        GROUP=config.GROUP,
+        **result_arguments(out, home),
+        **config.options,
+    )

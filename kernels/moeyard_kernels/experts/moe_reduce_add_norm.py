@@ -155,10 +155,27 @@ def moe_reduce_add_norm(
     stages = min(config.num_stages, top_k + 1, 1 + _SHARED_BYTES // (rows * block * partial.element_size()))
     if out.numel():
         _moe_reduce_add_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            partial, weights, partial if shared is None else shared, weights if shared_gate is None else shared_gate,
-            residual, norm, out, total, num_rows, 1 if shared_gate is None else shared_gate.stride(0), hidden, eps,
-            K=top_k, AHEAD=min(config.AHEAD, top_k), STAGES=stages, HAS_SHARED=shared is not None,
+            partial,
+            weights,
+            partial if shared is None else shared,
+            weights if shared_gate is None else shared_gate,
+            residual,
+            norm,
+            out,
+            total,
+            num_rows,
+            1 if shared_gate is None else shared_gate.stride(0),
+            hidden,
+            eps,
+            K=top_k,
+            AHEAD=min(config.AHEAD, top_k),
+            STAGES=stages,
+            HAS_SHARED=shared is not None,
             GATED=shared_gate is not None,
-            BR=rows, BD=block, num_warps=NUM_WARPS, enable_fp_fusion=False, **dependent(partial),
-        )  # fmt: skip
+            BR=rows,
+            BD=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(partial),
+        )
     return finish(out, partial.dtype), finish(total, partial.dtype)

@@ -213,10 +213,26 @@ def dispatch_rows(
     shape, num_tokens = window.shape, topk_ids.shape[0]
     grid, options = _launch(window, num_tokens, config, send)
     _dispatch_kernel[grid](
-        x.view(torch.int32), topk_ids, window.owner, window.local, window.table, window.state, window.fault,
-        num_tokens, window.rank, layer, max_rows, window.limit, K=shape.top_k, IDS=shape.ids_offset,
-        ROWS=shape.rows_offset, BK=triton.next_power_of_2(shape.top_k), SEND=send, WAIT=wait, **options,
-    )  # fmt: skip
+        x.view(torch.int32),
+        topk_ids,
+        window.owner,
+        window.local,
+        window.table,
+        window.state,
+        window.fault,
+        num_tokens,
+        window.rank,
+        layer,
+        max_rows,
+        window.limit,
+        K=shape.top_k,
+        IDS=shape.ids_offset,
+        ROWS=shape.rows_offset,
+        BK=triton.next_power_of_2(shape.top_k),
+        SEND=send,
+        WAIT=wait,
+        **options,
+    )
     mine = window.views(window.rank)
     return mine.rows[:max_rows].flatten(0, 1), mine.ids[:max_rows].flatten(0, 1)
 
@@ -239,10 +255,21 @@ def combine_rows(
     # Without results to send, the programs count ids.
     grid, options = _launch(window, num_pairs // _COUNTED if out is None else num_pairs, config, send)
     _combine_kernel[grid](
-        window.table if out is None else out.view(torch.int32), window.table, window.state, window.fault, window.rank,
-        layer, window.limit, K=shape.top_k, IDS=shape.ids_offset, HOME=shape.home_offset, SEND=send, WAIT=wait,
-        PUT=out is not None, **options,
-    )  # fmt: skip
+        window.table if out is None else out.view(torch.int32),
+        window.table,
+        window.state,
+        window.fault,
+        window.rank,
+        layer,
+        window.limit,
+        K=shape.top_k,
+        IDS=shape.ids_offset,
+        HOME=shape.home_offset,
+        SEND=send,
+        WAIT=wait,
+        PUT=out is not None,
+        **options,
+    )
     return window.views(window.rank).home[:num_tokens]
 
 

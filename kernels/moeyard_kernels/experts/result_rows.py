@@ -45,6 +45,10 @@ def result_arguments(out: torch.Tensor, home: PeerWindow | None) -> dict[str, An
         return {"p_out": out, "p_table": out, "p_state": out, "TOP_K": 1, "WORLD": 0, "HOME": 0}
     shape, mine = home.shape, home.views(home.rank).home
     return {
-        "p_out": mine, "p_table": home.table, "p_state": home.state, "TOP_K": shape.top_k, "WORLD": shape.world_size,
+        "p_out": mine,
+        "p_table": home.table,
+        "p_state": home.state,
+        "TOP_K": shape.top_k,
+        "WORLD": shape.world_size,
         "HOME": shape.home_offset,
-    }  # fmt: skip
+    }

@@ -126,9 +126,14 @@ def topk_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid."""
     rule = GateRule(
-        top_k=top_k, scoring=scoring, renormalize=renormalize, num_groups=num_groups, topk_groups=topk_groups,
-        group_score=group_score, scaling=scaling,
-    )  # fmt: skip
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score=group_score,
+        scaling=scaling,
+    )
     weights, ids = (logits.new_empty(logits.shape[0], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
     make_choice(
         TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries)
@@ -149,10 +154,27 @@ def make_choice(choice: TokenChoice) -> None:
     size = num_experts // num_groups
     if num_tokens:
         _topk_gate_kernel[(num_tokens,)](
-            logits, logits if bias is None else bias, choice.weights, choice.ids, choice.counts, choice.entries,
-            logits.stride(0), size, float(rule.scaling), K=rule.top_k, SOFTMAX=rule.scoring == "softmax",
-            RENORMALIZE=rule.renormalize, HAS_BIAS=bias is not None, HAS_COUNTS=choice.counts is not None,
-            NUM_GROUPS=num_groups, TOPK_GROUPS=topk_groups, TOP2SUM=rule.group_score == "top2sum",
-            BG=triton.next_power_of_2(num_groups), BS=triton.next_power_of_2(size),
-            BK=triton.next_power_of_2(rule.top_k), num_warps=1, enable_fp_fusion=False, **dependent(logits),
-        )  # fmt: skip
+            logits,
+            logits if bias is None else bias,
+            choice.weights,
+            choice.ids,
+            choice.counts,
+            choice.entries,
+            logits.stride(0),
+            size,
+            float(rule.scaling),
+            K=rule.top_k,
+            SOFTMAX=rule.scoring == "softmax",
+            RENORMALIZE=rule.renormalize,
+            HAS_BIAS=bias is not None,
+            HAS_COUNTS=choice.counts is not None,
+            NUM_GROUPS=num_groups,
+            TOPK_GROUPS=topk_groups,
+            TOP2SUM=rule.group_score == "top2sum",
+            BG=triton.next_power_of_2(num_groups),
+            BS=triton.next_power_of_2(size),
+            BK=triton.next_power_of_2(rule.top_k),
+            num_warps=1,
+            enable_fp_fusion=False,
+            **dependent(logits),
+        )

@@ -177,11 +177,21 @@ def _launch_hopper(
     num_rows, num_heads, num_out = out.shape
     along_k = weight.stride(2) == 1
     head_linear_hopper_kernel[(tiles,)](
-        *descriptors(x, weight, config.BM, config.BN), out, num_rows, num_heads, num_out, x.stride(1),
+        *descriptors(x, weight, config.BM, config.BN),
+        out,
+        num_rows,
+        num_heads,
+        num_out,
+        x.stride(1),
         weight.stride(0) // weight.stride(1 if along_k else 2),
-        STEPS=x.shape[2] // STEP, BM=config.BM, BN=config.BN, ALONG_K=along_k, STATIC=static_weight,
-        num_warps=config.num_warps, **dependent(x),
-    )  # fmt: skip
+        STEPS=x.shape[2] // STEP,
+        BM=config.BM,
+        BN=config.BN,
+        ALONG_K=along_k,
+        STATIC=static_weight,
+        num_warps=config.num_warps,
+        **dependent(x),
+    )
 
 
 def head_linear(
@@ -212,8 +222,24 @@ def head_linear(
         return out
     ahead = min(config.AHEAD, triton.cdiv(dim, config.BK))
     _head_linear_kernel[(tiles,)](
-        x, weight, out, num_rows, num_heads, num_out, *x.stride()[:2], *weight.stride(),
-        K=dim, BM=config.BM, BN=config.BN, BK=config.BK, AHEAD=ahead, ROWS_AHEAD=min(config.ROWS_AHEAD, ahead),
-        SWAP=config.SWAP, EVEN_N=num_out % config.BN == 0, STATIC=static_weight, **config.options, **dependent(x),
-    )  # fmt: skip
+        x,
+        weight,
+        out,
+        num_rows,
+        num_heads,
+        num_out,
+        *x.stride()[:2],
+        *weight.stride(),
+        K=dim,
+        BM=config.BM,
+        BN=config.BN,
+        BK=config.BK,
+        AHEAD=ahead,
+        ROWS_AHEAD=min(config.ROWS_AHEAD, ahead),
+        SWAP=config.SWAP,
+        EVEN_N=num_out % config.BN == 0,
+        STATIC=static_weight,
+        **config.options,
+        **dependent(x),
+    )
     return launch.finish(out, x.dtype)

@@ -142,9 +142,13 @@ def _launch_stream(
 
 
 def _launch_wide(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], chosen: Wide, bias: torch.Tensor,
-    outs: tuple[torch.Tensor, ...], flags: Any,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    chosen: Wide,
+    bias: torch.Tensor,
+    outs: tuple[torch.Tensor, ...],
+    flags: Any,
+) -> None:
     """Launch once per weight: the sums of two weights do not fit the registers."""
     bm, bk, (head, tail) = chosen.BM, chosen.BK, head_and_tail(chosen.BN)
     d_x = TensorDescriptor.from_tensor(x, [bm, bk])
@@ -154,9 +158,18 @@ def _launch_wide(
         d_w, d_t = (TensorDescriptor.from_tensor(weight, [n, bk]) for n in (head, tail))
         tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_out, chosen.BN)
         linear_wide_kernel[(tiles,)](
-            d_x, d_w, d_t, bias, out, num_rows, num_out, x.shape[1],
-            HEAD=head, TAIL=tail, **flags,
-        )  # fmt: skip
+            d_x,
+            d_w,
+            d_t,
+            bias,
+            out,
+            num_rows,
+            num_out,
+            x.shape[1],
+            HEAD=head,
+            TAIL=tail,
+            **flags,
+        )
 
 
 def _launch_skinny(
@@ -165,9 +178,17 @@ def _launch_skinny(
     head, tail = head_and_tail(chosen.BN)
     blocks = [linear_skinny.descriptor(w, n) for w in (weights[0], weights[-1]) for n in (head, tail or head)]
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
-        linear_skinny.descriptor(x, chosen.BM), *blocks, *rest, HEAD=head, TAIL=tail, EARLY=chosen.EARLY,
-        LEFT=chosen.LEFT, SUB=chosen.BK // linear_skinny.COLUMNS, STAGES=chosen.num_stages, **flags,
-    )  # fmt: skip
+        linear_skinny.descriptor(x, chosen.BM),
+        *blocks,
+        *rest,
+        HEAD=head,
+        TAIL=tail,
+        EARLY=chosen.EARLY,
+        LEFT=chosen.LEFT,
+        SUB=chosen.BK // linear_skinny.COLUMNS,
+        STAGES=chosen.num_stages,
+        **flags,
+    )
 
 
 def _choose(x: torch.Tensor, num_out: list[int]) -> LinearConfig:

@@ -84,13 +84,31 @@ def _tiles(
 
 
 def _stream(
-    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 8, SWAP: bool = False, PER_SM: int = 1,
-    BMT: int = 0, BNT: int = 0, SWAP_T: bool = False,
-) -> Stream:  # fmt: skip
+    BM: int,
+    BN: int,
+    BK: int,
+    *,
+    num_stages: int,
+    num_warps: int = 8,
+    SWAP: bool = False,
+    PER_SM: int = 1,
+    BMT: int = 0,
+    BNT: int = 0,
+    SWAP_T: bool = False,
+) -> Stream:
     return Stream(
-        BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=8, PER_SM=PER_SM, BMT=BMT, BNT=BNT, SWAP_T=SWAP_T,
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+        BM=BM,
+        BN=BN,
+        BK=BK,
+        SWAP=SWAP,
+        GROUP=8,
+        PER_SM=PER_SM,
+        BMT=BMT,
+        BNT=BNT,
+        SWAP_T=SWAP_T,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
 
 
 def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int, LEFT: bool | None = None) -> Skinny:

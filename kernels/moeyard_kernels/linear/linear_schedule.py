@@ -30,9 +30,15 @@ def tile_cycles(rows: int, columns: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def schedule(
-    num_rows: int, num_out: int, *, ahead: int = 0, main: tuple[int, int], tail: tuple[int, int], tail_cost: float,
+    num_rows: int,
+    num_out: int,
+    *,
+    ahead: int = 0,
+    main: tuple[int, int],
+    tail: tuple[int, int],
+    tail_cost: float,
     programs: int,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Return no tail, or the cut whose slowest program ends first; of equal cuts the last. Cuts are whole main tiles.
 
     ahead: main tiles that were scheduled before. main, tail: rows and columns of a tile. tail_cost: time of a tail tile

@@ -124,9 +124,16 @@ def sample(
     if num_rows > MAX_GRID_Y or vocab >= 2**21:
         raise ValueError(f"sample: logits [{num_rows}, {vocab}] exceed the grid of a GPU")
     check_layout(
-        "sample", logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
-        positions=positions, **({} if edits is None else edits.named()),
-    )  # fmt: skip
+        "sample",
+        logits=logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        positions=positions,
+        **({} if edits is None else edits.named()),
+    )
     ids = logits.new_empty(num_rows, dtype=torch.int64)
     out = SampledTokens(ids=ids) if logprobs is None else SampledTokens.room(ids, min(logprobs, vocab))
     if not num_rows:
@@ -142,9 +149,16 @@ def sample(
         assert seeds is not None, "seeds are checked"
         assert positions is not None, "positions are checked"
         _draw(
-            rows, config, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
-            positions=positions, ids=ids,
-        )  # fmt: skip
+            rows,
+            config,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=seeds,
+            positions=positions,
+            ids=ids,
+        )
     if logprobs is not None:
         raw = rows if edits is None else _largest(logits, None, config, temperature=None, top_k=None, ids=None)
         token_logprobs(logits, raw.top, out, part=config.PART, block=config.MASS, bits=raw.bits)
@@ -203,19 +217,44 @@ def _largest(
         bits=mass_bits(vocab),
     )
     _max_kernel[num_parts, num_rows](
-        *inputs, key, part_id, groups, vocab, width,
-        EDIT=rows.edit, GROUPS=num_groups // num_parts, ROUNDS=config.ROUNDS, BV=config.BLOCK,
-        num_warps=config.num_warps, enable_fp_fusion=False, **dependent(logits),
-    )  # fmt: skip
+        *inputs,
+        key,
+        part_id,
+        groups,
+        vocab,
+        width,
+        EDIT=rows.edit,
+        GROUPS=num_groups // num_parts,
+        ROUNDS=config.ROUNDS,
+        BV=config.BLOCK,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+        **dependent(logits),
+    )
     ids = logits.new_empty(num_rows, dtype=torch.int64) if ids is None else ids
     # Kernels do not read the pointers of arguments that are off.
     _top_kernel[num_rows,](
-        key, part_id, groups, ids if temperature is None else temperature, ids if top_k is None else top_k,
-        rows.top, rows.open, rows.bound, rows.count, ids, vocab, num_parts, num_groups,
-        SAMPLED=temperature is not None, TOP_K=top_k is not None, BC=triton.next_power_of_2(num_parts),
-        BG=triton.next_power_of_2(max(1, num_groups)), BL=config.LIST, num_warps=1 if top_k is None else 8,
+        key,
+        part_id,
+        groups,
+        ids if temperature is None else temperature,
+        ids if top_k is None else top_k,
+        rows.top,
+        rows.open,
+        rows.bound,
+        rows.count,
+        ids,
+        vocab,
+        num_parts,
+        num_groups,
+        SAMPLED=temperature is not None,
+        TOP_K=top_k is not None,
+        BC=triton.next_power_of_2(num_parts),
+        BG=triton.next_power_of_2(max(1, num_groups)),
+        BL=config.LIST,
+        num_warps=1 if top_k is None else 8,
         **dependent(logits),
-    )  # fmt: skip
+    )
     return rows
 
 
@@ -246,14 +285,37 @@ def _draw(
     if top_k is not None:
         some = new(num_rows, config.LIST, dtype=torch.int32)
         gather_kernel[num_race, num_rows](
-            *rows.inputs, rows.open, rows.bound, rows.count, some, *rows.sizes, EDIT=rows.edit, BV=race,
-            BL=config.LIST, num_warps=8, enable_fp_fusion=False, **dependent(ids),
-        )  # fmt: skip
+            *rows.inputs,
+            rows.open,
+            rows.bound,
+            rows.count,
+            some,
+            *rows.sizes,
+            EDIT=rows.edit,
+            BV=race,
+            BL=config.LIST,
+            num_warps=8,
+            enable_fp_fusion=False,
+            **dependent(ids),
+        )
         cut_kernel[num_rows,](
-            *state, top_k, top_p_, *draw, rows.bound, rows.count, some, *cut, ids, *rows.sizes,
-            TOP_P=top_p is not None, BITS=rows.bits, BV=min(8192, triton.next_power_of_2(vocab)), BL=config.LIST,
-            num_warps=8, **of,
-        )  # fmt: skip
+            *state,
+            top_k,
+            top_p_,
+            *draw,
+            rows.bound,
+            rows.count,
+            some,
+            *cut,
+            ids,
+            *rows.sizes,
+            TOP_P=top_p is not None,
+            BITS=rows.bits,
+            BV=min(8192, triton.next_power_of_2(vocab)),
+            BL=config.LIST,
+            num_warps=8,
+            **of,
+        )
     score = new(num_rows, num_race * _PER_PART, dtype=torch.float32)
     quad = new(score.shape, dtype=torch.int32)
     num_parts = triton.cdiv(vocab, config.PART)
@@ -261,23 +323,74 @@ def _draw(
     for i, tested in enumerate(rounds):
         ends, where = top_k is not None or i > 0, cut if i == 0 else end
         race_kernel[num_race, num_rows](
-            *state, *draw, *where, score, quad, *rows.sizes, ENDS=ends, J=_PER_PART, BV=race, num_warps=8, **of,
-        )  # fmt: skip
+            *state,
+            *draw,
+            *where,
+            score,
+            quad,
+            *rows.sizes,
+            ENDS=ends,
+            J=_PER_PART,
+            BV=race,
+            num_warps=8,
+            **of,
+        )
         best = [new(num_rows, tested, dtype=t) for t in (rows.top.dtype, torch.int32, torch.int32)]
         rank_kernel[num_rows,](
-            *state, top_p_, *draw, *where, score, quad, *best, ids, *rows.sizes, score.shape[1], ENDS=ends,
-            TOP_P=top_p is not None, J=_PER_PART, P=tested, BN=triton.next_power_of_2(score.shape[1]), num_warps=8,
+            *state,
+            top_p_,
+            *draw,
+            *where,
+            score,
+            quad,
+            *best,
+            ids,
+            *rows.sizes,
+            score.shape[1],
+            ENDS=ends,
+            TOP_P=top_p is not None,
+            J=_PER_PART,
+            P=tested,
+            BN=triton.next_power_of_2(score.shape[1]),
+            num_warps=8,
             **of,
-        )  # fmt: skip
+        )
         masses = new(num_rows, num_parts, tested + 1, dtype=torch.int64)
         if top_p is not None:
             mass_kernel[num_parts, num_rows](
-                *state, top_p_, min_p_, *cut, *best[:2], masses, *rows.sizes, TOP_K=top_k is not None, BITS=rows.bits,
-                P=tested, PART=config.PART, BV=config.MASS,
-                num_warps=4, **of,
-            )  # fmt: skip
+                *state,
+                top_p_,
+                min_p_,
+                *cut,
+                *best[:2],
+                masses,
+                *rows.sizes,
+                TOP_K=top_k is not None,
+                BITS=rows.bits,
+                P=tested,
+                PART=config.PART,
+                BV=config.MASS,
+                num_warps=4,
+                **of,
+            )
         settle_kernel[num_rows,](
-            *state, top_p_, *draw, *where, *end, *best, masses, ids, *rows.sizes, num_parts, ENDS=ends,
-            TOP_P=top_p is not None, BITS=rows.bits, P=tested, SEARCH=i == len(rounds) - 1,
-            BC=triton.next_power_of_2(num_parts), BV=min(2048, triton.next_power_of_2(vocab)), num_warps=8, **of,
-        )  # fmt: skip
+            *state,
+            top_p_,
+            *draw,
+            *where,
+            *end,
+            *best,
+            masses,
+            ids,
+            *rows.sizes,
+            num_parts,
+            ENDS=ends,
+            TOP_P=top_p is not None,
+            BITS=rows.bits,
+            P=tested,
+            SEARCH=i == len(rounds) - 1,
+            BC=triton.next_power_of_2(num_parts),
+            BV=min(2048, triton.next_power_of_2(vocab)),
+            num_warps=8,
+            **of,
+        )

@@ -109,14 +109,35 @@ def token_logprobs(
     total, larger = (logits.new_empty(num_rows, num_parts, dtype=dtype) for dtype in (torch.int64, torch.int32))
     early = dependent(logits)
     _total_kernel[num_parts, num_rows](
-        logits, top, out.ids, total, larger, vocab, BITS=bits, PART=part,
-        BV=block, num_warps=4, enable_fp_fusion=False, **early,
-    )  # fmt: skip
+        logits,
+        top,
+        out.ids,
+        total,
+        larger,
+        vocab,
+        BITS=bits,
+        PART=part,
+        BV=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **early,
+    )
     parts = triton.next_power_of_2(num_parts)
     _logprob_kernel[num_rows,](
-        logits, top, total, larger, out.ids, out.logprobs, out.ranks, vocab, num_parts, BITS=bits, BC=parts,
-        num_warps=1, **early,
-    )  # fmt: skip
+        logits,
+        top,
+        total,
+        larger,
+        out.ids,
+        out.logprobs,
+        out.ranks,
+        vocab,
+        num_parts,
+        BITS=bits,
+        BC=parts,
+        num_warps=1,
+        **early,
+    )
     if out.top_ids is None:
         return
     count, width = out.top_ids.shape[1], min(part, triton.next_power_of_2(vocab))
@@ -124,6 +145,17 @@ def token_logprobs(
     best = logits.new_empty(num_rows, num_tops, count, dtype=torch.int64)
     _part_top_kernel[num_tops, num_rows](logits, best, vocab, NUM=count, BV=width, num_warps=8, **early)
     _top_logprob_kernel[num_rows,](
-        best, top, total, out.top_ids, out.top_logprobs, num_parts, num_tops, NUM=count, BITS=bits, BC=parts,
-        BN=triton.next_power_of_2(num_tops * count), num_warps=4, **early,
-    )  # fmt: skip
+        best,
+        top,
+        total,
+        out.top_ids,
+        out.top_logprobs,
+        num_parts,
+        num_tops,
+        NUM=count,
+        BITS=bits,
+        BC=parts,
+        BN=triton.next_power_of_2(num_tops * count),
+        num_warps=4,
+        **early,
+    )
