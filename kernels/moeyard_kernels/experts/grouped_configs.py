@@ -1,6 +1,6 @@
 """Kernels and tiles of the products of `grouped_gemm`. All give the same bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -52,37 +52,24 @@ class ExpertSlice(Config):
 AnyConfig = ExpertConfig | ExpertStream | ExpertSlice
 
 
-def _copied(
-    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
-) -> ExpertConfig:
-    return ExpertConfig(BN=BN, BK=BK, SWAP=SWAP, HALVES=HALVES, num_warps=num_warps, num_stages=num_stages)
-
-
-def _loaded(
-    BN: int, BK: int, num_warps: int, num_stages: int, *, SWAP: bool = False, HALVES: bool = False
-) -> ExpertConfig:
-    copied = _copied(BN, BK, num_warps, num_stages, SWAP=SWAP, HALVES=HALVES)
-    return replace(copied, kernel="pointers")
-
-
 # For blocks of 16 and 32 rows, whose time depends only on the bytes of the weights.
 NARROW = (
-    _copied(32, 128, 4, 4, SWAP=True),
-    _copied(64, 128, 4, 3, SWAP=True),
-    _copied(32, 256, 4, 3, SWAP=True),
-    _copied(128, 64, 4, 5, SWAP=True),
-    _loaded(64, 128, 4, 4, SWAP=True),
-    _loaded(32, 128, 4, 4),
-    _copied(16, 256, 4, 4, SWAP=True),
+    ExpertConfig(BN=32, BK=128, num_warps=4, num_stages=4, SWAP=True),
+    ExpertConfig(BN=64, BK=128, num_warps=4, num_stages=3, SWAP=True),
+    ExpertConfig(BN=32, BK=256, num_warps=4, num_stages=3, SWAP=True),
+    ExpertConfig(BN=128, BK=64, num_warps=4, num_stages=5, SWAP=True),
+    ExpertConfig(kernel="pointers", BN=64, BK=128, num_warps=4, num_stages=4, SWAP=True),
+    ExpertConfig(kernel="pointers", BN=32, BK=128, num_warps=4, num_stages=4),
+    ExpertConfig(BN=16, BK=256, num_warps=4, num_stages=4, SWAP=True),
 )
 # For blocks of 64 and 128 rows. The last one holds too many gates and ups for the first product.
 WIDE = (
-    _copied(64, 64, 4, 4),
-    _copied(128, 64, 4, 3),
-    _copied(128, 64, 8, 4, HALVES=True),
-    replace(_copied(128, 64, 8, 4, HALVES=True), GROUP=8),
-    _loaded(128, 64, 8, 3, HALVES=True),
-    _copied(256, 64, 8, 4, HALVES=True),
+    ExpertConfig(BN=64, BK=64, num_warps=4, num_stages=4),
+    ExpertConfig(BN=128, BK=64, num_warps=4, num_stages=3),
+    ExpertConfig(BN=128, BK=64, num_warps=8, num_stages=4, HALVES=True),
+    ExpertConfig(BN=128, BK=64, num_warps=8, num_stages=4, HALVES=True, GROUP=8),
+    ExpertConfig(kernel="pointers", BN=128, BK=64, num_warps=8, num_stages=3, HALVES=True),
+    ExpertConfig(BN=256, BK=64, num_warps=8, num_stages=4, HALVES=True),
 )
 # For the second product of prompts.
 STREAM = (
@@ -93,7 +80,10 @@ STREAM = (
 # For the second product of one token.
 SLICE = (ExpertSlice(BN=64), ExpertSlice(BN=128))
 # fp32 products run on the CUDA cores, which is slow with any tile.
-FP32 = (_loaded(32, 32, 4, 2), _loaded(16, 64, 4, 2))
+FP32 = (
+    ExpertConfig(kernel="pointers", BN=32, BK=32, num_warps=4, num_stages=2),
+    ExpertConfig(kernel="pointers", BN=16, BK=64, num_warps=4, num_stages=2),
+)
 CONFIGS: tuple[AnyConfig, ...] = (*NARROW, *WIDE, *STREAM, *SLICE, *FP32)
 KINDS: tuple[type[AnyConfig], ...] = (ExpertConfig, ExpertStream, ExpertSlice)
 

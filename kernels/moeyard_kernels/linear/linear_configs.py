@@ -22,8 +22,8 @@ class Tiles(Config):
     BM: int
     BN: int
     BK: int
-    SWAP: bool
-    GROUP: int
+    SWAP: bool = True
+    GROUP: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,13 @@ class Stream(Config):
     BM: int
     BN: int
     BK: int
-    SWAP: bool
-    GROUP: int
-    PER_SM: int
-    BMT: int
-    BNT: int
-    SWAP_T: bool
+    SWAP: bool = False
+    GROUP: int = 8
+    PER_SM: int = 1
+    BMT: int = 0
+    BNT: int = 0
+    SWAP_T: bool = False
+    num_warps: int = 8
 
     def fp32_stages(self) -> int:
         """Return the stages that fit beside a tile of fp32 results, which Triton 3.6 stores through shared memory."""
@@ -59,7 +60,7 @@ class Skinny(Config):
     BN: int
     BK: int
     EARLY: int
-    LEFT: bool
+    LEFT: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,118 +78,82 @@ LinearConfig = Tiles | Stream | Skinny | Wide
 KINDS: tuple[type[LinearConfig], ...] = (Tiles, Stream, Skinny, Wide)
 
 
-def _tiles(
-    BM: int, BN: int, BK: int, *, num_stages: int, num_warps: int = 4, SWAP: bool = True, GROUP: int = 8
-) -> Tiles:
-    return Tiles(BM=BM, BN=BN, BK=BK, SWAP=SWAP, GROUP=GROUP, num_warps=num_warps, num_stages=num_stages)
-
-
-def _stream(
-    BM: int,
-    BN: int,
-    BK: int,
-    *,
-    num_stages: int,
-    num_warps: int = 8,
-    SWAP: bool = False,
-    PER_SM: int = 1,
-    BMT: int = 0,
-    BNT: int = 0,
-    SWAP_T: bool = False,
-) -> Stream:
-    return Stream(
-        BM=BM,
-        BN=BN,
-        BK=BK,
-        SWAP=SWAP,
-        GROUP=8,
-        PER_SM=PER_SM,
-        BMT=BMT,
-        BNT=BNT,
-        SWAP_T=SWAP_T,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-
-
-def _skinny(BM: int, BN: int, BK: int, *, num_stages: int, EARLY: int, LEFT: bool | None = None) -> Skinny:
-    left = BN == 64 if LEFT is None else LEFT
-    return Skinny(BM=BM, BN=BN, BK=BK, EARLY=EARLY, LEFT=left, num_stages=num_stages)
-
-
 _SKINNY = (
-    _skinny(8, 16, 256, num_stages=8, EARLY=4),
-    _skinny(8, 32, 256, num_stages=10, EARLY=4),
-    _skinny(8, 64, 256, num_stages=6, EARLY=4),
-    _skinny(8, 64, 128, num_stages=12, EARLY=12),
-    _skinny(16, 16, 256, num_stages=8, EARLY=4),
-    _skinny(16, 32, 256, num_stages=9, EARLY=4),
-    _skinny(16, 48, 256, num_stages=6, EARLY=4),
-    _skinny(16, 64, 256, num_stages=5, EARLY=4),
-    _skinny(16, 64, 128, num_stages=11, EARLY=11),
-    _skinny(32, 16, 256, num_stages=8, EARLY=3),
-    _skinny(32, 32, 256, num_stages=6, EARLY=3),
-    _skinny(32, 48, 128, num_stages=11, EARLY=6),
-    _skinny(32, 64, 128, num_stages=9, EARLY=9),
-    _skinny(64, 16, 128, num_stages=11, EARLY=6),
-    _skinny(64, 32, 128, num_stages=9, EARLY=9),
-    _skinny(64, 40, 128, num_stages=8, EARLY=4),
-    _skinny(64, 48, 128, num_stages=8, EARLY=8),
-    _skinny(64, 64, 128, num_stages=7, EARLY=7),
+    Skinny(BM=8, BN=16, BK=256, num_stages=8, EARLY=4),
+    Skinny(BM=8, BN=32, BK=256, num_stages=10, EARLY=4),
+    Skinny(BM=8, BN=64, BK=256, num_stages=6, EARLY=4, LEFT=True),
+    Skinny(BM=8, BN=64, BK=128, num_stages=12, EARLY=12, LEFT=True),
+    Skinny(BM=16, BN=16, BK=256, num_stages=8, EARLY=4),
+    Skinny(BM=16, BN=32, BK=256, num_stages=9, EARLY=4),
+    Skinny(BM=16, BN=48, BK=256, num_stages=6, EARLY=4),
+    Skinny(BM=16, BN=64, BK=256, num_stages=5, EARLY=4, LEFT=True),
+    Skinny(BM=16, BN=64, BK=128, num_stages=11, EARLY=11, LEFT=True),
+    Skinny(BM=32, BN=16, BK=256, num_stages=8, EARLY=3),
+    Skinny(BM=32, BN=32, BK=256, num_stages=6, EARLY=3),
+    Skinny(BM=32, BN=48, BK=128, num_stages=11, EARLY=6),
+    Skinny(BM=32, BN=64, BK=128, num_stages=9, EARLY=9, LEFT=True),
+    Skinny(BM=64, BN=16, BK=128, num_stages=11, EARLY=6),
+    Skinny(BM=64, BN=32, BK=128, num_stages=9, EARLY=9),
+    Skinny(BM=64, BN=40, BK=128, num_stages=8, EARLY=4),
+    Skinny(BM=64, BN=48, BK=128, num_stages=8, EARLY=8),
+    Skinny(BM=64, BN=64, BK=128, num_stages=7, EARLY=7, LEFT=True),
     # Listed last: the configs above are the defaults, and were faster in whole steps wherever both were timed.
-    _skinny(8, 16, 256, num_stages=8, EARLY=4, LEFT=True),
-    _skinny(8, 32, 256, num_stages=10, EARLY=4, LEFT=True),
-    _skinny(8, 32, 768, num_stages=3, EARLY=3, LEFT=True),
-    _skinny(8, 40, 256, num_stages=8, EARLY=4, LEFT=True),
-    _skinny(8, 48, 256, num_stages=7, EARLY=4, LEFT=True),
-    _skinny(16, 32, 256, num_stages=9, EARLY=4, LEFT=True),
-    _skinny(16, 48, 256, num_stages=6, EARLY=4, LEFT=True),
-    _skinny(32, 48, 128, num_stages=11, EARLY=6, LEFT=True),
+    Skinny(BM=8, BN=16, BK=256, num_stages=8, EARLY=4, LEFT=True),
+    Skinny(BM=8, BN=32, BK=256, num_stages=10, EARLY=4, LEFT=True),
+    Skinny(BM=8, BN=32, BK=768, num_stages=3, EARLY=3, LEFT=True),
+    Skinny(BM=8, BN=40, BK=256, num_stages=8, EARLY=4, LEFT=True),
+    Skinny(BM=8, BN=48, BK=256, num_stages=7, EARLY=4, LEFT=True),
+    Skinny(BM=16, BN=32, BK=256, num_stages=9, EARLY=4, LEFT=True),
+    Skinny(BM=16, BN=48, BK=256, num_stages=6, EARLY=4, LEFT=True),
+    Skinny(BM=32, BN=48, BK=128, num_stages=11, EARLY=6, LEFT=True),
 )
 _FEW_ROWS = (
-    _tiles(16, 64, 128, num_stages=6),
-    _tiles(16, 64, 64, num_stages=8),
-    _tiles(16, 128, 64, num_stages=6),
-    _tiles(32, 64, 128, num_stages=5),
-    _tiles(32, 128, 64, num_stages=5),
-    _tiles(64, 64, 128, num_stages=5),
-    _tiles(64, 64, 64, num_stages=8),
-    _tiles(64, 128, 64, num_stages=6),
-    _stream(16, 64, 256, num_stages=5, num_warps=4, SWAP=True),
-    _stream(16, 128, 128, num_stages=5, num_warps=4, SWAP=True),
-    _stream(32, 64, 128, num_stages=7, num_warps=4, SWAP=True),
-    _stream(32, 64, 256, num_stages=4, num_warps=4, SWAP=True),
-    _stream(32, 128, 128, num_stages=4, num_warps=4, SWAP=True),
-    _stream(64, 16, 256, num_stages=5, num_warps=4),
-    _stream(64, 64, 128, num_stages=6, num_warps=4, SWAP=True),
-    _stream(64, 128, 128, num_stages=4, num_warps=4, SWAP=True),
+    Tiles(BM=16, BN=64, BK=128, num_stages=6),
+    Tiles(BM=16, BN=64, BK=64, num_stages=8),
+    Tiles(BM=16, BN=128, BK=64, num_stages=6),
+    Tiles(BM=32, BN=64, BK=128, num_stages=5),
+    Tiles(BM=32, BN=128, BK=64, num_stages=5),
+    Tiles(BM=64, BN=64, BK=128, num_stages=5),
+    Tiles(BM=64, BN=64, BK=64, num_stages=8),
+    Tiles(BM=64, BN=128, BK=64, num_stages=6),
+    Stream(BM=16, BN=64, BK=256, num_stages=5, num_warps=4, SWAP=True),
+    Stream(BM=16, BN=128, BK=128, num_stages=5, num_warps=4, SWAP=True),
+    Stream(BM=32, BN=64, BK=128, num_stages=7, num_warps=4, SWAP=True),
+    Stream(BM=32, BN=64, BK=256, num_stages=4, num_warps=4, SWAP=True),
+    Stream(BM=32, BN=128, BK=128, num_stages=4, num_warps=4, SWAP=True),
+    Stream(BM=64, BN=16, BK=256, num_stages=5, num_warps=4),
+    Stream(BM=64, BN=64, BK=128, num_stages=6, num_warps=4, SWAP=True),
+    Stream(BM=64, BN=128, BK=128, num_stages=4, num_warps=4, SWAP=True),
 )
 # Sorted by size.
 _MIDDLE = (
-    _stream(64, 32, 256, num_stages=4, num_warps=4),
-    _stream(64, 64, 128, num_stages=6, num_warps=4),
-    _stream(64, 64, 64, num_stages=6, num_warps=4, PER_SM=2),
-    _stream(64, 128, 128, num_stages=4, num_warps=4),
-    _stream(128, 64, 128, num_stages=4, num_warps=4),
-    _stream(128, 64, 64, num_stages=4, num_warps=4, PER_SM=2),
-    _stream(128, 128, 64, num_stages=6),
+    Stream(BM=64, BN=32, BK=256, num_stages=4, num_warps=4),
+    Stream(BM=64, BN=64, BK=128, num_stages=6, num_warps=4),
+    Stream(BM=64, BN=64, BK=64, num_stages=6, num_warps=4, PER_SM=2),
+    Stream(BM=64, BN=128, BK=128, num_stages=4, num_warps=4),
+    Stream(BM=128, BN=64, BK=128, num_stages=4, num_warps=4),
+    Stream(BM=128, BN=64, BK=64, num_stages=4, num_warps=4, PER_SM=2),
+    Stream(BM=128, BN=128, BK=64, num_stages=6),
 )
 # Two programs of _NARROW share a multiprocessor; one of _ONE_WAVE fills it.
 _NARROW = Wide(BM=128, BN=80, BK=64, num_warps=4, num_stages=4, GROUP=4)
 _ONE_WAVE = Wide(BM=128, BN=320, BK=32, num_warps=8, num_stages=6, GROUP=8)
 _WIDE = (
-    _stream(128, 256, 64, num_stages=4),
-    _stream(128, 256, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
-    _stream(128, 256, 64, num_stages=4, BMT=128, BNT=64),
-    _stream(128, 128, 64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
-    _stream(128, 128, 64, num_stages=6, BMT=128, BNT=64),
+    Stream(BM=128, BN=256, BK=64, num_stages=4),
+    Stream(BM=128, BN=256, BK=64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
+    Stream(BM=128, BN=256, BK=64, num_stages=4, BMT=128, BNT=64),
+    Stream(BM=128, BN=128, BK=64, num_stages=4, BMT=256, BNT=64, SWAP_T=True),
+    Stream(BM=128, BN=128, BK=64, num_stages=6, BMT=128, BNT=64),
     _ONE_WAVE,
     _NARROW,
 )
 # For many rows that tensor descriptors cannot describe.
-_MISALIGNED = _tiles(128, 128, 64, num_stages=3, SWAP=False)
+_MISALIGNED = Tiles(BM=128, BN=128, BK=64, num_stages=3, SWAP=False)
 # fp32 runs on the CUDA cores, which is slow with any tile: one tile for few rows, one for many.
-FP32_CONFIGS = (_tiles(16, 32, 32, num_stages=2, SWAP=False), _tiles(64, 64, 32, num_warps=8, num_stages=2, SWAP=False))
+FP32_CONFIGS = (
+    Tiles(BM=16, BN=32, BK=32, num_stages=2, SWAP=False),
+    Tiles(BM=64, BN=64, BK=32, num_warps=8, num_stages=2, SWAP=False),
+)
 CONFIGS: tuple[LinearConfig, ...] = (*_SKINNY, *_FEW_ROWS, *_MIDDLE, *_WIDE, _MISALIGNED, *FP32_CONFIGS)
 
 

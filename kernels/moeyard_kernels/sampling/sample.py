@@ -166,7 +166,7 @@ def sample(
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _OpenRows:
     """Rows whose largest logit is known.
 
     inputs: the first pointers of every kernel: logits and their edits. sizes: V and L. top: [B] as X. open: [B] int32,
@@ -192,7 +192,7 @@ def _largest(
     temperature: torch.Tensor | None,
     top_k: torch.Tensor | None,
     ids: torch.Tensor | None,
-) -> _Rows:
+) -> _OpenRows:
     """Find the largest logit of each row, and write its id to `ids`."""
     num_rows, vocab = logits.shape
     if edits is None:
@@ -206,7 +206,7 @@ def _largest(
     key = logits.new_empty(num_rows, num_parts, dtype=keys)
     part_id = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
     groups = logits.new_empty(num_rows, num_groups, dtype=keys)
-    rows = _Rows(
+    rows = _OpenRows(
         inputs=inputs,
         sizes=(vocab, width),
         edit=edits is not None,
@@ -259,7 +259,7 @@ def _largest(
 
 
 def _draw(
-    rows: _Rows,
+    rows: _OpenRows,
     config: SampleConfig,
     *,
     temperature: torch.Tensor,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.types.peer_shape import LINE, FetchShape
-from moeyard_kernels.types.peer_window import PeerWindow
+from moeyard_kernels.types.peer_window import PeerWindow, addresses, check_memory
 
 # Fields of a head: the number of the exchange, the number of missed experts, and places in the store.
 STAMP, MISSED, PLACES = 0, 1, 2
@@ -96,9 +96,7 @@ class FetchWindow:
 
 def open_fetch(shape: FetchShape, memory: Sequence[torch.Tensor], peer: PeerWindow) -> FetchWindow:
     """Open the window on `memory`, with sharing off. Raises ValueError for memory of another size."""
-    for rank, each in enumerate(memory):
-        if each.dtype != torch.uint8 or each.shape != (shape.num_bytes,):
-            raise ValueError(f"rank {rank}: memory {each.dtype} {list(each.shape)}, expected uint8 [{shape.num_bytes}]")
+    check_memory(memory, shape.num_bytes)
     if len(memory) != shape.world_size or shape.world_size != peer.shape.world_size:
         raise ValueError(f"memory of {len(memory)} ranks of {shape.world_size}, rows of {peer.shape.world_size}")
     device = memory[peer.rank].device
@@ -106,7 +104,7 @@ def open_fetch(shape: FetchShape, memory: Sequence[torch.Tensor], peer: PeerWind
         peer=peer,
         shape=shape,
         memory=tuple(memory),
-        table=torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64).to(device),
+        table=addresses(memory, device),
         stores=torch.zeros(shape.world_size, dtype=torch.int64, device=device),
         state=torch.zeros(NUM_STATE, dtype=torch.int64, device=device),
     )

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class GqaLayer:
     """Grouped-query attention.
 
-    q_norm, k_norm: [D] to normalise each head, or [heads D] to normalise all heads together. rope [positions, Dr]
-    holds cos, then sin, for the first Dr <= D values of a head. k, v [Hkv, num_pages, page_size, D] are the layer's
-    pages, initially zero.
+    q_norm, k_norm: [D] to normalise each head, or [heads D] to normalise all heads together. Values in rope
+    [positions, Dr] are cos, then sin, of the first Dr <= D values of a head. The layer's pages are k, v
+    [Hkv, num_pages, page_size, D], initially zero.
     """
 
     num_heads: int

@@ -51,10 +51,10 @@ class PeerWindow:
     """Rank `rank`'s view of the memory of all ranks.
 
     memory: uint8 [num_bytes] of each rank, as this rank's device sees it. table: [W] int64, their addresses. Kernels
-    read addresses from it, so a captured step continues after a peer is replaced. owner, local: [E, 2] int32,
-    each expert's rank and its number there, for alternate turns of ROWS_PER_TURN rows of a source, because an expert
-    may have two ranks. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned host memory, which
-    the device reads and writes. limit: the longest wait of a phase in nanoseconds.
+    read addresses from it, so a captured step continues after a peer is replaced. An expert may
+    have two ranks, so owner, local: [E, 2] int32 hold its rank and its number there, for alternate turns of
+    ROWS_PER_TURN rows of a source. state: [NUM_STATE] int64 on the device. fault: [NUM_FAULT] int64 in pinned host
+    memory, which the device reads and writes. limit: the longest wait of a phase in nanoseconds.
     """
 
     rank: int
@@ -114,6 +114,18 @@ class PeerWindow:
             x.zero_()
 
 
+def check_memory(memory: Sequence[torch.Tensor], num_bytes: int) -> None:
+    """Raise ValueError unless each rank's memory is uint8 [num_bytes]."""
+    for rank, each in enumerate(memory):
+        if each.dtype != torch.uint8 or each.shape != (num_bytes,):
+            raise ValueError(f"rank {rank}: memory {each.dtype} {list(each.shape)}, expected uint8 [{num_bytes}]")
+
+
+def addresses(memory: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the addresses of each rank's memory, [W] int64 on `device`."""
+    return torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64).to(device)
+
+
 def open_window(
     shape: PeerShape,
     memory: Sequence[torch.Tensor],
@@ -128,9 +140,7 @@ def open_window(
 
     Raises ValueError for memory of another size.
     """
-    for peer, each in enumerate(memory):
-        if each.dtype != torch.uint8 or each.shape != (shape.num_bytes,):
-            raise ValueError(f"rank {peer}: memory {each.dtype} {list(each.shape)}, expected uint8 [{shape.num_bytes}]")
+    check_memory(memory, shape.num_bytes)
     if len(memory) != shape.world_size or not 0 <= rank < shape.world_size:
         raise ValueError(f"memory of {len(memory)} ranks, rank {rank}, of {shape.world_size}")
     device, fault = memory[rank].device, torch.zeros(NUM_FAULT, dtype=torch.int64)
@@ -139,7 +149,7 @@ def open_window(
         shape=shape,
         dtype=dtype,
         memory=tuple(memory),
-        table=torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64).to(device),
+        table=addresses(memory, device),
         owner=_both(owner).to(device),
         local=_both(local).to(device),
         state=torch.zeros(NUM_STATE, dtype=torch.int64, device=device),
