@@ -148,7 +148,7 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path) -> None:
     assert set(skipped.values()) == {"multi-token prediction layer"}
     checked = check_weights(config, model)
     assert checked.skipped == {
-        f"model.layers.2.{name}": "the model's own embedding or head once more"
+        f"model.layers.2.{name}": "a copy of the model's own embedding or head"
         for name in ("embed_tokens.weight", "shared_head.head.weight")
     }
     assert checked.dense_bytes() > check_weights(plain, without).dense_bytes()

@@ -25,6 +25,8 @@ from moeyard_worker.layers.rope import inverse_frequencies
 from moeyard_worker.models.families import FAMILIES, load_model_config
 from moeyard_worker.models.model_config import ModelConfig
 
+DEFAULTS = Path(__file__).parents[2] / "worker/moeyard_worker/models/defaults.json"
+
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "model_type": "deepseek_v3",
@@ -407,7 +409,7 @@ def test_a_key_that_is_missing_has_its_classs_default(tmp_path: Path, family: st
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "kimi_linear"])
 def test_a_default_token_id_gives_way(tmp_path: Path, family: str) -> None:
     """The class's ids count where no file says anything, null included, and where the vocabulary has them."""
-    default = FAMILIES[family].defaults["eos_token_id"]
+    default = json.loads(DEFAULTS.read_text())[FAMILIES[family].reference]["eos_token_id"]
     write(tmp_path, family, remove=("eos_token_id",), vocab_size=200_000)
     assert load_model_config(tmp_path).eos_token_ids == (default,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))

@@ -16,7 +16,7 @@ from moeyard_kernels.types.matrix import Matrix, blob_views
 from moeyard_worker.checkpoint import reading
 from moeyard_worker.checkpoint.check import CheckedCheckpoint
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
-from moeyard_worker.checkpoint.reading import Reader, Staging
+from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import loading_rates
 from moeyard_worker.models.families import load_model_config
@@ -29,7 +29,7 @@ class LateGpu:
         self._launched: list[Callable[[], object]] = []
         self._done = 0
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def launch_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._launched.append(lambda: target.copy_(source))
 
     def run(self, until: int) -> None:
@@ -60,13 +60,13 @@ class LateEvent:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> LateGpu:
     late = LateGpu()
-    monkeypatch.setattr(reading, "put", late.put)
+    monkeypatch.setattr(reading, "launch_copy", late.launch_copy)
     monkeypatch.setattr(reading, "on_host", lambda _: False)
     return late
 
 
-def staging_of(gpu: LateGpu, num_bytes: int) -> Staging:
-    return Staging(event=gpu.event, pin_memory=False, num_bytes=num_bytes)
+def pinned_buffers(gpu: LateGpu, num_bytes: int) -> PinnedBuffers:
+    return PinnedBuffers(event=gpu.event, pin_memory=False, num_bytes=num_bytes)
 
 
 class Plain(CpuBackend):
@@ -87,9 +87,9 @@ def test_dense_values(tmp_path: Path, gpu: LateGpu, dtype: torch.dtype, served: 
     checkpoint = opened(make_checkpoint(tmp_path, "deepseek_v3", dtype=dtype))
     stored = load_file(tmp_path / "model.safetensors")
     read: list[int] = []
-    staging = staging_of(gpu, num_bytes)
+    pinned = pinned_buffers(gpu, num_bytes)
     loader = CheckpointWeights(
-        checkpoint, backend=Plain(page_size=16), dtype=served, progress=read.append, staging=staging
+        checkpoint, backend=Plain(page_size=16), dtype=served, progress=read.append, pinned=pinned
     )
     loaded = [(each, loader.load(each)) for each in checkpoint.spec.dense()]
     loaded = [(each, found.data if each.matrix else found) for each, found in loaded]
@@ -110,7 +110,7 @@ def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.d
     checkpoint = opened(directory)
     # Smaller than a matrix: it goes in pieces.
     weights = CheckpointWeights(
-        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, staging=staging_of(gpu, 1000)
+        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, pinned=pinned_buffers(gpu, 1000)
     )
     config = checkpoint.spec.config
     form = config.expert_form("float32")
@@ -129,7 +129,7 @@ def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.d
 def test_pieces_cover_a_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:
     entries = opened(make_checkpoint(tmp_path, "qwen3_moe")).index.entries
     stored = load_file(tmp_path / "model.safetensors")["lm_head.weight"].flatten()
-    reader, sizes = Reader(entries, staging_of(gpu, 4 * 100)), list[int]()
+    reader, sizes = Reader(entries, pinned_buffers(gpu, 4 * 100)), list[int]()
     out = torch.empty(250)
     reader.copy("lm_head.weight", out, 30, progress=sizes.append)
     gpu.finish()
@@ -141,7 +141,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path, gpu: LateGpu) -> None:
     checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe"))
     (tmp_path / "model.safetensors").write_bytes(b"")
     loader = CheckpointWeights(
-        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, staging=staging_of(gpu, 1000)
+        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, pinned=pinned_buffers(gpu, 1000)
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors: now has 0 bytes instead of"):
         loader.load(checkpoint.spec.embed)

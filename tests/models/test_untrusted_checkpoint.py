@@ -48,7 +48,7 @@ def test_sizes_are_bounded(shape: str, key: str, value: Any) -> None:
 
 def test_experts_of_all_layers_are_bounded() -> None:
     config = {**SHAPES["Qwen3-30B-A3B"], "num_hidden_layers": MAX_LAYERS, "num_experts": 1 << 20}
-    with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers makes 1048576 experts in each of 2048"):
+    with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers gives 1048576 experts in each of 2048"):
         parse_model_config(Fields("config.json", config), Fields("generation_config.json", {}))
 
 

@@ -1,11 +1,11 @@
-"""Random weights for a named architecture without a file. They choose experts as variedly as a trained model does.
+"""Random weights for a named architecture. They choose experts as variedly as a trained model does.
 
 Norms are 1 and most other weights are N(0, 0.02). The state of linear attention decays within 1 to 200 positions, by
 head. The embedding is N(0, 1), and projections into the residual are smaller by sqrt(2 layers), as in GPT-2. With one
-scale for all weights, the results of layers outweigh the differences between tokens: 8192 random tokens chose 36 of 128
-experts per layer of Qwen3-30B-A3B, which flattered every prompt figure. An embedding that is the head, too, keeps the
-scale of the rest: the model would repeat its last token for ever. Seeds come from the tensor's name, so that ranks and
-runs agree.
+scale for all weights, the results of layers outweigh the differences between tokens. Then 8192 random tokens chose only
+36 of 128 experts per layer of Qwen3-30B-A3B, which flattered every prompt figure. A tied embedding keeps the scale
+0.02, because otherwise the model repeats its last token for ever. Seeds derive from tensor names, so ranks and runs
+agree.
 """
 
 import math
@@ -21,13 +21,13 @@ from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
 
 _SCALE = 0.02
-_ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-# A_log, where a state's rate of decay is exp(A_log) * softplus(a + dt_bias), and softplus of about 0 is 0.7.
+_INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+# A_log: a state decays at the rate exp(A_log) * softplus(a + dt_bias), and softplus of about 0 is 0.7.
 _SLOW, _FAST = math.log(0.007), math.log(1.4)
 
 
 class DummyWeights:
-    """The weights of a model that exists as a shape only, made on the backend's device. They are plain."""
+    """Random plain weights of the model `spec`, drawn on the backend's device. It replaces `CheckpointWeights`."""
 
     read_rate = None
 
@@ -40,10 +40,10 @@ class DummyWeights:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._spec, self._backend, self._dtype, self._progress = spec, backend, dtype, progress
-        self._adding = _SCALE / math.sqrt(2 * spec.config.num_layers)
+        self._residual_scale = _SCALE / math.sqrt(2 * spec.config.num_layers)
 
     def load(self, weight: Weight) -> Any:
-        """Return the parameter `weight` describes."""
+        """Return the parameter that `weight` describes."""
         key = weight.parts[0].key
         dtype = torch.float32 if weight.fp32 else self._dtype
         # "model.norm.weight", "q_norm.weight", "pre_fc_norm_hidden.weight".
@@ -55,8 +55,8 @@ class DummyWeights:
         elif len(weight.shape) == 1:
             out = torch.zeros(weight.shape, dtype=dtype, device=self._backend.device)
         else:
-            # Checkpoints hold in the served dtype what is kept in fp32, and some backends gain from that.
-            scale = self._adding if key.endswith(_ADDING) else _SCALE
+            # Drawn in the served dtype even if kept in fp32, as checkpoints store it. Some backends profit from that.
+            scale = self._residual_scale if key.endswith(_INTO_RESIDUAL) else _SCALE
             if weight is self._spec.embed and self._spec.lm_head is not None:
                 scale = 1.0
             out = self._draw(key, weight.shape, scale).to(dtype)
@@ -67,9 +67,9 @@ class DummyWeights:
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`."""
         hidden, width = self._spec.config.hidden_size, self._spec.config.moe_intermediate_size
-        every = self._draw(f"{layer}.{expert}", (3, width * hidden))
-        every[2] *= self._adding / _SCALE
-        out.copy_(every[0].view(width, hidden), every[1].view(width, hidden), every[2].view(hidden, width))
+        gate, up, down = self._draw(f"{layer}.{expert}", (3, width * hidden))
+        down *= self._residual_scale / _SCALE
+        out.copy_(gate.view(width, hidden), up.view(width, hidden), down.view(hidden, width))
 
     def _draw(self, key: str, shape: tuple[int, ...], scale: float = _SCALE) -> torch.Tensor:
         device = self._backend.device

@@ -1,8 +1,8 @@
-"""What tells that two processes, now or later, on one host or several, load the same weights.
+"""The identity of a checkpoint: it shows whether two processes, on any hosts, load the same weights.
 
-Reading all of a checkpoint for that would take as long as loading it. Two files of weights that were trained apart, or
-on from each other, differ nearly everywhere: so a few places of each file are read. What an edit in place leaves alone
-there tells the time of its last change, which means something on one host only: copies elsewhere have others.
+Reading the whole checkpoint would take as long as loading it. Weights of two trainings differ almost everywhere, so a
+few places of each file suffice. An edit in place may miss these places, but it changes the file's time of modification.
+Times are compared on one host only, because copies on other hosts have other times.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from moeyard_worker.checkpoint.index import CheckpointIndex, TensorEntry, open_c
 from moeyard_worker.config.files import read_text
 
 CONFIG_NAME = "config.json"
-# Of each file at most so many tensors, evenly apart in it, and of the middle of each so many bytes.
+# A digest covers the middle `BYTES` of at most `TENSORS` tensors of a file, evenly spaced.
 TENSORS, BYTES = 8, 4096
 
 
 def identity(index: CheckpointIndex) -> dict[str, tuple[str, str]]:
-    """By file name: a digest of what is in it, as far as it is looked at, and its size and time of change.
+    """Return (digest of the sampled content, size and time of modification) by file name.
 
     Raises CheckpointError for a file that has changed since its header was read.
     """
@@ -29,7 +29,7 @@ def identity(index: CheckpointIndex) -> dict[str, tuple[str, str]]:
     found = {file.name: _of_file(entries) for file, entries in sorted(files.items())}
     config = index.directory / CONFIG_NAME
     if config.exists():
-        # Written anew by many tools with the same content.
+        # No time: many tools rewrite this file with the same content.
         found[CONFIG_NAME] = (hashlib.sha256(read_text(config).encode()).hexdigest(), "")
     return found
 
@@ -47,10 +47,9 @@ def _of_file(entries: list[tuple[str, TensorEntry]]) -> tuple[str, str]:
 
 
 def difference(one: Mapping[str, tuple[str, str]], other: Mapping[str, tuple[str, str]], *, one_host: bool) -> str:
-    """The name of a file in which two identities differ, "" if there is none. On one host times count, too."""
+    """Return the name of a file in which two identities differ, or "". Times count if both are on one host."""
+    compared = 2 if one_host else 1
     for name in sorted({*one, *other}):
-        if name not in one or name not in other or one[name][0] != other[name][0]:
-            return name
-        if one_host and one[name] != other[name]:
+        if name not in one or name not in other or one[name][:compared] != other[name][:compared]:
             return name
     return ""

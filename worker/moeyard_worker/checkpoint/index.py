@@ -1,14 +1,13 @@
-"""What a directory of safetensors files holds: every tensor's file, dtype, shape and place. Pure: headers only.
+"""The index of a directory of safetensors files: every tensor's file, dtype, shape and offset. Reads headers only.
 
 The format (github.com/huggingface/safetensors): 8 bytes of little-endian header length, a JSON header with one entry
-per tensor, then the tensors without gaps. All of it is checked against the file's size, so that a file cut short by an
-interrupted download is named before anything is loaded.
+per tensor, then the tensors without gaps. All of it is checked against the file's size. So an error names a file that
+an interrupted download cut short before anything is loaded.
 """
 
 import json
 import math
 import os
-import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +16,16 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.config.fields import read_json
+from moeyard_worker.config.fields import read_json, shown
 from moeyard_worker.config.files import open_regular
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# The format allows 100 MB, whose JSON can take 4 GB. The largest in use have 15 MB, for 100,000 tensors.
+# The format allows 100 MB, and parsing that much JSON can take 4 GB. The largest in use have 15 MB (100,000 tensors).
 MAX_HEADER_BYTES = 32_000_000
 MAX_KEY = 512  # characters; errors quote keys
 MAX_RANK = 8
-# Bytes of one element, by the format's name.
+# Bytes of one element, by safetensors dtype.
 _ELEMENT_BYTES = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
     | {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
@@ -35,7 +34,7 @@ _ELEMENT_BYTES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells that a file is the one that was checked, and was not written since."""
+    """Fields of `stat` that change when a file is replaced or written."""
 
     device: int
     inode: int
@@ -44,7 +43,7 @@ class FileStamp:
 
     @staticmethod
     def of(fd: int) -> "FileStamp":
-        """The stamp of an open file, now."""
+        """Return the present stamp of an open file."""
         stat = os.fstat(fd)
         return FileStamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -55,17 +54,14 @@ def check_unchanged(path: Path, fd: int, stamp: FileStamp) -> None:
     if now != stamp:
         what = f"now has {now.size} bytes instead of {stamp.size}" if now.size != stamp.size else "was written to"
         raise CheckpointError(
-            f"{path}: {what} since it was checked; its weights cannot be trusted any more: start again with a file "
-            "that stays as it is (put a new one in its place by renaming)"
+            f"{path}: {what} since it was checked, so its weights cannot be trusted; restart with a file that does "
+            "not change (to replace a file, rename a new one onto it)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: `start` is the byte where its data begins, from the start of the file. `dtype` as stored.
-
-    `stamp` is that of the file when its header was read.
-    """
+    """A stored tensor. Its data begin at byte `start` of the file. `stamp` is the file's when its header was read."""
 
     file: Path
     dtype: str
@@ -76,7 +72,7 @@ class TensorEntry:
 
 
 def open_checked(entry: TensorEntry) -> BinaryIO:
-    """The file of a tensor, unbuffered. Raises CheckpointError if it is not the one whose header was read."""
+    """Open the file of a tensor, unbuffered. Raises CheckpointError if it has changed since its header was read."""
     file = open_regular(entry.file)
     try:
         check_unchanged(entry.file, file.fileno(), entry.stamp)
@@ -95,7 +91,7 @@ class CheckpointIndex:
 
 
 def open_index(directory: Path | str) -> CheckpointIndex:
-    """Read the headers of all shards; raises CheckpointError naming file and key."""
+    """Read the headers of all shards. Raises CheckpointError naming file and key."""
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; a checkpoint is a local Hugging Face directory")
@@ -114,7 +110,7 @@ def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name in sorted(set(weight_map.values())):
         file = directory / name
-        # A name may be longer than the file system allows, or hold a zero byte.
+        # The name comes from the checkpoint: it may be too long for the file system, or hold a zero byte.
         if len(name) > 255 or not name.isprintable() or file.parent != directory or not file.exists():
             key = next(key for key, value in weight_map.items() if value == name)
             shown = file if name.isprintable() else repr(name)
@@ -130,7 +126,7 @@ def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The entries of one safetensors file, checked against its size."""
+    """Return the entries of one safetensors file, checked against its size."""
     with open_regular(file) as stream:
         stamp = FileStamp.of(stream.fileno())
         size, prefix = stamp.size, stream.read(8)
@@ -158,19 +154,13 @@ def _entry(file: Path, stamp: FileStamp, key: str, value: Any, data_start: int) 
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = (*shape[: MAX_RANK + 1], begin, end)
-        numbers_ok = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
-        numbers_ok = numbers_ok and begin <= end
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}") from error
-    size = _ELEMENT_BYTES.get(dtype) if isinstance(dtype, str) else None
-    if not numbers_ok or size is None or math.prod(shape) * size != end - begin:
-        raise CheckpointError(f"{file}: {key} has a malformed header entry {_shown(value)}")
+        valid = len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) and begin <= end
+        valid = valid and math.prod(shape) * _ELEMENT_BYTES[dtype] == end - begin
+    except (TypeError, KeyError, ValueError):
+        valid = False
+    if not valid:
+        raise CheckpointError(f"{file}: {key} has a malformed header entry {shown(value)}")
     return TensorEntry(file, dtype, shape, data_start + begin, end - begin, stamp)
-
-
-def _shown(value: Any) -> str:
-    """What an error says of a value, whatever its size or depth."""
-    return f"{reprlib.repr(value):.200}"
 
 
 def _check_layout(file: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:

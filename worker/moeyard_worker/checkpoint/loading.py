@@ -1,6 +1,6 @@
-"""A checkpoint's weights on a backend: parameters that every rank holds, and experts that are read on demand.
+"""Load a checkpoint's weights onto a backend: parameters that every rank holds, and experts on demand.
 
-Peak memory is what a rank keeps plus one parameter and a block. A matrix then gets the backend's layout.
+Peak memory is that of the loaded weights, one more parameter and one block.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from moeyard_kernels.types.matrix import ExpertViews, Matrix
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.index import open_index
-from moeyard_worker.checkpoint.reading import Reader, Staging
+from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.layers.weights import Part, Weight
 from moeyard_worker.models.model_config import ModelConfig
 
 
 def open_checkpoint(directory: Path | str, config: ModelConfig) -> CheckedCheckpoint:
-    """Read all headers and prove the checkpoint complete; nothing is loaded. Raises CheckpointError."""
+    """Read all headers and check that the checkpoint is complete. Raises CheckpointError."""
     return check_checkpoint(open_index(directory), config)
 
 
@@ -29,19 +29,19 @@ def open_weights(
     checkpoint: CheckedCheckpoint | DummyCheckpoint,
     backend: Backend,
     dtype: torch.dtype,
-    staging: Staging | None,
+    pinned: PinnedBuffers | None,
     progress: Callable[[int], None],
 ) -> "CheckpointWeights | DummyWeights":
     """Return the source of dense weights and experts. `progress` is called with the bytes of every block."""
     if isinstance(checkpoint, DummyCheckpoint):
         return DummyWeights(checkpoint.spec, backend=backend, dtype=dtype, progress=progress)
-    return CheckpointWeights(checkpoint, backend=backend, dtype=dtype, progress=progress, staging=staging)
+    return CheckpointWeights(checkpoint, backend=backend, dtype=dtype, progress=progress, pinned=pinned)
 
 
 class CheckpointWeights:
-    """The weights of a proven checkpoint, served in `dtype`: parameters by `load`, experts by `fill`.
+    """Loads the weights of a checked checkpoint, served in `dtype`: parameters by `load`, experts by `fill`.
 
-    `progress` is called with the bytes of each block read for parameters. `staging`: the way to a GPU.
+    `progress` is called with the bytes of each block read for parameters. A GPU needs `pinned`.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CheckpointWeights:
         backend: Backend,
         dtype: torch.dtype,
         progress: Callable[[int], None] | None = None,
-        staging: Staging | None = None,
+        pinned: PinnedBuffers | None = None,
     ) -> None:
         self._spec, self._format = checkpoint.spec, checkpoint.spec.config.weights
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
-        self._reader = Reader(checkpoint.index.entries, staging)
+        self._reader = Reader(checkpoint.index.entries, pinned)
         self._read = partial(self._reader.copy, progress=progress)
 
     @property
@@ -64,7 +64,7 @@ class CheckpointWeights:
         return self._reader.read_bytes / self._reader.read_seconds if self._reader.read_seconds else None
 
     def load(self, weight: Weight) -> Any:
-        """Return the parameter `weight` describes: a `Matrix` if it says so, else a tensor."""
+        """Return the parameter that `weight` describes: a `Matrix` if `weight.matrix`, else a tensor."""
         form = self._spec.form(weight, self._dtype)
         out = Matrix.empty(form, weight.rows, weight.columns, self._backend.device)
         if sum(part.shape[0] for part in weight.parts) < weight.rows:
@@ -79,7 +79,7 @@ class CheckpointWeights:
         return self._backend.matrix(out) if weight.matrix else out.data.view(weight.shape)
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
-        """Write an expert into `out`. Raises CheckpointError for a file that has changed since it was checked."""
+        """Write an expert into `out`. Raises CheckpointError if a file has changed since it was checked."""
         names = self._spec.layers[layer].experts
         assert names is not None, f"layer {layer} has no experts"
         assert 0 <= expert < self._spec.config.num_experts, expert
@@ -89,11 +89,11 @@ class CheckpointWeights:
 
 
 def _regroup(rows: Matrix, part: Part) -> None:
-    """Put rows that are stored group by group into the order of `Part.regroup`."""
+    """Reorder rows that are stored group by group, as `Part.regroup` describes."""
     if part.regroup is None:
         return
     groups, pieces = part.regroup
     for kind, array in zip(rows.form.parts, rows.arrays, strict=True):
-        assert kind.rows == 1, f"{kind.name} has blocks of rows, which cannot change their order"
+        assert kind.rows == 1, f"{kind.name} has blocks of {kind.rows} rows, which cannot be reordered"
         stored = array.unflatten(0, (groups, -1)).clone()
         array.copy_(torch.cat([stored[:, begin:end].flatten(0, 1) for begin, end in pieces]))

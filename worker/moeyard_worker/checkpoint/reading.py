@@ -1,8 +1,8 @@
-"""Stored tensors copied from their files to where they are wanted.
+"""Copies stored tensors from their files to host or GPU memory.
 
-Into memory of the host a tensor of the wanted dtype is read in place, another one block by block. To a GPU all go
-through two pinned buffers: one is read into while the other is copied from. A copy from memory that is not pinned would
-go through a buffer of the driver's and wait for it. What a GPU wants in another dtype is converted there.
+A tensor for host memory is read in place if its dtype is the wanted one, and otherwise block by block. Tensors for a
+GPU go through two pinned buffers: a block is read into one while the other is copied from. A copy from pageable memory
+would go through a buffer of the driver and would make the host wait. The GPU itself converts dtypes.
 """
 
 import os
@@ -19,90 +19,92 @@ import torch
 from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_checked
 from moeyard_worker.config.checkpoint_error import CheckpointError
 
+# The torch dtype of each safetensors dtype that a format may read. E8M0 scales are read as bytes: biased exponents.
 _DTYPES = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
     | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
     | {"F8_E8M0": torch.uint8}
 )
-_BLOCK_BYTES, _STAGING_BYTES = 16 << 20, 32 << 20
+_BLOCK_BYTES, _PINNED_BYTES = 16 << 20, 32 << 20
 
 
-class Event(Protocol):
-    """The methods of `torch.cuda.Event` that staging needs."""
+class CopyEvent(Protocol):
+    """The methods of `torch.cuda.Event` that `PinnedBuffers` needs."""
 
     def record(self) -> None:
-        """Mark what has been launched so far."""
+        """Mark the work that has been launched so far."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until that has run; at once if nothing was marked."""
+        """Wait for the marked work. Return at once if none was marked."""
         ...
 
 
-class Staging:
-    """Two buffers in turn, on the way to a GPU."""
+class PinnedBuffers:
+    """Two host buffers that are used in turn for copies to a GPU."""
 
-    def __init__(self, *, event: Callable[[], Event], pin_memory: bool, num_bytes: int = _STAGING_BYTES) -> None:
+    def __init__(self, *, event: Callable[[], CopyEvent], pin_memory: bool, num_bytes: int = _PINNED_BYTES) -> None:
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(2)]
         self._events = [event() for _ in range(2)]
-        self._turn = 0
+        self._current = 0
 
     def next(self) -> torch.Tensor:
-        """Return the buffer that was used before the last one, once copies from it have run.
+        """Return the other buffer, after the copies from it have finished.
 
-        Copies from it must be launched before the next call, on the current stream.
+        Launch copies from the returned buffer on the current stream before the next call.
         """
-        self._events[self._turn].record()
-        self._turn ^= 1
-        self._events[self._turn].synchronize()
-        return self._buffers[self._turn]
+        self._events[self._current].record()
+        self._current ^= 1
+        self._events[self._current].synchronize()
+        return self._buffers[self._current]
 
 
 class Reader:
-    """Copies stored tensors. `read_seconds` and `read_bytes` say how fast the files gave what was read so far.
+    """Copies stored tensors. `read_bytes` and `read_seconds` give the rate of the files so far.
 
-    A file stays open once it was read, so one that is replaced by renaming stays what it was. Several threads may read
-    where there is no `staging`, which a GPU needs.
+    A file stays open after its first read, so replacing it by renaming does not change what is read. Several threads
+    may read at once if there is no `pinned`, which a GPU needs.
     """
 
-    def __init__(self, entries: Mapping[str, TensorEntry], staging: Staging | None = None) -> None:
-        self._entries, self._staging = entries, staging
+    def __init__(self, entries: Mapping[str, TensorEntry], pinned: PinnedBuffers | None = None) -> None:
+        self._entries, self._pinned = entries, pinned
         self.read_seconds, self.read_bytes = 0.0, 0
         self._files: dict[Path, int] = {}
-        # A block allocated per tensor would leave holes between the parameters that are kept.
+        # One block per thread is reused: a block per tensor would fragment the memory between the parameters.
         self._scratch = threading.local()
 
     def copy(
         self, key: str, out: torch.Tensor, begin: int = 0, *, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Fill the contiguous `out` with elements `begin`, `begin` + 1, ... of tensor `key`, converted to its dtype.
+        """Fill the contiguous `out` from element `begin` of tensor `key` on, converted to the dtype of `out`.
 
-        On a GPU the last copies may still run when this returns. `progress` is called with the bytes of each block.
-        Raises CheckpointError for a file that has changed since its header was read.
+        On a GPU the last copies may still run on return. `progress` is called with the stored bytes of each block.
+        Raises CheckpointError if the file has changed since its header was read.
         """
-        entry, flat = self._entries[key], out.view(-1)
+        entry, out = self._entries[key], out.view(-1)
         fd, stored = self._open(entry), _DTYPES[entry.dtype]
         check_unchanged(entry.file, fd, entry.stamp)
-        direct = on_host(flat) and flat.dtype == stored
-        end = begin + flat.numel()
-        while begin < end:
-            place = flat[flat.numel() - (end - begin) :][: _BLOCK_BYTES // stored.itemsize] if direct else self._block()
-            place = place if direct else place.view(stored)[: end - begin]
+        in_place = on_host(out) and out.dtype == stored
+        done = 0
+        while done < len(out):
+            if in_place:
+                block = out[done:][: _BLOCK_BYTES // stored.itemsize]
+            else:
+                block = self._block().view(stored)[: len(out) - done]
             started = time.perf_counter()
-            read_exactly(fd, entry, key, begin * stored.itemsize, place)
+            read_exactly(fd, entry, key, (begin + done) * stored.itemsize, block)
             self.read_seconds += time.perf_counter() - started
-            self.read_bytes += place.nbytes
-            if not direct:
-                put(flat[flat.numel() - (end - begin) :][: len(place)], place)
-            begin += len(place)
+            self.read_bytes += block.nbytes
+            if not in_place:
+                launch_copy(out[done : done + len(block)], block)
+            done += len(block)
             if progress is not None:
-                progress(place.nbytes)
+                progress(block.nbytes)
         check_unchanged(entry.file, fd, entry.stamp)
 
     def _block(self) -> torch.Tensor:
-        """Return memory to read into."""
-        if self._staging is not None:
-            return self._staging.next()
+        if self._pinned is not None:
+            return self._pinned.next()
         if not hasattr(self._scratch, "block"):
             self._scratch.block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
         block: torch.Tensor = self._scratch.block
@@ -118,21 +120,21 @@ class Reader:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` lies in the host's memory."""
+    """Return whether `tensor` is in host memory."""
     return tensor.device.type == "cpu"
 
 
-def put(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Launch the copy of `source` into `target`, converted where that lies."""
+def launch_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Launch a copy of `source` into `target`. The device of `target` converts the dtype."""
     if source.dtype != target.dtype:
         source = source.to(target.device, non_blocking=True)
     target.copy_(source, non_blocking=True)
 
 
 def read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
-    """Fill `out`, contiguous on the CPU, from byte `offset` of a tensor of the open file `fd`.
+    """Fill `out`, contiguous in host memory, from byte `offset` of the tensor `key` of the open file `fd`.
 
-    Raises CheckpointError naming file and key where the file ends too soon.
+    Raises CheckpointError naming file and key if the file ends too early.
     """
     buffer = out.view(torch.uint8).numpy().data
     done = 0

@@ -6,15 +6,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.files import read_text
 
-T = TypeVar("T")
-
-# What a checkpoint may say of its sizes. Every bound is at least 4 times what any published model has (2026-11), and
-# low enough that nothing made per layer, expert or id from it alone fills a memory.
+# Limits on the sizes in a checkpoint, which is untrusted. Every limit is at least 4 times the largest published value
+# (2026-11). It is low enough that a structure per layer, expert or id cannot exhaust memory.
 MAX_DIMENSION = 1 << 20  # widths, heads, experts of a layer
 MAX_LAYERS = 1 << 11
 MAX_POSITIONS = 1 << 26
@@ -23,7 +21,7 @@ MAX_IDS = 1 << 12  # entries of a list of ids or layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises CheckpointError when the file is missing or holds something else."""
+    """Return the JSON object in `path`. Raises CheckpointError if the file is missing or holds something else."""
     try:
         value = json.loads(read_text(path))
     except FileNotFoundError as error:
@@ -39,59 +37,57 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """`values` of `file`, read with a type and a default. A key that is null counts as absent."""
+    """The `values` of `file`, read with a type and a default. A key that is null counts as absent."""
 
     file: str
     values: Mapping[str, Any]
 
     def error(self, key: str, message: str) -> CheckpointError:
-        """The error to raise about one key."""
+        """Return the error to raise about one key."""
         return CheckpointError(f"{self.file}: {key} {message}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_DIMENSION) -> int:
-        """An int from `minimum` to `maximum`; required without a default."""
+        """Return an int from `minimum` to `maximum`. Required without a default."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise self.error(key, f"is {_shown(value)}, expected an integer from {minimum} to {maximum}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.error(key, f"is {shown(value)}, expected an integer from {minimum} to {maximum}")
         return value
 
     def optional_integer(self, key: str, *, maximum: int = MAX_DIMENSION) -> int | None:
-        """An int from 1 to `maximum`, or None when absent."""
+        """Return an int from 1 to `maximum`, or None if absent."""
         return None if self.values.get(key) is None else self.integer(key, maximum=maximum)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive float or int; required without a default."""
+        """Return a positive number. Required without a default."""
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise self.error(key, f"is {_shown(value)}, expected a positive number")
+            raise self.error(key, f"is {shown(value)}, expected a positive number")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"is {_shown(value)}, expected true or false")
+            raise self.error(key, f"is {shown(value)}, expected true or false")
         return value
 
-    def integers(self, *keys: str) -> tuple[int, ...]:
-        """The int or list of ints under the first of `keys` that is present, each below MAX_VOCAB; () when none is."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is not None:
-                ids = value if isinstance(value, list) else [value]
-                if len(ids) > MAX_IDS:
-                    raise self.error(key, f"has {len(ids)} entries, at most {MAX_IDS} are expected")
-                if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MAX_VOCAB for i in ids):
-                    raise self.error(key, f"is {_shown(value)}, expected one or more integers below {MAX_VOCAB}")
-                return tuple(ids)
-        return ()
-
-    def require(self, key: str, supported: Mapping[Any, T] | tuple[Any, ...], default: Any) -> Any:
-        """The value under `key`, refused unless it is one of `supported`."""
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return the int or list of ints under `key`, each below MAX_VOCAB, or () if absent."""
         value = self.values.get(key)
-        value = default if value is None else value
-        if value not in (supported if isinstance(supported, tuple) else tuple(supported)):
-            raise self.error(key, f"{_shown(value)} is not supported (supported: {', '.join(map(str, supported))})")
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > MAX_IDS:
+            raise self.error(key, f"has {len(ids)} entries, at most {MAX_IDS} are expected")
+        if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids):
+            raise self.error(key, f"is {shown(value)}, expected one or more integers below {MAX_VOCAB}")
+        return tuple(ids)
+
+    def require(self, key: str, supported: tuple[Any, ...], default: Any) -> Any:
+        """Return the value under `key`, which must be one of `supported`."""
+        value = self._get(key, default)
+        if value not in supported:
+            raise self.error(key, f"{shown(value)} is not supported (supported: {', '.join(map(str, supported))})")
         return value
 
     def _get(self, key: str, default: Any) -> Any:
@@ -103,6 +99,6 @@ class Fields:
         return value
 
 
-def _shown(value: Any) -> str:
-    """What an error says of a value, whatever its size."""
-    return reprlib.repr(value)
+def shown(value: Any) -> str:
+    """Return a value as error messages quote it, at most 200 characters long."""
+    return f"{reprlib.repr(value):.200}"

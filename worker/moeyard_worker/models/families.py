@@ -1,15 +1,16 @@
-"""The families that are served, and the reading of a checkpoint's config.json. Pure: loads no torch.
+"""The supported model families, and the parsing of a checkpoint's config.json. Pure: loads no torch.
 
-An option that would change the numbers and is not implemented is refused with a CheckpointError, never ignored.
+An option that would change the results and is not implemented raises CheckpointError. None is ignored.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moeyard_worker.checkpoint.formats.choose import QUANTISER_FILES, choose_format, quantiser, quantisers, refusal
+from moeyard_worker.checkpoint.formats.choose import check_settings_files, choose_format, quantisations
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
@@ -19,9 +20,13 @@ from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.tokenizer import read_tokenizer
 
-# Over all layers; a check lists the tensors of each. Kimi-K2 has 23,040.
+# Over all layers, because the check of a checkpoint lists every expert's tensors. Kimi-K2 has 23,040.
 MAX_EXPERTS = 1 << 18
 _IDS = ("bos_token_id", "eos_token_id")
+# The values of transformers' config classes for keys that config.json lacks, by the `reference` of the family.
+_DEFAULTS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    json.loads(Path(__file__).with_name("defaults.json").read_text("utf-8"))
+)
 
 # By `model_type` of config.json.
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
@@ -40,15 +45,14 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 def load_model_config(directory: Path | str, length: int | None = None) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's `eos_token`.
 
-    `length` is the longest sequence to serve, None for the usual one. Raises CheckpointError naming file and key.
+    `length` is the longest sequence to serve; None is the model's default. Raises CheckpointError naming file and key.
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
-    stop, values = read_json(generation) if generation.exists() else {}, read_json(path)
-    for name, method in QUANTISER_FILES.items():
-        if (directory / name).exists() and not any(quantisers(Fields(str(path), values))):
-            raise CheckpointError(f"{directory / name}: {refusal(quantiser(read_json(directory / name), method))}")
-    model = parse_model_config(Fields(str(path), values), Fields(str(generation), stop)).for_length(length)
+    stop = Fields(str(generation), read_json(generation) if generation.exists() else {})
+    config = Fields(str(path), read_json(path))
+    check_settings_files(config, directory)
+    model = parse_model_config(config, stop).for_length(length)
     eos = _tokenizer_eos(directory)
     if eos is None or eos >= model.vocab_size or eos in model.eos_token_ids:
         return model
@@ -56,7 +60,7 @@ def load_model_config(directory: Path | str, length: int | None = None) -> Model
 
 
 def _tokenizer_eos(directory: Path) -> int | None:
-    """Return the id of the tokenizer's `eos_token`, at which vLLM ends an answer too."""
+    """Return the id of the tokenizer's `eos_token`. vLLM also stops at it."""
     try:
         files = read_tokenizer(directory)
     except ValueError as error:
@@ -66,15 +70,15 @@ def _tokenizer_eos(directory: Path) -> int | None:
 
 
 def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
-    """A model's config from the keys of its config.json and generation_config.json (`stop`, which may be empty)."""
+    """Parse the keys of config.json and of generation_config.json (`stop`, which may be empty)."""
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        also = "".join(f"; {key} is not supported either: {method}" for key, method, _ in quantisers(config))
+        also = "".join(f"; {key} is not supported either: {method}" for key, method, _ in quantisations(config))
         raise config.error("model_type", f"{name!r:.80} is not supported (supported: {', '.join(FAMILIES)}){also}")
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
-    config = _with_defaults(_respelt(config, family.spellings), stop, family.defaults)
+    config = _with_defaults(_respelt(config, family.spellings), stop, _DEFAULTS[family.reference])
     config.require("hidden_act", ("silu",), "silu")
     weights = choose_format(config)
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
@@ -102,10 +106,10 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     return model
 
 
-def _with_defaults(config: Fields, stop: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """Return `config` with the class's values for keys that it lacks.
+def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:
+    """Return `config` with `defaults` for the keys that it lacks. A key that is null stays null.
 
-    A default token id is left out if generation_config.json (`stop`) has the key, or if the vocabulary is smaller.
+    A default token id does not apply if generation_config.json (`stop`) has the key or if the vocabulary is smaller.
     """
     complete = replace(config, values={**defaults, **config.values})
     vocab_size = complete.integer("vocab_size", maximum=MAX_VOCAB)
@@ -113,21 +117,21 @@ def _with_defaults(config: Fields, stop: Fields, defaults: Mapping[str, Any]) ->
     return replace(complete, values={key: value for key, value in complete.values.items() if key not in unused})
 
 
-def _respelt(config: Fields, spellings: tuple[tuple[str, str], ...]) -> Fields:
-    """The same with what stands under another key under the one that is read, if nothing does."""
+def _respelt(config: Fields, spellings: Mapping[str, str]) -> Fields:
+    """Return `config` with values under other spellings moved to the keys that are read, where those are absent."""
     values = config.values
-    found = {ours: values[theirs] for ours, theirs in spellings if theirs in values and values.get(ours) is None}
-    return replace(config, values={**values, **found}) if found else config
+    found = {key: values[other] for key, other in spellings.items() if other in values and values.get(key) is None}
+    return replace(config, values={**values, **found})
 
 
 def _text_part(config: Fields) -> Fields:
-    """What is said of the text model: under `text_config`, if there is such, and beside it."""
+    """Return the settings of the text model: those under `text_config`, then those at the top level."""
     values = config.values.get("text_config")
     if values is None:
         return config
     if not isinstance(values, dict):
         raise config.error("text_config", f"is {values!r:.80}, expected an object")
-    # Whether embedding and head are one is decided for the whole model.
+    # The top level decides whether the embedding is tied to the head.
     tied = config.values.get("tie_word_embeddings", values.get("tie_word_embeddings"))
     return Fields(f"{config.file}: text_config", {**config.values, **values, "tie_word_embeddings": tied})
 
@@ -143,10 +147,10 @@ def _check(config: Fields, model: ModelConfig) -> None:
     if not model.moe_layers:
         raise config.error("num_hidden_layers", f"is {model.num_layers} and no layer is a Mixture-of-Experts layer")
     if not model.state_spec(1).bytes_per_token:
-        raise config.error("layer_types", "names no layer of full attention, and a model without one is not served")
+        raise config.error("layer_types", "names no layer of full attention, which every supported model has")
     if len(model.moe_layers) * model.num_experts > MAX_EXPERTS:
-        what = f"{model.num_experts} experts in each of {len(model.moe_layers)} layers"
-        raise config.error("num_hidden_layers", f"makes {what}, at most {MAX_EXPERTS} are served")
+        count = f"{model.num_experts} experts in each of {len(model.moe_layers)} layers"
+        raise config.error("num_hidden_layers", f"gives {count}, at most {MAX_EXPERTS} in all are supported")
     if model.top_k > model.num_experts:
         raise config.error("num_experts_per_tok", f"is {model.top_k}, more than the {model.num_experts} experts")
     rule = model.gate.rule

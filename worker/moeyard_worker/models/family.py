@@ -1,7 +1,8 @@
-"""What a family's file states: how its config.json is read and how its checkpoints name their parts. Pure."""
+"""The description of a model family: how to parse its config.json, and how its checkpoints name their parts. Pure."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_POSITIONS, Fields
@@ -9,15 +10,18 @@ from moeyard_worker.config.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Checkpoint names of a decoder of norm, attention, norm, MLP or MoE; all relative to `layer`.
+    """Checkpoint names of a decoder of norm, attention, norm, MLP or MoE; relative to `layer`, which holds {i}.
 
-    `layer` holds {i}. `moe` lists where the MoE block may sit, the published place first. `expert` are the names of an
-    expert's gate, up and down projection, each followed by ".weight". A fused file stores all experts of a layer in
-    `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. `draft_layer` is a layer of multi-token
-    prediction, with {i} for a number that goes on behind the model's layers, or where they sit `drafts_apart`, from 0;
-    `token_norm` to `draft_norm` are what it has beside other layers, at `draft_parts`, and so are the `copies` of the
-    model's own embedding and head. `linear` is where attention with state per sequence sits. `norms_less_one`: norms
-    are stored less one. `skipped` maps beginnings of names to why what they name is not loaded.
+    linear: the prefix of attention with state per sequence.
+    moe: the possible prefixes of the MoE block, the published one first. A fused file stores all experts of a layer in
+        `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
+    expert: the names of an expert's gate, up and down projection, without ".weight".
+    draft_layer: the prefix of a layer of multi-token prediction. Its number {i} continues those of the model's layers,
+        or starts at 0 if `drafts_apart`.
+    token_norm to draft_norm: the parts that only such a layer has, under `draft_parts`.
+    copies: tensors of such a layer that repeat the model's embedding and head.
+    norms_less_one: norms are stored less one.
+    skipped: (prefix, reason) of tensors that are not loaded.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -47,7 +51,7 @@ class Names:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def first_draft(self, num_layers: int) -> int:
-        """The number of the first layer of multi-token prediction of a model of `num_layers`."""
+        """Return the number of the first layer of multi-token prediction in a model of `num_layers`."""
         return 0 if self.drafts_apart else num_layers
 
 
@@ -55,28 +59,27 @@ class Names:
 class Family:
     """One architecture.
 
-    `parse` reads what the family decides for itself of a config.json, as keyword arguments of `ModelConfig`: attention,
-    the sizes of MLPs and experts, the gate. It raises CheckpointError for an option that would change the numbers and
-    is not implemented. `reference` is the class of transformers that computes the same. `defaults` are what its config
-    class has for keys that config.json lacks; a key that is null keeps null. `other_names`: what a checkpoint may name
-    its parts instead, told by its embedding. `text_config`: config.json may have under that key what is read here.
-    `spellings`: keys that are read, each with another that files have for it.
+    parse: returns the keyword arguments of `ModelConfig` that depend on the family: attention, sizes of MLPs and
+        experts, the gate. It raises CheckpointError for an option that would change the results and is not implemented.
+    reference: the transformers class that computes the same. `defaults.json` has its values for absent keys.
+    other_names: alternatives to `names`. The checkpoint's name of the embedding decides.
+    text_config: config.json may hold the settings under the key `text_config`.
+    spellings: for a key that is read, another that some files have instead.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
     reference: str
-    defaults: Mapping[str, Any]
     names: Names = Names()
     other_names: tuple[Names, ...] = ()
     text_config: bool = False
-    spellings: tuple[tuple[str, str], ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def max_position(config: Fields) -> int:
-    """The longest sequence that the rotation is made for."""
+    """Return the longest sequence that the model was trained for."""
     return config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
 
 
 def count_layers(config: Fields) -> int:
-    """The layers of the model, whatever is not served of it left out."""
+    """Return the number of decoder layers, without those of multi-token prediction."""
     return config.integer("num_hidden_layers", maximum=MAX_LAYERS)

@@ -1,26 +1,28 @@
-"""Keys of config.json that several families read alike. Pure."""
+"""Parsing of the keys of config.json that several families share. Pure."""
 
 from collections.abc import Sequence
 from typing import Literal
 
+from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.config.rope_config import mla_softmax_scale, parse_rope, rope_fields
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
-from moeyard_worker.models.family import max_position
+from moeyard_worker.models.family import count_layers, max_position
+from moeyard_worker.models.model_config import GateConfig
 
 
 def parse_gqa(
     config: Fields,
     *,
-    default_theta: float,
-    sliding_window: int | None,
-    bias: bool,
-    qk_norm: Literal["head", "all"] | None,
+    default_theta: float = 10_000.0,
+    sliding_window: int | None = None,
+    bias: bool = False,
+    qk_norm: Literal["head", "all"] | None = None,
     partial_rope: float | None = None,
     gated: bool = False,
 ) -> Gqa:
-    """Grouped-query attention under the usual keys. `gated`: with a gate of the output, and norms stored less one."""
+    """Parse grouped-query attention under the usual keys. `gated`: the output has a gate, norms are stored less one."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -45,7 +47,7 @@ def parse_gqa(
 
 
 def parse_mla(config: Fields, *, interleaved: bool, rotated: bool = True) -> Mla:
-    """Latent attention under DeepSeek's keys. Not `rotated`: what would be is used as it is."""
+    """Parse latent attention under DeepSeek's keys. Without `rotated` it uses the rope dimensions unrotated."""
     num_heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", num_heads) != num_heads:
         raise config.error("num_key_value_heads", f"is not {num_heads}: latent attention has one key per query head")
@@ -68,10 +70,36 @@ def parse_mla(config: Fields, *, interleaved: bool, rotated: bool = True) -> Mla
     )
 
 
+def parse_sigmoid_gate(config: Fields) -> GateConfig:
+    """Parse DeepSeek-V3's gate, whose correction bias is added for the choice only."""
+    rule = GateRule(
+        top_k=config.integer("num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalize=config.boolean("norm_topk_prob", True),
+        num_groups=config.integer("n_group", 1),
+        topk_groups=config.integer("topk_group", 1),
+        group_score="top2sum",
+        scaling=config.number("routed_scaling_factor"),
+    )
+    return GateConfig(rule=rule, bias=True, fp32_logits=True)
+
+
+def parse_softmax_gate(config: Fields, *, renormalize: bool) -> GateConfig:
+    """Parse the gate of the other families: the top k of a softmax."""
+    rule = GateRule(top_k=config.integer("num_experts_per_tok"), scoring="softmax", renormalize=renormalize)
+    return GateConfig(rule=rule)
+
+
+def parse_sparse_layers(config: Fields) -> tuple[int, ...]:
+    """Return the MoE layers by Qwen's keys: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    return tuple(i for i in range(count_layers(config)) if i not in dense and (i + 1) % step == 0)
+
+
 def parse_layer_types(
     config: Fields, known: tuple[str, ...], default: Sequence[str], *, key: str = "layer_types"
 ) -> Sequence[str]:
-    """The kind of each layer by `key`, or `default` where there is none."""
+    """Return the kind of each layer from the list under `key`, or `default` if absent."""
     names = config.values.get(key)
     if names is None:
         return default

@@ -1,25 +1,28 @@
-"""The checkpoint formats by the name of their quantiser, and the refusal of all others. Pure."""
+"""Choose the format of a checkpoint by its quantisation method, and refuse methods without a format. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.checkpoint.formats.format import Format
 from moeyard_worker.checkpoint.formats.plain import PlainFormat
-from moeyard_worker.config.fields import Fields
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.fields import Fields, read_json
 
-# By `quant_method`: makes the format from the object that config.json has of it.
+# By `quant_method`: makes the format from the quantisation settings in config.json.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = MappingProxyType({})
 
-# The keys and files in which a quantiser describes itself, and its name where it does not say that.
-_KEYS = MappingProxyType(
+# Keys of config.json that hold quantisation settings, and the method if the settings name none.
+_CONFIG_KEYS = MappingProxyType(
     {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "MLX"}
 )
-QUANTISER_FILES = MappingProxyType(
+# Files that hold such settings when config.json has none.
+_SETTINGS_FILES = MappingProxyType(
     {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 )
-# Keys that one quantiser alone writes.
-_TELLING_KEYS = MappingProxyType(
+# Keys within the settings that only one method writes.
+_METHOD_KEYS = MappingProxyType(
     {
         "config_groups": "compressed-tensors",
         "load_in_4bit": "bitsandbytes",
@@ -32,42 +35,54 @@ _TELLING_KEYS = MappingProxyType(
 )
 
 
-def quantisers(config: Fields) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield each key that describes quantised weights, with the words for its method and what stands there."""
+def quantisations(config: Fields) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (key, name of the method, settings) for each key of config.json that describes quantised weights."""
     text = config.values.get("text_config")
     for values in (config.values, text if isinstance(text, dict) else {}):
-        for key, default in _KEYS.items():
-            if values.get(key) is not None:
-                yield key, quantiser(values[key], default), values[key] if isinstance(values[key], dict) else {}
+        for key, default in _CONFIG_KEYS.items():
+            found = values.get(key)
+            if found is not None:
+                settings = found if isinstance(found, dict) else {}
+                yield key, _method_name(settings, default), settings
 
 
 def choose_format(config: Fields) -> Format:
-    """Return the format of a checkpoint. Raises CheckpointError for a quantiser that has none."""
-    for key, words, settings in quantisers(config):
-        if settings.get("quant_method") not in FORMATS:
-            raise config.error(key, refusal(words))
-        return FORMATS[settings["quant_method"]](settings)
+    """Return the format of a checkpoint. Raises CheckpointError for a quantisation method without a format."""
+    for key, name, settings in quantisations(config):
+        make = next((make for method, make in FORMATS.items() if method == settings.get("quant_method")), None)
+        if make is None:
+            raise config.error(key, _refusal(name))
+        return make(settings)
     return PlainFormat()
 
 
-def quantiser(said: Any, default: str) -> str:
-    """Return a quantiser's name for its method, with its variant; `default` where nothing names one."""
-    if not isinstance(said, dict):
-        return default
-    inner = said.get("quantization")
-    said = {**said, **inner} if isinstance(inner, dict) else said
-    producer = said.get("producer")
-    found = said.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
-    found = found or next((name for key, name in _TELLING_KEYS.items() if key in said), default)
-    bits = said.get("bits") or said.get("w_bit")
-    variant = said.get("quant_algo") or said.get("format") or said.get("fmt") or (f"{bits} bits" if bits else None)
-    return f"{found!s:.40}" + (f" ({variant})"[:40] if isinstance(variant, str) else "")
+def check_settings_files(config: Fields, directory: Path) -> None:
+    """Raise CheckpointError if only a file beside config.json describes quantised weights.
+
+    No format reads such a file, and the weights must not pass for plain ones.
+    """
+    for name, default in _SETTINGS_FILES.items():
+        path = directory / name
+        if path.exists() and not any(quantisations(config)):
+            raise CheckpointError(f"{path}: {_refusal(_method_name(read_json(path), default))}")
 
 
-def refusal(words: str) -> str:
-    """Return what is said of weights that are quantised by a method without a format."""
+def _method_name(settings: Mapping[str, Any], default: str) -> str:
+    """Return the name of a quantisation method with its variant, for an error message."""
+    inner = settings.get("quantization")
+    settings = {**settings, **inner} if isinstance(inner, dict) else settings
+    producer = settings.get("producer")
+    name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
+    name = name or next((method for key, method in _METHOD_KEYS.items() if key in settings), default)
+    bits = settings.get("bits") or settings.get("w_bit")
+    variant = settings.get("quant_algo") or settings.get("format") or settings.get("fmt")
+    variant = variant or (f"{bits} bits" if bits else None)
+    return f"{name!s:.40}" + (f" ({variant})"[:40] if isinstance(variant, str) else "")
+
+
+def _refusal(name: str) -> str:
     supported = ", ".join(("float32 and bfloat16 weights", *FORMATS))
     return (
-        f"is not supported: the weights are quantised by {words} (supported: {supported}); serve the checkpoint that "
+        f"is not supported: the weights are quantised by {name} (supported: {supported}); serve the checkpoint that "
         "it was made from"
     )

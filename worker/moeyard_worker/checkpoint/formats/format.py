@@ -1,7 +1,7 @@
-"""The contract of a checkpoint format: how stored tensors become matrices and experts in memory. Pure.
+"""The contract of a checkpoint format: which tensors it stores, and how they become matrices in memory. Pure.
 
-A new format is one file beside this one, a line of the table in `choose.py`, and a kernel for its form if it has one of
-its own. A format that dequantises at load has the plain form.
+To add a format, write one file in this folder and add a line to the table in `choose.py`. A format that dequantises at
+load returns the plain form. A format that stays quantised returns a form of its own, and needs kernels for that form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that a checkpoint must hold: its shape, and the dtypes of safetensors that it may have."""
+    """A tensor that a checkpoint must hold: its shape, and the safetensors dtypes that the format reads."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -31,31 +31,32 @@ class Read(Protocol):
     """Reads a checkpoint's tensors."""
 
     def __call__(self, key: str, out: torch.Tensor, begin: int = 0) -> None:
-        """Fill the contiguous `out` with elements `begin`, `begin` + 1, ... of tensor `key`, converted to its dtype.
+        """Fill the contiguous `out` from element `begin` of tensor `key` on, converted to the dtype of `out`.
 
-        On a GPU the copy may still run when this returns.
+        On a GPU the copy may still run on return.
         """
         ...
 
 
 class Format(Protocol):
-    """How a checkpoint stores its weights. `keys` are those that it has, none where weights are random.
+    """How a checkpoint stores its weights.
 
-    Dtypes are served ones, by torch's name. A format may store some matrices in another way than others.
+    `keys` are the checkpoint's keys, empty for random weights. A format reads from them which matrices are quantised.
+    `dtype` is the served dtype, by torch's name.
     """
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
-        """Return the form in memory of a parameter [rows, columns]. It is plain for all that is not a matrix."""
+        """Return the form in memory of a parameter. It is plain for every parameter that is not a matrix."""
         ...
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
-        """Return the form in memory of an expert, the same in all layers."""
+        """Return the form in memory of an expert. It is the same in all layers."""
         ...
 
     def stored(self, part: Part, keys: Container[str]) -> Mapping[str, StoredTensor]:
-        """Return the stored tensors behind a logical one, by key. All of them must be there."""
+        """Return by key the tensors that `part` is stored in. The checkpoint must hold all of them."""
         ...
 
     def fill(self, out: Matrix, part: Part, read: Read) -> None:
-        """Write the rows of `part` into `out`, a matrix of these rows in the form that was asked for."""
+        """Write `part` into `out`, a matrix of its rows in the form that `form` or `expert_form` returned."""
         ...

@@ -18,7 +18,7 @@ PLAIN_DTYPES = ("F32", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """`Format` of values, which are rounded to the served dtype."""
+    """A `Format` that stores values and rounds them to the served dtype."""
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         return plain_form("float32" if weight.fp32 else dtype)
@@ -30,4 +30,5 @@ class PlainFormat:
         return {part.key: StoredTensor(part.whole or part.shape, PLAIN_DTYPES)}
 
     def fill(self, out: Matrix, part: Part, read: Read) -> None:
+        # `part.begin` counts rows of the stored tensor, and `read` counts elements.
         read(part.key, out.data, part.begin * num_elements(part.shape[1:]))

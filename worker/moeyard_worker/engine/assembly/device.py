@@ -12,7 +12,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
-from moeyard_worker.checkpoint.reading import Staging
+from moeyard_worker.checkpoint.reading import PinnedBuffers
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan
@@ -57,7 +57,7 @@ class CpuDevice:
         """Call `tell` in the calling thread, while the context lasts, before work that may take many seconds."""
         return nullcontext()
 
-    def staging(self) -> Staging | None:
+    def staging(self) -> PinnedBuffers | None:
         """Return the buffer between weight files and this memory; None where weights are read into place."""
         return None
 
@@ -103,8 +103,8 @@ class CudaDevice:
         """A kernel that is launched for the first time is compiled."""
         return self.backend.before_compiling(tell)
 
-    def staging(self) -> Staging:
-        return Staging(event=torch.cuda.Event, pin_memory=True)
+    def staging(self) -> PinnedBuffers:
+        return PinnedBuffers(event=torch.cuda.Event, pin_memory=True)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
