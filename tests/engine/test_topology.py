@@ -73,7 +73,7 @@ def test_cpus() -> None:
     found, why = settle_exchange(spec, device, SHAPE)
     assert (found.config.exchange, why) == ("zmq", "ranks compute on CPUs")
     for kind in ("nvlink", "nccl"):
-        with pytest.raises(ValueError, match=f"exchange '{kind}' is one of GPUs; use device 'cuda'"):
+        with pytest.raises(ValueError, match=f"exchange '{kind}' needs GPUs; use device 'cuda'"):
             EngineConfig(model_path="m", num_workers=2, exchange=cast(Any, kind))
 
 

@@ -42,12 +42,12 @@ def test_rows_of_all_ranks_are_added_by_layer_and_expert(tmp_path: Path) -> None
     [
         (
             {"ranks": [{"layers": [1], "experts": [0], "rows": [[1, 2]]}]},
-            "is no reply of .*: ValueError",
+            "is not a reply of .*: ValueError",
         ),
-        ({"ranks": [{"layers": [1], "experts": [0]}]}, "is no reply of /v1/fleet/experts: KeyError"),
+        ({"ranks": [{"layers": [1], "experts": [0]}]}, "is not a reply of /v1/fleet/experts: KeyError"),
         ({"ranks": [{"layers": [1], "experts": [-1], "rows": [[1]]}]}, "1 rows of expert -1"),
-        ({"ranks": [{"layers": [1], "experts": ["a"], "rows": [[1]]}]}, "is no reply of /v1/fleet/experts"),
-        ({"object": "error"}, "is no reply of /v1/fleet/experts: KeyError"),
+        ({"ranks": [{"layers": [1], "experts": ["a"], "rows": [[1]]}]}, "is not a reply of /v1/fleet/experts"),
+        ({"object": "error"}, "is not a reply of /v1/fleet/experts: KeyError"),
         ({"ranks": [{"layers": [1], "experts": [0, 1], "rows": [[0, 0]]}]}, "counts no rows of experts"),
         ({"ranks": []}, "counts no rows of experts"),
     ],
@@ -60,7 +60,7 @@ def test_what_is_no_reply_is_refused(value: Any, said: str, tmp_path: Path) -> N
 def test_a_file_cut_short_and_one_too_large_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "loads.json"
     file.write_text('{"ranks": [')
-    with pytest.raises(ValueError, match="is no reply"):
+    with pytest.raises(ValueError, match="is not a reply"):
         read_loads(file)
     with file.open("wb") as large:
         large.truncate((1 << 26) + 1)

@@ -90,7 +90,7 @@ def test_pool_is_the_naive_one(operations: list[tuple[str, object]]) -> None:
         elif name == "allocate":
             assert isinstance(argument, int)
             if argument > naive.num_free():
-                with pytest.raises(ValueError, match=f"{argument} pages wanted, {naive.num_free()} free"):
+                with pytest.raises(ValueError, match=f"{argument} pages are needed and {naive.num_free()} are free"):
                     pool.allocate(argument)
                 continue
             new = pool.allocate(argument)

@@ -1,4 +1,4 @@
-"""What is said about a checkpoint that cannot be served. Pure."""
+"""The error for a checkpoint that cannot be served. Pure."""
 
 
 class CheckpointError(ValueError):

@@ -3,10 +3,11 @@
 import os
 from types import MappingProxyType
 
-# Of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one answer: without
-# them MKL's order of summation depends on a row's place and AMX's on the number of rows (cpu/linear.py of the kernels).
-# The third has torch align blocks of 2 MiB and more to 2 MiB (and ask for huge pages): with glibc's own placement the
-# peak of one and the same step was, from process to process, 1.0 to 1.7 times its tensors; aligned, 1.0 to 1.35.
+# Variables of every process that computes, set before torch is loaded. An Intel Xeon needs the first two for one
+# answer. Without them, MKL's order of summation depends on a row's place, and AMX's on the number of rows
+# (cpu/linear.py of the kernels). The third makes torch align blocks of 2 MiB and more, and request huge pages. With
+# glibc's placement, the peak memory of a step varied between processes from 1.0 to 1.7 times its tensors. Aligned, it
+# was 1.0 to 1.35.
 CPU_ENVIRONMENT = MappingProxyType(
     {
         "MKL_CBWR": "AVX512,STRICT",
@@ -18,6 +19,6 @@ CPU_ENVIRONMENT = MappingProxyType(
 
 
 def set_cpu_environment() -> None:
-    """Give this process CPU_ENVIRONMENT and, unless the user chose, one OpenMP thread. Before torch is imported."""
+    """Set CPU_ENVIRONMENT, and one OpenMP thread unless the user chose. Call this before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(CPU_ENVIRONMENT)

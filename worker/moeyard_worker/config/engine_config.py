@@ -16,15 +16,15 @@ DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_FETCHES: tuple[str, ...] = ("auto", "alone", "shared")
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 SPECULATIONS: tuple[str, ...] = ("mtp",)
-# Tokens drafted behind every one at most.
+# The most drafts per token.
 MAX_DRAFTS = 3
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
-# A rank that answers heartbeats may take so many step deadlines for one layer where it reads cold experts, on a CPU, or
-# compiles what was not captured and is launched for the first time. Longer, and it hangs.
+# A rank with heartbeats may take this many step deadlines for one layer before it counts as hanging. Reading cold
+# experts on a CPU, or compiling a kernel at its first launch, can take that long.
 STALL = 12
 # Sequences that run at once on a rank.
 DEFAULT_SEQS = 64
-# Numbers that have no least value of 1, or one of their own.
+# Numbers that may be below 1, or are checked elsewhere.
 _OTHER_NUMBERS = ("num_state_slots", "num_snapshots", "num_drafts", "max_in_flight", "draft_tokens")
 
 
@@ -32,17 +32,18 @@ _OTHER_NUMBERS = ("num_state_slots", "num_snapshots", "num_drafts", "max_in_flig
 class SchedulerConfig:
     """Limits of one rank's scheduler.
 
-    max_batch_tokens: rows of one step, prompt and output together. max_num_seqs: running sequences.
-    prefill_chunk: prompt rows of one sequence in one step. mixed_prefill_tokens: prompt rows of all sequences in a step
-    beside rows of output, of any rank, which wait for them; None: as many as fit. max_waiting: queued requests that
-    cannot start yet, before `queue_full`. max_queue_seconds: how long a request may wait for its start before
-    `queue_timeout`; None: as long as it takes.
-    max_in_flight: steps planned and not completed, 1 or 2. num_drafts: drafts verified per sequence and step, 0 to 3;
-    adaptive_drafts: as many of them as have turned out to be worth it.
-    num_state_slots: sequences with state of their own beside pages, 0 when the model has none, each of which has
-    `state_ring` slots; num_snapshots: slots behind these for what prompts left there, without which their beginnings
-    are not reused.
-    chunk_alignment: what every prompt chunk but the last ends at a multiple of.
+    max_batch_tokens: rows of one step, prompt and output together.
+    max_num_seqs: running sequences.
+    prefill_chunk: prompt rows of one sequence in one step.
+    mixed_prefill_tokens: prompt rows of a step in which any rank has output rows, because these wait for the prompt
+        rows. None: as many as fit.
+    max_waiting: queued requests that cannot start yet, before `queue_full`.
+    max_queue_seconds: how long a request may wait for its start before `queue_timeout`. None: no limit.
+    max_in_flight: steps planned and not completed, 1 or 2.
+    num_drafts: most drafts verified per sequence and step, 0 to 3. `adaptive_drafts`: choose the number by measurement.
+    num_state_slots: most sequences with state in slots, 0 if the model has no such state. Each has `state_ring` slots.
+    num_snapshots: slots for snapshots of such state. Without them, prefixes are not reused.
+    chunk_alignment: every prompt chunk but the last ends at a multiple of this.
     """
 
     num_pages: int
@@ -88,18 +89,20 @@ class SchedulerConfig:
 
     @property
     def state_ring(self) -> int:
-        """Slots of state of one sequence: a step leaves one behind each row, of which the last may not count."""
+        """State slots of one sequence. A step stores the state after each row, because drafts may be rejected."""
         return 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that `moeyard serve` tells every worker. Fields with help texts are flags, with these defaults.
+    """The settings that all workers of a server share. Fields with a help text are flags with these defaults.
 
-    model_path: a checkpoint's directory; None where load_format is "dummy". Load format "auto" means "safetensors".
-    device: "cpu", "cuda:N" (of one worker) or "cuda": each worker takes the GPU of its rank, or the one that a Ray
-    cluster gave it. Neither expert_slots nor expert_memory: as many slots as fit. kv_memory None: what is free.
-    draft_tokens None: from step to step as many as are worth it, MAX_DRAFTS at most.
+    model_path: directory of a checkpoint; None if load_format is "dummy". Load format "auto" means "safetensors".
+    device: "cpu", "cuda:N" (one worker only) or "cuda". With "cuda", each worker takes the GPU of its rank, or the one
+        that a Ray cluster assigned.
+    expert_slots, expert_memory: if both are None, as many slots as fit.
+    kv_memory: None for all free memory.
+    draft_tokens: None to choose at each step, at most MAX_DRAFTS.
     """
 
     model_path: str | None
@@ -121,18 +124,18 @@ class EngineConfig:
     )
     exchange: ExchangeKind = option(
         "auto",
-        "nvlink: between GPUs of one host that reach each other, inside CUDA graphs; nccl: between any GPUs; zmq: "
-        "shared memory on one host, TCP between hosts; zmq-tcp: always TCP (default auto: nvlink where it can be, nccl "
-        "between other GPUs of one host, else zmq)",
+        "nvlink: GPUs of one host with peer access, inside CUDA graphs; nccl: any GPUs; zmq: shared memory on one "
+        "host, TCP between hosts; zmq-tcp: always TCP (default auto: nvlink if possible, nccl between other GPUs of "
+        "one host, else zmq)",
         choices=EXCHANGES,
     )
     mesh_encryption: bool = option(
         True,
-        "of activations over TCP; off: a password in clear still keeps strangers out, and what moves can be read",
+        "of activations over TCP; off: a password in clear text keeps strangers out, but traffic can be read",
         choices=("on", "off"),
         words={"on": True, "off": False},
     )
-    dtype: str = option("auto", "of weights and activations (default: the checkpoint's)", choices=DTYPES)
+    dtype: str = option("auto", "dtype of weights and activations (default: the checkpoint's)", choices=DTYPES)
     threads: int = option(1, "OpenMP threads of a worker, 1 or 2", per_rank=True)
     step_deadline: float = option(5.0, "seconds a step may wait for a peer")
     expert_slots: int | None = option(
@@ -144,8 +147,8 @@ class EngineConfig:
     expert_policy: str = option("slru", "residency policy", choices=EXPERT_POLICIES, per_rank=True)
     expert_fetch: ExpertFetch = option(
         "alone",
-        "shared: GPUs of one host (--exchange nvlink) read for each other the experts that have no slot, over the "
-        "links of all; auto: so where it can be; alone: each its own",
+        "shared: GPUs of one host (--exchange nvlink) read missing experts for each other, over all PCIe links; "
+        "auto: shared if possible; alone: each reads its own",
         choices=EXPERT_FETCHES,
     )
     record_routing: str | None = option(None, "record the experts each step needs, for cache-sim", metavar="FILE")
@@ -157,7 +160,7 @@ class EngineConfig:
     )
     snapshot_memory: int | None = option(
         None,
-        "of it for snapshots of linear attention's state, behind which prompts are reused (default: half)",
+        "part of --kv-memory for snapshots of linear attention's state, for prefix caching (default: half)",
         kind="size",
     )
     page_size: int = option(16, "", on_gpu=64)
@@ -180,36 +183,36 @@ class EngineConfig:
         on_gpu=2048,
         per_rank=True,
     )
-    prefix_caching: bool = option(True, "compute every prompt from its first token", flag="--no-prefix-caching")
+    prefix_caching: bool = option(True, "compute every prompt from its first token on", flag="--no-prefix-caching")
     async_scheduling: bool = option(
-        False, "plan a step while the one before runs (default: on a GPU)", on_gpu=True, both=True
+        False, "plan a step while the previous one runs (default: on a GPU)", on_gpu=True, both=True
     )
     enforce_eager: bool = option(False, "capture no step in a CUDA graph")
     speculate: str | None = option(
         None,
-        "mtp: draft tokens with the checkpoint's layer for multi-token prediction, verify them a step later; no answer "
-        "changes",
+        "mtp: draft tokens with the checkpoint's layer for multi-token prediction and verify them a step later; "
+        "answers do not change",
         choices=SPECULATIONS,
         words={"off": None},
     )
     draft_tokens: int | None = option(
         None,
-        f"with --speculate: tokens drafted behind every one, 1 to {MAX_DRAFTS}, or auto: from step to step as many as "
-        "have turned out to be worth it, or none",
+        f"with --speculate: drafts per token, 1 to {MAX_DRAFTS}, or auto: 0 to {MAX_DRAFTS}, chosen at each step by "
+        "measured speed",
         kind="drafts",
         metavar="K",
         words={"auto": None},
     )
     max_waiting: int = option(
         1024,
-        "requests of a rank that wait and cannot start yet before 429",
+        "waiting requests of a rank that cannot start yet, before 429",
         group="limits for clients",
         per_rank=True,
     )
     max_queue_seconds: float | None = option(
         None,
-        "longest wait of a request for its start, then 429 (default: no limit for a burst; while more comes than goes, "
-        "half the time of a first token. For batches that may wait, 3600)",
+        "longest wait of a request for its start, then 429 (default: no limit for a burst; in overload, half the time "
+        "to the first token; use 3600 for batches that may wait)",
         kind="seconds",
     )
 
@@ -223,13 +226,15 @@ class EngineConfig:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not cpu, cuda or cuda:N")
         if self.exchange in ("nvlink", "nccl") and self.device == "cpu":
-            raise ValueError(f"exchange {self.exchange!r} is one of GPUs; use device 'cuda', or exchange 'zmq'")
+            raise ValueError(f"exchange {self.exchange!r} needs GPUs; use device 'cuda', or exchange 'zmq'")
         if ":" in self.device and self.num_workers > 1:
             raise ValueError(
                 f"device {self.device!r} is one GPU, num_workers {self.num_workers} take one each; use device 'cuda'"
             )
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
-            raise ValueError("record_routing on a GPU needs enforce_eager: a captured step tells the host of no expert")
+            raise ValueError(
+                "record_routing on a GPU needs enforce_eager: captured steps report no experts to the host"
+            )
         _require_source(self)
         _require_rows(self)
         _require_speculation(self)
@@ -238,26 +243,26 @@ class EngineConfig:
         if not 0 < self.step_deadline < float("inf"):
             raise ValueError(f"step_deadline must be a positive number of seconds, got {self.step_deadline}")
         if self.threads > 2:
-            # Measured: torch splits an elementwise operation over three threads inside a row, whose tail then takes a
-            # scalar path with other bits. With two it splits between rows.
+            # Measured: with three threads, torch splits elementwise operations inside a row. The end of the row then
+            # takes a scalar path with other bits. With two threads it splits between rows.
             raise ValueError(f"threads must be 1 or 2, got {self.threads}: with more, bits depend on the batch")
         if self.exchange == "local" and self.num_workers != 1:
             raise ValueError(f"exchange 'local' is for one worker, got {self.num_workers} workers")
         if self.expert_slots is not None and self.expert_memory is not None:
             raise ValueError("give expert_slots or expert_memory, not both")
         if self.snapshot_memory is not None and not self.prefix_caching:
-            # By the field's name the command line would say that the flag which switches it off is off.
-            raise ValueError("snapshot_memory is for prompts that begin alike, which is off by --no-prefix-caching")
+            # The message names the flag, because the field's name would read as the opposite of the flag.
+            raise ValueError("snapshot_memory has no use with --no-prefix-caching")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
 
     @property
     def num_drafts(self) -> int:
-        """Tokens drafted behind every one at most; 0 without speculation."""
+        """The most drafts per token; 0 without speculation."""
         return 0 if self.speculate is None else self.draft_tokens or MAX_DRAFTS
 
 
-# Defaults by device. On a GPU pages are the blocks of attention, and larger steps are planned while others run.
+# Defaults by device. On a GPU, pages have the size of attention's blocks, and larger steps are planned in advance.
 DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cpu": MappingProxyType({}),
@@ -269,7 +274,7 @@ DEVICE_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def _require_source(config: EngineConfig) -> None:
-    """Raise ValueError unless the weights come from one place: a checkpoint, or chance for a shape."""
+    """Raise ValueError unless there is one source of weights: a checkpoint, or random weights of a shape."""
     if config.load_format == "dummy":
         if config.model_path is not None:
             raise ValueError(f"load_format dummy reads no checkpoint, got {config.model_path}; give a shape instead")
@@ -282,7 +287,7 @@ def _require_source(config: EngineConfig) -> None:
 
 
 def _require_speculation(config: EngineConfig) -> None:
-    """Raise ValueError unless what is asked of speculation can be had."""
+    """Raise ValueError for invalid settings of speculation."""
     if config.draft_tokens is not None and not 1 <= config.draft_tokens <= MAX_DRAFTS:
         raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
     if config.speculate is None:
@@ -296,7 +301,7 @@ def _require_speculation(config: EngineConfig) -> None:
 
 
 def _require_numbers(config: SchedulerConfig | EngineConfig) -> None:
-    """Raise ValueError naming the first whole number that is below 1; None means unset and passes."""
+    """Raise ValueError naming the first integer below 1. None means unset and passes."""
     for each in fields(config):
         value = getattr(config, each.name)
         if type(value) is int and value < 1 and each.name not in _OTHER_NUMBERS:
@@ -304,7 +309,7 @@ def _require_numbers(config: SchedulerConfig | EngineConfig) -> None:
 
 
 def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
-    """Raise ValueError when a step has fewer rows than running sequences."""
+    """Raise ValueError if a step has fewer rows than running sequences."""
     if config.max_num_seqs > config.max_batch_tokens:
         raise ValueError(
             f"max_num_seqs {config.max_num_seqs} exceeds max_batch_tokens {config.max_batch_tokens}: "
@@ -313,28 +318,27 @@ def _require_rows(config: SchedulerConfig | EngineConfig) -> None:
 
 
 def rows_beside(config: SchedulerConfig | EngineConfig) -> int:
-    """Rows of a step that all other sequences take while they decode."""
+    """Return the rows of a step that all sequences but one take while they decode."""
     return (config.max_num_seqs - 1) * (1 + config.num_drafts)
 
 
 def prompt_rows(config: SchedulerConfig | EngineConfig) -> int:
-    """Prompt rows of one sequence that a step has room for, however many others decode beside it.
+    """Return the prompt rows of one sequence for which a step always has room beside decoding sequences.
 
-    Where these might fill it, half of its rows: one that asks for so many waits until there is room, and who comes
-    behind it waits too, but only for so much.
+    If these may fill the step, it is half of the step's rows. A request that needs that many waits until there is room,
+    and so do later ones.
     """
     room = max(config.max_batch_tokens - rows_beside(config), config.max_batch_tokens // 2)
     return min(config.prefill_chunk, room, config.mixed_prefill_tokens or room)
 
 
 def window_rows(config: SchedulerConfig | EngineConfig, chunk_alignment: int) -> int:
-    """Rows of the largest window that may choose what is kept of a prompt: the chunk that has to hold it may begin so
-    much earlier than it could."""
+    """Return the largest window for compression of a prompt. Its chunk may have to start earlier for alignment."""
     return prompt_rows(config) - (chunk_alignment - 1)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "512MiB", "2GiB", "1.5GB" or a plain number; raises ValueError naming the text."""
+    """Return the bytes of a size such as "512MiB", "2GiB", "1.5GB" or a plain number. Raises ValueError."""
     units = {"": 1, "b": 1}
     for power, letter in enumerate("kmgt", start=1):
         units[f"{letter}b"] = 1000**power
@@ -352,14 +356,14 @@ def parse_size(text: str) -> int:
 
 
 def loading_rates(num_bytes: int, seconds: float, read_rate: float | None) -> str:
-    """How fast weights came into place, for people; `read_rate`: bytes/s that their files gave, where it is known."""
+    """Return a log line about the loading of weights. `read_rate`: bytes/s of reading the files, if known."""
     rate = f"{num_bytes / seconds * 1e-9:.2f} GB/s" if seconds else "at once"
     read = "" if read_rate is None else f", the files alone {read_rate * 1e-9:.2f} GB/s"
     return f"loaded {format_size(num_bytes)} of weights in {seconds:.1f} s ({rate}{read})"
 
 
 def format_size(num_bytes: float) -> str:
-    """A size for people, with a binary unit."""
+    """Return a size as text with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

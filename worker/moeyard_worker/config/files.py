@@ -1,6 +1,6 @@
-"""Files of a checkpoint, which may come from anywhere: opened only if they are files, read only up to a size.
+"""Files of a checkpoint, which is untrusted: only regular files are opened, and only up to a size.
 
-Opening a FIFO waits for whoever writes into it, and reading a device may never end.
+Opening a FIFO would wait for a writer, and reading a device may never end.
 """
 
 import errno
@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 
-# Of a JSON file. The largest in use are tokenizers of 35 MB and indices of 15 MB (2026-11).
+# Largest JSON file to read. The largest in use are tokenizers of 35 MB and indices of 15 MB (2026-11).
 MAX_JSON_BYTES = 256 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open for reading, unbuffered. Raises CheckpointError for anything but a regular file, OSError as `open` does."""
     try:
-        # Without O_NONBLOCK the opening itself would wait; to regular files it means nothing.
+        # Without O_NONBLOCK, opening a FIFO would wait. It has no effect on regular files.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -37,7 +37,10 @@ def _refusal(path: Path, kind: str) -> CheckpointError:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file up to MAX_JSON_BYTES; raises CheckpointError, OSError, UnicodeDecodeError."""
+    """Return a regular file's UTF-8 text, up to MAX_JSON_BYTES.
+
+    Raises CheckpointError, OSError or UnicodeDecodeError.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:

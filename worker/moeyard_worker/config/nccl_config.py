@@ -3,31 +3,30 @@
 import os
 from types import MappingProxyType
 
-# Of torch's threads beside a communicator one ends the process, at once or a minute later, when a peer is lost: but a
-# rank outlives its peers. Losses are found by the mesh (exchange/nccl.py), which also ends what the device waits for.
+# By default, a thread of torch ends the process when a peer is lost, at once or a minute later. A rank must survive its
+# peers. The mesh detects losses, and `exchange/transports/nccl/` ends the waits of the device.
 NCCL_ENVIRONMENT = MappingProxyType(
     {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-        # In one step a rank may replay what another launches: by their sizes alone both then choose the same channels.
+        # In one step, a rank may replay a graph of what another rank launches. Both must choose the same channels.
         "NCCL_GRAPH_REGISTER": "0",
     }
 )
 
 
 def keep_to_loopback() -> None:
-    """Have this process's NCCL speak on no network, whatever the environment names: nobody asked for NCCL by name."""
+    """Restrict NCCL to the loopback interface. For `--exchange auto`, where the user did not choose NCCL."""
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def set_nccl_environment(*, one_host: bool) -> None:
-    """Give this process NCCL_ENVIRONMENT, unless the user chose. Before a communicator is made; NCCL_* are the user's.
+    """Set NCCL_ENVIRONMENT before a communicator is created. Values that the user has set win.
 
-    Of these NCCL_SOCKET_IFNAME names the network between hosts; of `one_host` it is the loopback unless somebody said
-    otherwise, for NCCL would take any address but that. A host that waits for rows is none of the user's choices: it
-    could not watch its peers.
+    On one host, NCCL_SOCKET_IFNAME defaults to the loopback interface, because NCCL would choose any other one.
+    TORCH_NCCL_BLOCKING_WAIT is always off: a host that blocks could not watch its peers.
     """
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

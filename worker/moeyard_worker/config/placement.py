@@ -1,6 +1,6 @@
-"""Which rank computes which expert of which layer: a value that belongs to an epoch, as its mesh does. Pure.
+"""Placement: the rank that computes each expert of each layer. Every epoch has one. Pure.
 
-Ranks keep their numbers: those that are away own nothing, and the others are its `ranks`.
+Ranks keep their numbers. Absent ranks own no expert, and the others are the placement's `ranks`.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 MAX_RANKS = 1 << 16  # a frame's tag has 16 bits for its source
-# Of one layer: (expert, rank) of each that has a second rank, by expert.
+# The experts of one layer that a second rank has, too: (expert, rank), by expert.
 Copies = tuple[tuple[int, int], ...]
 
 
@@ -33,12 +33,13 @@ def partition(num_experts: int, world_size: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """`owners[i][e]` is the rank that computes expert e of `layers[i]`, the MoE layers by their number in the model.
+    """`owners[i][e]` is the rank that computes expert e of MoE layer `layers[i]`, a layer number of the model.
 
-    `copies[i]` are the experts that a second rank has too: of many rows of a step's source it computes a half
-    (`exchange/transports/routing.py`). Empty: of no layer.
-    Raises ValueError unless every layer has as many experts, one at least, and owners that can be ranks, and for a copy
-    of none of its experts, beside its owner, or a second one.
+    copies: for each layer, the experts that a second rank has, too. The second rank computes half of the rows if there
+        are many (`exchange/transports/routing.py`). Empty: no copies in any layer.
+
+    Raises ValueError if layers have no experts or different numbers of them, and for an owner that cannot be a rank. It
+    also raises for a copy of an unknown expert, a copy on the owner, and a second copy.
     """
 
     layers: tuple[int, ...]
@@ -68,7 +69,7 @@ class Placement:
 
     @staticmethod
     def of_shards(layers: Iterable[int], shards: Sequence[Collection[int]]) -> "Placement":
-        """The same shards in every layer: `shards[r]` are the experts of rank r, which together are 0 to E - 1."""
+        """Return a placement with the same shards in every layer: `shards[r]` are the experts of rank r."""
         owner = {expert: rank for rank, shard in enumerate(shards) for expert in shard}
         count = sum(len(shard) for shard in shards)
         if sorted(owner) != list(range(count)):
@@ -78,17 +79,17 @@ class Placement:
 
     @staticmethod
     def parse(text: str, *, layers: Sequence[int], num_experts: int, num_ranks: int) -> "Placement":
-        """A placement file: JSON, {"owners": [rank of expert 0, ...]} for all MoE layers, or by layer's number.
+        """Parse a placement file: JSON, {"owners": [rank of expert 0, ...]} for all MoE layers, or by layer number.
 
-        Experts that a second rank has too are in "copies", {expert: rank} for all layers or by layer's number, as
-        owners are. Raises ValueError, in one line, for anything else than each expert of each layer on a rank below
-        `num_ranks`, for copies that cannot be, and for a rank without any expert of its own.
+        "copies" holds {expert: second rank}, in the same form: for all layers, or by layer number. Raises ValueError
+        with one line unless every expert of every layer has a rank below `num_ranks`, for invalid copies, and for a
+        rank without an expert of its own.
         """
         try:
             whole: Any = json.loads(text)
             found, copied = whole["owners"], whole.get("copies", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError('it is no JSON object with "owners"') from error
+            raise ValueError('it is not a JSON object with "owners"') from error
         by_layer = {str(layer): found for layer in layers} if isinstance(found, list) else found
         if not isinstance(by_layer, Mapping) or set(by_layer) != {str(layer) for layer in layers}:
             raise ValueError(f"its owners are not those of the MoE layers {layers[0]} to {layers[-1]}")
@@ -107,43 +108,43 @@ class Placement:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Who owns anything, ascending."""
+        """The ranks that own an expert, ascending."""
         return tuple(sorted({owner for row in self.owners for owner in row}))
 
     @property
     def num_experts(self) -> int:
-        """Of each layer."""
+        """Number of experts of each layer."""
         return len(self.owners[0])
 
     @property
     def fingerprint(self) -> str:
-        """Text that is equal exactly when two placements are."""
+        """A hash of the placement."""
         return hashlib.sha256(json.dumps([self.layers, self.owners, self.copies]).encode()).hexdigest()[:16]
 
     def copies_of(self, index: int) -> Copies:
-        """Of `layers[index]`."""
+        """Return the copies of `layers[index]`."""
         return self.copies[index] if self.copies else ()
 
     def experts(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The experts that a rank has in each of `layers`, copies too, ascending: the order of its local ids."""
+        """Return a rank's experts in each layer, with copies, ascending. Local ids follow this order."""
         return tuple(
             tuple(sorted([*(e for e, owner in enumerate(row) if owner == rank), *(e for e, r in copies if r == rank)]))
             for _, row, copies in self._by_layer
         )
 
     def num_owned(self, rank: int) -> int:
-        """How many (layer, expert) a rank has, copies too."""
+        """Return the number of (layer, expert) that a rank has, with copies."""
         return sum(map(len, self.experts(rank)))
 
     def without(self, away: Collection[int]) -> "Placement":
-        """The same with the experts of `away` dealt to the others, in each layer to whoever has fewest by then.
+        """Return a placement without the ranks `away`. Their experts go to the others, each to the one with fewest.
 
-        What the others have stays theirs: one that has a copy of an expert whose owner goes is its owner from then on.
-        Raises ValueError if nobody is left.
+        The others keep their experts. A rank with a copy of a moved expert becomes its owner. Raises ValueError if no
+        rank remains.
         """
         left = [rank for rank in self.ranks if rank not in away]
         if not left:
-            raise ValueError(f"nobody is left without ranks {sorted(away)}")
+            raise ValueError(f"no rank remains without ranks {sorted(away)}")
         owners, copies = [], []
         for _, row, second in self._by_layer:
             stay = {expert: rank for expert, rank in second if rank in left}
@@ -153,10 +154,10 @@ class Placement:
         return Placement(self.layers, tuple(owners), tuple(copies) if any(copies) else ())
 
     def resized(self, num_ranks: int) -> "Placement":
-        """The same for ranks 0 to `num_ranks` - 1, with as few experts moved as that takes.
+        """Return a placement on ranks 0 to `num_ranks` - 1 that moves as few experts as possible.
 
-        Those of ranks that go are dealt as by `without`; a rank that comes takes, in each layer, from whoever has most
-        until it has as many, or one less. Raises ValueError for a number of ranks of which one would own nothing.
+        Experts of removed ranks move as in `without`. In each layer, a new rank takes experts from the fullest rank
+        until it has as many, or one less. Raises ValueError if a rank would own no expert.
         """
         if num_ranks < 1:
             raise ValueError(f"expert parallelism needs at least 1 rank, got {num_ranks}")
@@ -174,7 +175,7 @@ def _shared(row: tuple[int, ...], come: Iterable[int], num_ranks: int) -> tuple[
         richest = max(range(num_ranks), key=lambda rank: held[rank])
         if poorest is None or held[richest] - held[poorest] < 2:
             break
-        # Its last one, so that shards stay together.
+        # Its last expert, which keeps shards contiguous.
         expert = max(expert for expert, owner in enumerate(out) if owner == richest)
         out[expert] = poorest
         held[richest] -= 1
@@ -183,7 +184,7 @@ def _shared(row: tuple[int, ...], come: Iterable[int], num_ranks: int) -> tuple[
 
 
 def _dealt(row: Sequence[int], left: list[int], copies: Mapping[int, int]) -> tuple[int, ...]:
-    """`row` with what nobody of `left` owns dealt to them; `copies`: how many each has beside what it owns."""
+    """Return `row` with the experts of absent ranks given to `left`. `copies`: number of copies on each rank."""
     held, out = {rank: row.count(rank) + copies.get(rank, 0) for rank in left}, []
     for owner in row:
         rank = owner if owner in held else min(left, key=lambda each: (held[each], each))
@@ -193,7 +194,7 @@ def _dealt(row: Sequence[int], left: list[int], copies: Mapping[int, int]) -> tu
 
 
 def _copies(found: Any, layers: Sequence[int], *, num_experts: int, num_ranks: int) -> tuple[Copies, ...]:
-    """Those of a placement file, by layer. Raises ValueError for what is none."""
+    """Return the copies of a placement file, by layer. Raises ValueError for an invalid one."""
     if not isinstance(found, Mapping) or not set(found) <= {str(layer) for layer in layers}:
         raise ValueError(f"its copies are not of the MoE layers {layers[0]} to {layers[-1]}")
     out = []

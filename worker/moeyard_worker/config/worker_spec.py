@@ -1,4 +1,4 @@
-"""What a launcher tells one rank at its start. Imports no torch."""
+"""The arguments that a launcher gives one rank at its start. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,14 @@ from moeyard_worker.keys import WorkerKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What one rank is told at start. `epoch` is a random number of this fleet: frames of another one are refused.
+    """The arguments of one rank.
 
-    `model_name` labels its metrics.
-    `placement` says which experts the rank loads, and which ranks it meets first (None: contiguous shards, all ranks).
-    `keys` lock its sockets; without any, whoever reaches them may speak (a single rank in its own process).
-    `gpu`: which of the GPUs that its process sees is its own, where `config.device` is "cuda"; `peer_gpus`: those of
-    all ranks, if these are on one host, where it sees them all. On CPUs neither means anything.
+    epoch: a random number. Frames with another one are refused.
+    model_name: label of its metrics.
+    keys: CURVE keys of its sockets. None for a single rank in its own process, whose sockets are open.
+    placement: the experts that the rank loads and the ranks that it meets. None: contiguous shards and all ranks.
+    gpu: index of the rank's GPU among those that its process sees, if `config.device` is "cuda".
+    peer_gpus: indices of all ranks' GPUs, if all are on this host. Empty on CPUs.
     """
 
     config: EngineConfig

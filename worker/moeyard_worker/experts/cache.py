@@ -1,8 +1,8 @@
-"""The expert cache of one rank: store -> slots -> grouped compute, rows that hit first, then rows that missed.
+"""The expert cache of one rank: store, slots, grouped products; rows that hit first, then rows that missed.
 
-Hits and misses go through the same kernel on the same kind of slot, so residency cannot change a bit of the output.
-Where the backend decides residency itself (`ExpertResidency`), this is what fills and counts it; elsewhere the policy
-is asked here, layer by layer. Both decide alike.
+Hits and misses use the same kernel on the same kind of slot, so residency cannot change a bit of the output. A backend
+may decide residency itself (`ExpertResidency`). Then this class only fills it and reads its counts. Otherwise it asks
+the policy in each layer. Both make the same decisions.
 """
 
 import time
@@ -25,16 +25,16 @@ from moeyard_worker.experts.recorder import RoutingRecorder
 from moeyard_worker.experts.stats import CacheStats, Counting, needed
 from moeyard_worker.protocol import ExpertLoads
 
-_LOOK_SECONDS = 0.2  # between two looks at what a device has counted
+_LOOK_SECONDS = 0.2  # between two reads of a device's counters
 
 
 class ExpertSource(Protocol):
     """The weights of experts, read on demand."""
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
-        """Write global expert `expert` of layer `layer` into `out`. In any thread.
+        """Write global expert `expert` of layer `layer` into `out`. May be called in any thread.
 
-        Raises CheckpointError for a file that has changed since it was checked.
+        Raises CheckpointError if a file has changed since it was checked.
         """
         ...
 
@@ -42,14 +42,16 @@ class ExpertSource(Protocol):
 class ExpertCache:
     """Keeps up to `num_slots` of a rank's experts in the backend's memory and computes dispatched rows with them.
 
-    `layers` are the MoE layers in order and `experts` the global ids this rank owns in each of them (a range: the same
-    in all); `form` says how an expert lies in a slot. Slots beyond the number of experts are
-    not allocated; if there are fewer, the backend's `stream_slots` come on top. `preload` must be called before the
-    first `run`. Policy and kernels know local ids. `shared`: the host's memory that a backend keeps experts in may be
-    read by other ranks, who find it by `lent`.
-    Its experts may change between steps (`prepare`, then `adopt`) if the backend's slots can move: `movable`.
-    Raises ValueError for fewer than 1 slot, an unknown policy, or layers with different numbers of experts where the
-    backend decides residency. Not thread-safe but for `prepare`.
+    layers: the MoE layers in order.
+    experts: global ids that this rank owns in each layer; a range means the same ids in all layers. Policy and kernels
+        use local ids.
+    form: the layout of an expert in a slot.
+    num_slots: at most the number of experts. If it is less, the backend's `stream_slots` are added for prompts.
+    shared: whether other ranks may read the host memory that the backend keeps experts in (`lent`).
+
+    Call `preload` before the first `run`. If `movable`, the experts may change between steps (`prepare`, then `adopt`).
+    Raises ValueError for fewer than 1 slot and for an unknown policy. If the backend decides residency, it also raises
+    for layers with different numbers of experts. Only `prepare` may be called in another thread.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ExpertCache:
         self._policy = self._start_policy(num_slots, None)
         self._change: Change | None = None
         self._recorder, self._step = recorder, 0
-        # Sees each layer's rows before they are computed; not what a captured graph replays.
+        # Called with each layer's rows before they are computed, but not by a replayed graph.
         self.observer: Callable[[int, Dispatched], None] | None = None
         self._expert_bytes, self._source = form.blob_bytes, source
         self._loaded = False
@@ -92,13 +94,13 @@ class ExpertCache:
             )
         if self._residency is not None and len({len(each) for each in self._owned}) > 1:
             raise ValueError("this device caches experts only where a rank owns as many in every layer")
-        # Misses and evictions before its experts last changed.
+        # Misses and evictions before the last change of experts.
         self._looked, self._slot_bytes, self._missed = 0.0, 0, (0, 0)
-        # With everything resident the policy is not asked.
+        # If every expert has a slot, the tables replace the policy.
         self._tables = self._resident_tables()
 
     def _start_policy(self, num_slots: int, resident: list[ExpertKey] | None) -> RankedPolicy:
-        """The policy over local ids; without `resident` every slot holds one of the first experts of its layer."""
+        """Return the policy over local ids. Without `resident`, slots hold the first experts of each layer."""
         even = len({len(each) for each in self._owned}) == 1
         if resident is None and not even and num_slots > 0:
             num_slots = min(num_slots, self.num_experts)
@@ -113,7 +115,7 @@ class ExpertCache:
         )
 
     def _resident_tables(self) -> dict[int, Any]:
-        """The slots of every layer's experts where all have theirs."""
+        """Return each layer's table of slots, or nothing if not all experts have slots."""
         if not self.all_resident:
             return {}
         slot_of = {key: slot for slot, key in enumerate(self._policy.resident)}
@@ -124,22 +126,22 @@ class ExpertCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the policy."""
+        """Number of slots of the policy."""
         return self._policy.num_slots
 
     @property
     def num_experts(self) -> int:
-        """Experts of this rank over all layers."""
+        """Number of this rank's experts over all layers."""
         return sum(map(len, self._owned))
 
     @property
     def _width(self) -> int:
-        """Experts of this rank in the layer where it has most."""
+        """Number of this rank's experts in the layer where it has most."""
         return max(map(len, self._owned))
 
     @property
     def _num_passing(self) -> int:
-        """Slots that only prompts' misses pass through."""
+        """Number of slots for misses of prompts."""
         return 0 if self.all_resident else self._num_streams
 
     @property
@@ -149,28 +151,28 @@ class ExpertCache:
 
     @property
     def all_resident(self) -> bool:
-        """Whether every expert has its slot for good."""
+        """Whether every expert has a permanent slot."""
         return self.num_slots == self.num_experts
 
     @property
     def defers_choices(self) -> bool:
-        """Whether the product may choose one row's experts: nothing here decides by ids, records or watches them."""
+        """Whether the kernels may choose a single row's experts, because nothing here needs their ids."""
         return self.all_resident and self._recorder is None and self.observer is None
 
     @property
     def lent(self) -> LentMemory | None:
-        """How other ranks of the host find the experts that a backend keeps in its memory, if they may."""
+        """The handle by which other ranks of the host read this rank's experts; None if they may not."""
         return None if self._residency is None else self._residency.lent
 
     @property
     def num_preloaded(self) -> int:
-        """Experts that `preload` reads."""
+        """Number of experts that `preload` reads."""
         return self.num_slots if self._residency is None else self.num_experts
 
     def preload(self, progress: Callable[[int], None] | None = None) -> None:
-        """Copy the experts that slots start with into them; if the backend decides, all into the host's memory first.
+        """Fill the slots. If the backend decides residency, read all experts into host memory first.
 
-        Does nothing the second time. `progress` is called after each expert with the bytes written for it.
+        Later calls do nothing. `progress` is called after each expert with the bytes written for it.
         """
         if self._loaded:
             return
@@ -189,14 +191,14 @@ class ExpertCache:
         self._loaded = True
 
     def begin_step(self, step: int) -> None:
-        """Name the step that the next accesses belong to; only the recorder uses it."""
+        """Set the step of the next accesses, for the recorder."""
         self._step = step
 
     def run(self, layer: int, dispatched: Dispatched) -> torch.Tensor | None:
-        """The experts' outputs of one layer, [R, K, H], one row per (row, k) whose expert is here, holes elsewhere;
-        None where the kernels have written them to `Dispatched.result_window`.
+        """Return the experts' outputs of one layer, [R, K, H].
 
-        With everything resident nothing is decided on the host; it counts where it knows the counts anyway.
+        Only rows of pairs whose expert is on this rank are written. The result is None if the kernels wrote it to
+        `Dispatched.result_window`. If all experts are resident, the host decides nothing and counts only what it knows.
         """
         assert self._loaded, "call preload() before the first run"
         if self.observer is not None:
@@ -219,7 +221,7 @@ class ExpertCache:
         return run.result()
 
     def look(self, *, wait: bool = False) -> CacheStats:
-        """The totals; what a device counts is as of the last look but one, or with `wait` as of now."""
+        """Return the totals. Counts of a device are those of the last read but one, or current ones with `wait`."""
         now = time.monotonic()
         if self._recorder is not None:
             self.stats.records_dropped = self._recorder.dropped
@@ -229,18 +231,17 @@ class ExpertCache:
         return self.stats
 
     def loads(self, rank: int) -> ExpertLoads | None:
-        """Return the rows that experts computed. None: the counts of a device are on their way; ask again soon."""
+        """Return the rows that experts computed, or None while the counts of a device are being copied."""
         chosen = () if self._choices is None else self._choices.read()
         return None if chosen is None else self._counting.loads(rank, chosen)
 
     def prepare(self, experts: range | Owned, *, room: int = 0) -> int:
-        """Read what `adopt` will need to have these experts, beside steps; returns the bytes that were read.
+        """Read the new experts for `adopt` while steps run. Return the bytes read. The last call counts.
 
-        A cache that holds all its experts takes up to `room` slots more for those that come; what has no slot, and in
-        a cache that does not hold all, is read when it is needed. The last call counts.
+        A cache that holds all experts may grow by `room` slots. Experts without a slot are read on demand.
         """
         slots, owned = self._slots, of_layers(experts, len(self._layers))
-        assert isinstance(slots, MovableSlots), "the experts of this backend stay"
+        assert isinstance(slots, MovableSlots), "the experts of this backend cannot move"
         change = Change(owned, min(sum(map(len, owned)), self.num_slots + (room if self.all_resident else 0)))
         written = 0
         if self.all_resident and owned != self._owned:
@@ -251,11 +252,14 @@ class ExpertCache:
         return written
 
     def adopt(self, owned: Owned) -> None:
-        """Have these experts from now on, between steps; what was not prepared is read now. Uses are counted anew."""
+        """Own these experts from now on. Call this between steps. Reads experts that `prepare` did not read.
+
+        The counts of uses start again.
+        """
         change, self._change, slots = self._change, None, self._slots
         if owned == self._owned:
             return
-        assert isinstance(slots, MovableSlots), "the experts of this backend stay"
+        assert isinstance(slots, MovableSlots), "the experts of this backend cannot move"
         if change is None or change.owned != owned:
             change = Change(owned, min(sum(map(len, owned)), self.num_slots))
         places = {key: slot for slot, key in enumerate(self._residents())}
@@ -276,11 +280,11 @@ class ExpertCache:
         self._missed = (self.stats.counters.num_misses, self.stats.counters.num_evictions)
 
     def _residents(self) -> list[ExpertKey]:
-        """(layer, global id) of what each slot of the policy holds."""
+        """Return (layer, global id) of each slot's expert."""
         return [(layer, self._owned[self._index[layer]][i]) for layer, i in self._policy.resident]
 
     def validate(self) -> None:
-        """Assert every invariant, of the policy too."""
+        """Assert every invariant, with those of the policy."""
         self._policy.validate()
         if self._residency is not None:
             self._residency.validate()
@@ -309,7 +313,7 @@ class ExpertCache:
             self.stats.copy_seconds += sum(stalls)
 
     def _filling(self, layer: int, expert: int) -> Fill:
-        """Return what writes a global expert where it is told to."""
+        """Return the function that writes a global expert into given views."""
         return partial(self._source.fill, layer, expert)
 
     def _fill(self, slot: int, layer: int, expert: int) -> None:
@@ -318,7 +322,7 @@ class ExpertCache:
         self.stats.bytes_copied += self._expert_bytes
 
     def _table(self, wave: list[Placed], num_experts: int) -> Any:
-        """The slots of these experts, -1 for all others of the layer."""
+        """Return the table of these experts' slots, -1 for all others of the layer."""
         slots = [-1] * num_experts
         for placed in wave:
             slots[placed.expert] = placed.slot

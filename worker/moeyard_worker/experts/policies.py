@@ -10,9 +10,9 @@ from moeyard_worker.experts.ranked import RankedPolicy
 
 
 class Lru(RankedPolicy):
-    """Evict the expert that decode rows used least recently: the plain baseline.
+    """Evict the expert that decode rows used least recently. This is the baseline.
 
-    Within one visit hits count as used before misses, both in ascending order. All experts are in segment "probation".
+    Within one visit, hits count as used before misses, both in ascending order. All experts are in segment "probation".
     """
 
     settled: ClassVar[Segment] = "probation"
@@ -30,20 +30,20 @@ class Lru(RankedPolicy):
 class SegmentedLru(RankedPolicy):
     """Evict by a decayed count of uses: the default policy.
 
-    The segments are those of a segmented LRU (Karedla, Love, Wherry: Caching Strategies to Improve Disk System
-    Performance, 1994): an expert is in probation until a decode row hits it, then protected. Recency alone does not
-    choose the victim. A model visits its layers in turn, so with fewer slots than experts of one step, recency evicts
-    every expert just before its layer is visited again and hits nothing. The victim is the first expert in this order:
+    An expert is in probation until a decode row hits it, then protected. The segments are those of a segmented LRU
+    (Karedla, Love, Wherry: Caching Strategies to Improve Disk System Performance, 1994). Recency alone does not choose
+    the victim. A model visits its layers in turn, so with fewer slots than experts of one step, recency evicts every
+    expert just before its layer is visited again and hits nothing. The victim is the first expert in this order:
 
     1. Experts that decode rows did not need when they last visited their layer. The next step most likely needs those
-       that the last step used. The first one has the smallest sum over its uses by decode rows of 2^(-age / HALF_LIFE),
-       age in steps (Lee et al., LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently
-       Used Policies, 2001). A use counts whether the expert was resident or not.
-    2. Experts that they needed, by the same sum at that visit. Where sums are alike (rounded to powers of the root of
-       2), the expert visited last goes first, because its layer is visited again last. So a loop over more experts than
+       that the last step used. Among them, the first has the smallest sum of 2^(-age / HALF_LIFE) over its uses by
+       decode rows, age in steps. (Lee et al., LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and
+       Least Frequently Used Policies, 2001.) A use counts whether the expert was resident or not.
+    2. Experts that they needed, by the same sum at that visit. If sums are equal (rounded to powers of the root of 2),
+       the expert visited last goes first, because its layer is visited again last. So a loop over more experts than
        slots, which always misses under recency, hits the experts that stay.
 
-    The lower layer and then the lower id go first where all else is equal.
+    If all else is equal, the lower layer and then the lower id go first.
     """
 
     settled: ClassVar[Segment] = "protected"
@@ -78,12 +78,14 @@ def start_policy(
     num_streams: int = 1,
     resident: Sequence[ExpertKey] | None = None,
 ) -> RankedPolicy:
-    """The policy of one rank as its cache starts with it: every slot holds an expert.
+    """Return the policy of one rank with every slot filled. Engine and simulator both use this function.
 
-    `layers` are the MoE layers, `experts` the rank's shard. More slots than experts are not used. `num_streams`: slots
-    beside them, which misses of prompts pass through. `resident`: what the slots hold, one each, if it is not the first
-    experts of every layer. Engine and simulator both start here, so that they count the same. Raises ValueError for an
-    unknown name or fewer than 1 slot.
+    layers, experts: the MoE layers and the rank's shard.
+    num_slots: at most the number of experts is used.
+    num_streams: number of further slots, for misses of prompts.
+    resident: the expert in each slot. None: the first experts of every layer.
+
+    Raises ValueError for an unknown name or fewer than 1 slot.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown expert cache policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")

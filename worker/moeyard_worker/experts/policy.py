@@ -1,10 +1,10 @@
-"""The decisions of residency policies, and their counts, with which engine and simulator count. Pure."""
+"""The decisions of residency policies, and the counters that engine and simulator share. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-# Which rows need an expert: a decode row, or prompt rows only. The metrics' label for it is "phase".
+# The rows that need an expert: at least one decode row, or prompt rows only. The metrics' label is "phase".
 RowKind = Literal["decode", "prefill"]
 Segment = Literal["probation", "protected"]
 ExpertKey = tuple[int, int]  # layer, global expert id
@@ -15,11 +15,12 @@ SEGMENTS: tuple[Segment, ...] = get_args(Segment)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One expert of a wave and the slot it computes from.
+    """One expert of a wave and its slot.
 
-    `kind` is "decode" when a decode row needs the expert, else "prefill". `hit` is None for a miss, else the segment
-    the expert was found in. `evicted` is the (layer, expert) whose slot a miss took and `evicted_from` its segment;
-    None for a prompt's miss, whose slot is one of the stream's, from `num_slots` on.
+    kind: "decode" if a decode row needs the expert, else "prefill".
+    hit: the segment in which the expert was found, or None for a miss.
+    evicted, evicted_from: (layer, expert) that lost its slot to a miss, and its segment. None for a prompt's miss,
+        which uses a stream slot, numbered from `num_slots` on.
     """
 
     expert: int

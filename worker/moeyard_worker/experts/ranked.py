@@ -1,15 +1,15 @@
-"""What every policy does alike: slots ordered by a rank each, waves, and prompts that stream past them. Pure.
+"""The common part of all policies: slots with eviction ranks, waves, and stream slots for prompts. Pure.
 
-A policy says how an expert's rank changes (`moeyard_kernels.types.expert_ranks`); of those that a wave does not need,
-the one with the smallest rank loses its slot. The order is total and of integers alone, so that a GPU decides the same
-(`moeyard_kernels.experts.cache_access`).
+A policy defines how an expert's eviction rank changes (`moeyard_kernels.types.expert_ranks`). Among the experts that a
+wave does not need, the one with the smallest rank loses its slot. The order is total and uses integers only, so that a
+GPU makes the same decisions (`moeyard_kernels.experts.cache_access`).
 
-A wave has at most half of the slots (`wave_limit`; its hits may be more): a layer that needs more experts than that
-runs in more waves instead of evicting what all other layers keep. Slots are full from the start and stay so.
+The misses of a wave take at most half of the slots (`wave_limit`). A layer that needs more runs in several waves, so
+that it does not evict the experts of all other layers. Slots are always full.
 
-Prompts visit most experts of a layer once and say little about the next token. Their uses are not counted, and their
-misses pass through `num_streams` slots of their own, which are free again once computed. So decode's hot set stays,
-however long a prompt is.
+Prompts visit most experts of a layer once and say little about the next token. So their uses are not counted, and their
+misses use `num_streams` separate slots, which are free again after the wave. A long prompt does not evict the experts
+that decoding uses.
 """
 
 import heapq
@@ -21,14 +21,14 @@ from moeyard_worker.experts.policy import ExpertKey, Placed, Segment
 
 
 class RankedPolicy:
-    """Decides which experts sit in which slots: one instance per rank, for all layers. Its slots are always full.
+    """Decides which experts have which slots: one instance per rank, for all layers.
 
-    `resident` are the first experts of every layer at the start, unless it is told others. Layers and experts are
-    numbered from 0 inside.
+    resident: the first expert of each slot. None: the first experts of every layer. Keys number layers and experts from
+    0.
     """
 
-    # The segment in which an expert that a decode row has hit is found as long as nothing is evicted. Before that, and
-    # for experts that only prompts hit, it is "probation". A cache that holds everything counts by it without asking.
+    # The segment of an expert after a decode row has hit it, while nothing is evicted. All other experts are in
+    # "probation". A cache that holds everything counts by it without asking the policy.
     settled: ClassVar[Segment]
 
     def __init__(
@@ -62,13 +62,13 @@ class RankedPolicy:
         for slot, key in enumerate(self._keys):
             self._slot_of[key] = slot
         self._protected = [False] * self.num_slots
-        # Decayed counts, for a policy that keeps such.
+        # Decayed counts of uses, for policies that need them.
         self._uses = [0] * (len(layers) * self._width)
         self._step = 0
         self._visit = 0
         self._layer = -1
         self._ranks = [self._first_rank(key) for key in self._keys]
-        # Also holds ranks that are no longer true: dropped when they surface, or all at once when they are many.
+        # It also holds outdated ranks. They are dropped when popped, or all at once when there are many.
         self._heap = sorted(zip(self._ranks, range(self.num_slots), strict=True))
 
     @property
@@ -77,13 +77,12 @@ class RankedPolicy:
         return [self._name(key) for key in self._keys]
 
     def access(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> list[list[Placed]]:
-        """Give the needed experts of one layer slots, in waves that are computed one after the other.
+        """Assign slots to the needed experts of one layer. Return waves, which are computed one after the other.
 
         `decode` and `prefill` are disjoint ascending expert ids: those that a decode row needs, and those that only
-        prompt rows need. Every expert appears in exactly one wave. Experts of decode rows come first, hits before
-        misses, which take slots of experts that the wave does not need. Experts of prompts follow: the resident ones
-        in one wave, the others through the stream's slots, which keep nothing. A slot is never reassigned inside the
-        wave that uses it.
+        prompt rows need. Every expert is in exactly one wave. Experts of decode rows come first, hits before misses.
+        Misses evict experts that the wave does not need. Then follow the resident experts of prompts in one wave, and
+        their misses in stream slots. A slot keeps its expert within a wave.
         """
         waves = self._visited(layer, decode) if decode else []
         hits, misses = [], list[int]()
@@ -126,7 +125,7 @@ class RankedPolicy:
         return waves
 
     def _admitted(self, layer: int, misses: Sequence[int], pinned: set[int]) -> list[Placed]:
-        """Misses in the slots of others; those in `pinned` are of the wave's hits."""
+        """Assign slots to misses by evicting others. Slots in `pinned` belong to the wave's hits."""
         out, kept = [], []
         for expert in misses:
             while True:
@@ -151,19 +150,19 @@ class RankedPolicy:
         heapq.heappush(self._heap, (rank, slot))
 
     def _first_rank(self, key: int) -> int:
-        """Of an expert that nobody has needed yet."""
+        """Return the rank of an expert that has not been needed yet."""
         raise NotImplementedError
 
     def _note(self, keys: Sequence[int]) -> None:
-        """These are needed now."""
+        """Note that these experts are needed now."""
         raise NotImplementedError
 
     def _used_rank(self, key: int, *, missed: bool) -> int:
-        """Of one of those just noted."""
+        """Return the rank of an expert that was just noted."""
         raise NotImplementedError
 
     def _left(self, layer: range, needed: set[int]) -> None:
-        """The keys of a layer whose visit needs no others than these."""
+        """Update the ranks of a layer's experts that its visit does not need."""
 
     def _key(self, layer: int, expert: int) -> int:
         return self._index[layer] * self._width + expert - self._first

@@ -1,9 +1,10 @@
 """Write routing traces: the experts that each step of a rank needed. `offline/trace.py` reads them. Loads no torch.
 
 A trace is one file per rank: FILE when there is one rank, else FILE.rank0, FILE.rank1, ... Each is a stream of msgpack
-values. The first is a map, the header: `TraceHeader` plus "format": "moeyard-routing" and "version": 1. Then one array
-follows per access of a layer in which the rank had work: [step, layer, ids needed by decode rows, ids that only prompt
-rows need], global expert ids ascending. A file cut short by a killed worker is valid up to its last whole value.
+values. The first is a map, the header: `TraceHeader` plus "format": "moeyard-routing" and "version": 1. Then follow
+arrays, one per access of a layer in which the rank had work: [step, layer, decode ids, prefill ids]. Ids are global and
+ascending; prefill ids are those that only prompt rows need. A file that a killed worker left is valid up to its last
+complete value.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Whose trace it is: rank, its MoE layers and experts [start, stop), and the cache that ran meanwhile."""
+    """The rank of a trace, its MoE layers, its experts [start, stop), and the cache that ran."""
 
     rank: int
     world_size: int
@@ -40,18 +41,18 @@ class TraceHeader:
 
 
 def rank_path(path: Path, *, rank: int, world_size: int) -> Path:
-    """The file of one rank of the trace named `path`."""
+    """Return the file of one rank of the trace `path`."""
     return path if world_size == 1 else path.with_name(f"{path.name}.rank{rank}")
 
 
 class RoutingRecorder:
     """Appends one rank's accesses to its file, replacing an older file of that name.
 
-    Written to disk once per pass over the layers, so a killed worker loses at most the step it was in.
-    Raises OSError when the file cannot be begun. If it cannot be written later (a full disk), recording ends with one
-    line in the log, at the last whole record where the file can still be cut there, and serving goes on.
+    It writes once per pass over the layers, so a killed worker loses at most one step. Raises OSError if the file
+    cannot be created. If a later write fails (a full disk), recording ends with one log line and serving continues. The
+    file is then cut after its last complete record, if possible.
 
-    failed: whether that has happened. dropped: accesses that were not recorded because of it.
+    failed: whether recording ended that way. `dropped`: number of accesses not recorded after that.
     """
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
@@ -61,10 +62,10 @@ class RoutingRecorder:
         self.failed = False
         self.dropped = 0
         self._packer = msgpack.Packer()
-        # What is held back is ours to count: a file of its own would try again to write what could not be written.
+        # Unbuffered, because a buffered file would retry failed writes and hide the number of lost records.
         self._file = self.path.open("wb", buffering=0)
         self._held: list[bytes] = []
-        self._size = 0  # bytes of whole records in the file
+        self._size = 0  # bytes of complete records in the file
         try:
             self._write(self._packer.pack({"format": FORMAT, "version": VERSION, **asdict(header)}))
         except BaseException:
@@ -72,7 +73,7 @@ class RoutingRecorder:
             raise
 
     def record(self, *, step: int, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
-        """Note one access. Call it for every layer, also when nothing was needed (which is not written)."""
+        """Record one access. Call it for every layer. Accesses that need no expert are not written."""
         if self.failed:
             self.dropped += bool(decode or prefill)
             return
@@ -85,11 +86,11 @@ class RoutingRecorder:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left. Safe to call twice."""
+        """Write the remaining records. Safe to call twice."""
         self._flush()
         try:
             self._file.close()
-        except OSError as error:  # some file systems find out now
+        except OSError as error:  # some file systems report write errors only here
             self._fail(error)
 
     def _flush(self) -> None:
@@ -111,7 +112,7 @@ class RoutingRecorder:
     def _fail(self, error: OSError) -> None:
         self.failed = True
         log.warning("%s: %s; recording of routing ends here, serving goes on", self.path, error.strerror or error)
-        with contextlib.suppress(OSError):  # boundary: a reader passes over the rest of a record at the end
+        with contextlib.suppress(OSError):  # boundary: readers skip an incomplete record at the end
             self._file.truncate(self._size)
 
     def __enter__(self) -> "RoutingRecorder":

@@ -1,10 +1,10 @@
-"""How many experts a rank keeps in device memory. Pure."""
+"""The number of expert slots of a rank. Pure."""
 
 from moeyard_worker.config.engine_config import format_size
 
 
 def slot_bytes(slots: int, *, expert_bytes: int, num_experts: int, stream_slots: int) -> int:
-    """Memory of so many slots: `stream_slots` more if they do not hold all experts."""
+    """Return the memory of `slots` slots, with `stream_slots` more if they do not hold all experts."""
     return expert_bytes * (slots if slots >= num_experts else slots + stream_slots)
 
 
@@ -17,12 +17,15 @@ def resolve_slots(
     available_bytes: int,
     stream_slots: int,
 ) -> int:
-    """Slots of one rank's expert cache, from 1 to `num_experts` (all layers of the rank's shard together).
+    """Return the number of slots of one rank's expert cache, from 1 to `num_experts` (of all layers together).
 
-    `slots` is the wanted number (more than `num_experts` means all) and `memory_bytes` the memory wanted instead; with
-    neither, all experts if they fit into `available_bytes`, else what fits. `expert_bytes` is one slot; where not all
-    experts have theirs, `stream_slots` more are needed for prompts.
-    Raises ValueError, naming both numbers, for less than 1 slot or more memory than there is, and when both are given.
+    slots: the wanted number; more than `num_experts` means all.
+    memory_bytes: the wanted memory instead. With neither, all experts get slots, or as many as fit.
+    expert_bytes: bytes of one slot.
+    available_bytes: free memory.
+    stream_slots: number of further slots for prompts if not all experts have slots.
+
+    Raises ValueError with both numbers for less than 1 slot or too much memory, and if both wishes are given.
     """
     if slots is not None and memory_bytes is not None:
         raise ValueError(f"--expert-slots {slots} and --expert-memory {format_size(memory_bytes)} exclude each other")

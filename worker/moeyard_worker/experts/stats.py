@@ -1,4 +1,4 @@
-"""What an expert cache counts."""
+"""Counters of an expert cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,16 +14,15 @@ from moeyard_worker.protocol import ExpertLoads
 
 @dataclass(slots=True)
 class CacheStats:
-    """Running totals that the metrics read.
+    """Running totals for the metrics.
 
-    `bytes_copied` counts bytes written into slots, the start's filling included; of them `bytes_by_peers` came over
-    links of other ranks, and `bytes_for_peers` are those of others that this one has read. `stall_seconds` holds, per
-    access with misses since the last drain, the wall time spent waiting for copies (where the host waits),
-    `copy_seconds` all of it (on a GPU the time of gathering what decode rows missed, beside rows that hit).
-    `load_imbalance` maps a layer to the rows of its busiest local expert over the mean of all local experts, at the
-    layer's last access with rows (where the host knows them), and `expert_rows` to the rows that each local expert has
-    computed in all.
-    `records_dropped` counts accesses that could not be recorded, None where nothing is recorded.
+    bytes_copied: bytes written into slots, with the first filling.
+    bytes_by_peers: those of them that other ranks read for this one. `bytes_for_peers`: read here for other ranks.
+    stall_seconds: for each access with misses since the last drain, how long the host waited for copies.
+    copy_seconds: total time of copies. On a GPU, the time of gathering misses of decode rows beside rows that hit.
+    load_imbalance: by layer, rows of the busiest local expert over the mean, at the last access with known counts.
+    expert_rows: by layer, the rows that each local expert has computed so far.
+    records_dropped: accesses that could not be recorded; None without recording.
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -37,7 +36,7 @@ class CacheStats:
     records_dropped: int | None = None
 
     def take(self, counts: ResidencyCounts, *, num_slots: int, slot_bytes: int) -> None:
-        """What a device has counted in all, beside the bytes that filled its slots at the start."""
+        """Take over the totals of a device. `slot_bytes` are those of one slot."""
         counters = self.counters
         for i, segment in enumerate(SEGMENTS):
             counters.hits[segment, "decode"] = counts.decode_hits[i]
@@ -51,17 +50,17 @@ class CacheStats:
 
 
 class Counting:
-    """The counts of a cache of `owned` experts of `layers`, by local id, and what follows from them."""
+    """Updates the totals of a cache that has the experts `owned` of `layers`."""
 
     def __init__(self, layers: tuple[int, ...], owned: Owned) -> None:
         self.stats = CacheStats()
         self._layers = layers
         self._owned = owned
-        # The local ids that no decode row has used, where everything is resident.
+        # Local ids that no decode row has used yet, if everything is resident.
         self._unsettled = {layer: set(range(len(each))) for layer, each in zip(layers, owned, strict=True)}
 
     def change(self, owned: Owned) -> None:
-        """Other experts from now on: those that stay keep their rows, but all are unsettled."""
+        """Count other experts from now on. Experts that stay keep their rows, and none is settled."""
         rows = self.stats.expert_rows
         for layer, old, new in zip(self._layers, self._owned, owned, strict=True):
             self._unsettled[layer] = set(range(len(new)))
@@ -72,9 +71,9 @@ class Counting:
         self.stats.load_imbalance.clear()
 
     def loads(self, rank: int, chosen: Sequence[Sequence[int]] = ()) -> ExpertLoads:
-        """The rows that the experts have computed, none where the host has not learned of any.
+        """Return the rows that the experts have computed, empty if the host does not know them.
 
-        `chosen`: what a device has counted instead, for each layer how many of this rank's rows chose each expert.
+        chosen: counts of a device instead: for each layer, how many of this rank's rows chose each expert.
         """
         known = self.stats.expert_rows
         experts = tuple(sorted(set(chain.from_iterable(self._owned))))
@@ -103,7 +102,7 @@ class Counting:
             self.stats.expert_rows[layer] = list(counts) if before is None else list(map(add, before, counts))
 
     def count_resident(self, layer: int, run: ExpertRun, settled: Segment) -> None:
-        """Count what the policy would: all hits, settled ones where decode rows have used the expert before."""
+        """Count as the policy would: all are hits, and settled ones if decode rows used the expert before."""
         self.observe_load(layer, run.counts)
         decode, prefill = needed(run)
         hits = self.stats.counters.hits
@@ -122,7 +121,7 @@ class Counting:
 
 
 def needed(run: ExpertRun) -> tuple[list[int], list[int]]:
-    """Local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
+    """Return local ids of the experts that a decode row needs, and of those that only prompt rows need, ascending."""
     decode: list[int] = []
     prefill: list[int] = []
     for local, (count, num_decode) in enumerate(zip(run.counts, run.decode_counts, strict=True)):

@@ -115,7 +115,7 @@ class ModelConfig:
         return self.weights.expert_form(hidden=self.hidden_size, intermediate=self.moe_intermediate_size, dtype=dtype)
 
     def state_spec(self, dtype_bytes: int) -> StateSpec:
-        """What a sequence costs on one rank, over all layers."""
+        """Return the state of a sequence on one rank, over all layers."""
         return state_spec((attention.state() for attention in self.attention), dtype_bytes)
 
 

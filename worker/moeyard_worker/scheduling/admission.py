@@ -1,4 +1,4 @@
-"""Which requests can never run on a rank, whatever else it does; and what is said to those that cannot now. Pure."""
+"""Requests that can never run on a rank or cannot be queued now, and the answers to them. Pure."""
 
 from moeyard_worker.config.engine_config import SchedulerConfig, window_rows
 from moeyard_worker.protocol import Rejected, SamplingParams, Submit
@@ -7,7 +7,7 @@ from moeyard_worker.scheduling.sampling_check import sampling_error
 
 
 def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
-    """Why a request cannot run by its own words and the rank's limits; None when it can."""
+    """Return why a request can never run on this rank, or None if it can."""
     prompt, params = submit.prompt_token_ids, submit.sampling
 
     def no(reason: str, message: str, param: str | None = None) -> Rejected:
@@ -18,7 +18,7 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
     wrong = sampling_error(params, config.vocab_size)
     if wrong is not None:
         return no("bad_request", wrong)
-    # Two passes in C: a long prompt is read while the streams of this rank wait.
+    # `min` and `max` run in C. A Python loop over a long prompt would delay the streams of this rank.
     if min(prompt) < 0 or max(prompt) >= config.vocab_size:
         outside = next(t for t in prompt if not 0 <= t < config.vocab_size)
         return no("bad_request", f"token id {outside} is outside the vocabulary of {config.vocab_size}")
@@ -51,19 +51,19 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
 
 
 def duplicate(request_id: str) -> Rejected:
-    """The answer to a request whose client has one of that name."""
+    """Return the answer to a request whose client has a live one with the same id."""
     message = f"request {request_id!r} is already running"
     return Rejected(request_id=request_id, reason="duplicate", message=message)
 
 
 def queue_full(request_id: str, num_waiting: int) -> Rejected:
-    """The answer to a request behind as many as may wait."""
+    """Return the answer to a request that finds the queue full."""
     message = f"{num_waiting} requests are waiting"
     return Rejected(request_id=request_id, reason="queue_full", message=message, retry_after=1.0)
 
 
 def _compression_error(num_prompt: int, params: SamplingParams, config: SchedulerConfig) -> str | None:
-    """Why this rank cannot keep a prompt in part as it is asked to; None when it can, or is not asked to."""
+    """Return why this rank cannot compress the prompt as requested, or None."""
     if params.kv_compression is None:
         return None
     rows, window = window_rows(config, config.chunk_alignment), params.kv_compression.window
@@ -73,7 +73,7 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
 
 
 def num_pages(num_prompt: int, params: SamplingParams, config: SchedulerConfig) -> int:
-    """Pages that a request holds at most. One whose prompt is kept in part holds both for a while."""
+    """Return the most pages that a request holds. During compression it holds the pages of both versions."""
     positions = max(num_positions(num_prompt + params.max_tokens, config), num_prompt)
     dropped = num_dropped(params, num_prompt)
     kept = -(-(positions - dropped) // config.page_size)
@@ -81,9 +81,9 @@ def num_pages(num_prompt: int, params: SamplingParams, config: SchedulerConfig) 
 
 
 def num_positions(total: int, config: SchedulerConfig) -> int:
-    """Positions of a request of `total` tokens whose state may be written.
+    """Return the number of positions whose state may be written, of a request with `total` tokens.
 
-    The last output token is never fed back, so its state is never stored, with one exception: a step planned while
-    drafts are in flight cannot know whether they complete the request, and then feeds that token too.
+    The last output token is not fed back, so its state is not stored. There is one exception: a step that is planned
+    while drafts are in flight cannot know whether they complete the request. It then feeds that token, too.
     """
     return total if config.num_drafts and config.max_in_flight > 1 else total - 1

@@ -1,4 +1,4 @@
-"""What becomes of the tokens that a step yielded: which one ends its request, and what is said of both. Pure."""
+"""Takes the tokens that a step yielded: which one ends its request, and the messages about both. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,9 +24,9 @@ def take_tokens(
     stats: SchedulerStats,
     now: float,
 ) -> tuple[Tokens, str | None]:
-    """Append the tokens of a completed chunk to its request and count them; the message about them.
+    """Append the tokens of a completed chunk to its request, and count them.
 
-    With it the finish reason, if one of them ends the request: what was accepted behind that one is dropped.
+    Return the message about them and the finish reason, or None. Accepted tokens after the last one are dropped.
     """
     for j in range(chunk.num_sampled - 1):
         stats.drafts[j] += 1
@@ -37,7 +37,7 @@ def take_tokens(
     stats.generation_tokens += count
     if request.first_token is None:
         stats.prefilled(request, now)
-    # Of an output that was begun elsewhere only what follows was timed here.
+    # Tokens that another rank generated were not timed here.
     num_gaps = len(request.output) - request.num_given - 1
     if reason is not None and num_gaps > 0 and request.first_token is not None:
         stats.token_seconds.append((now - request.first_token) / num_gaps)
@@ -52,20 +52,20 @@ def take_tokens(
 
 
 def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
-    """Append accepted tokens up to the one that ends the request; its finish reason, None while it goes on."""
+    """Append accepted tokens up to the one that ends the request. Return its finish reason, or None."""
     for token_id in token_ids:
         request.output.append(token_id)
-        # Token by token: a stop token before `min_tokens` counts for nothing, whatever was accepted with it.
-        reason = end_of(request.output, request.sampling, eos_token_ids)
+        # Each token is checked alone, because stop tokens before `min_tokens` do not count.
+        reason = finish_reason(request.output, request.sampling, eos_token_ids)
         if reason is not None:
             return reason
     return None
 
 
-def end_of(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[int, ...]) -> str | None:
-    """The finish reason of an output that its last token ends; None if it goes on.
+def finish_reason(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[int, ...]) -> str | None:
+    """Return the finish reason if the last token ends the output, else None.
 
-    A grammar lets an end-of-sequence token through where it is meant, or where nothing else may follow: that is an end.
+    With a grammar, an end-of-sequence token always ends the output: the mask allows it only where the text may end.
     """
     token_id, ends = output[-1], () if params.grammar is None else eos_token_ids
     if token_id in ends or (
@@ -76,8 +76,8 @@ def end_of(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[i
     return "length" if len(output) >= params.max_tokens else None
 
 
-def farewell(request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:
-    """The last message about a request."""
+def done(request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:
+    """Return the last message about a request."""
     started, first = request.started, request.first_token
     return Done(
         request_id=request.request_id,
@@ -94,13 +94,13 @@ def farewell(request: Request, reason: str, error: str | None = None, *, retryab
 
 
 def expired(request: Request, waited: float, limit: float | None) -> Rejected:
-    """The only word to a request that waited `waited` seconds, `limit` or more, and never ran."""
+    """Return the answer to a request that waited `waited` seconds, at least `limit`, and never ran."""
     message = f"the request waited {waited:.1f} s and did not start; the limit is {limit:g} s"
     return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)
 
 
-def tell_scores(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[Reply]:
-    """Count the scores of a completed chunk, one for each of its targets, and tell them in messages of bounded size."""
+def score_replies(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[Reply]:
+    """Count the scores of a completed chunk, one per target, and yield them in messages of bounded size."""
     assert chunk.scoring is not None, "nothing was to be scored"
     assert len(scores) == len(chunk.scoring.targets), f"{len(scores)} scores of {len(chunk.scoring.targets)} tokens"
     first = chunk.start + chunk.scoring.first

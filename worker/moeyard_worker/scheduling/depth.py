@@ -1,10 +1,10 @@
-"""How many tokens to draft in the next step, from what drafts and steps have cost and yielded so far. Pure.
+"""Chooses how many tokens to draft in the next step, from measured acceptance and step times. Pure.
 
-A step that verifies and drafts k tokens per sequence yields 1 + q_1 + q_1 q_2 + ... + q_1 .. q_k of each, where q_j is
-how often the j-th draft is right when those before it are. It takes the seconds that such steps took at about as many
-sequences. The depth with the most tokens per second is taken, found by climbing: from one draft up or down for as long
-as that is better. What stands beside the best is tried again now and then, since machines, neighbours and texts change.
-(To try every depth at every number of sequences cost eight streams of 64 tokens a tenth of their pace.)
+A step that verifies and drafts k tokens yields 1 + q_1 + q_1 q_2 + ... + q_1 .. q_k tokens per sequence. Here q_j is
+the share of right drafts at place j when all before it are right. The time of such a step is measured at about the same
+number of sequences. The depth with the most tokens per second is found by hill climbing from one draft. Its neighbours
+are tried again now and then, because load and texts change. (Trying every depth at every number of sequences slowed
+eight streams of 64 tokens by a tenth.)
 """
 
 from collections import deque
@@ -13,36 +13,36 @@ from collections.abc import Sequence
 from moeyard_worker.scheduling.request import Accepted
 from moeyard_worker.scheduling.step import Step
 
-# How much of what was known of a draft's place is forgotten with every verification there.
+# Weight of each new verification in the moving average of a place's acceptance.
 _FORGET = 0.02
-# Steps of one depth in a row when it is tried. The first still verifies what the depth before has drafted.
+# Consecutive steps of a trial. The first one still verifies the drafts of the previous depth.
 _TRIAL = 5
-# Steps between two trials: each costs 5 of them at another pace, so that half the pace costs 2 %.
+# Steps between two trials. A trial takes 5 steps, so a depth of half the speed costs 2 %.
 _REST = 240
-# The latest times that are kept of a depth. Their lower quartile counts: a machine that is busy with something else
-# makes steps longer, never shorter. (Of nine, five were slow ones at some moment, and their median left the best.)
+# Step times kept per depth. Their lower quartile counts, because other load makes steps longer and never shorter. (With
+# nine times, five were slow ones at some moment, and the median then rejected the best depth.)
 _KEPT = 16
 _ENOUGH = 4
 
 
 class Depth:
-    """Chooses among 0 to `most`. A rank's own: what others wish is agreed on elsewhere."""
+    """Chooses a depth from 0 to `most` for one rank. Ranks agree on the depth of a step through their plan frames."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Of each place: how often a draft there is right if those before it are. Hope, to begin with.
+        # By place: the share of right drafts if those before are right. The initial value is a guess.
         self._right = [0.7] * most
-        # By (sequences, rounded up to a power of two; depth).
+        # By (number of sequences rounded up to a power of two, depth).
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._trying: tuple[int, int] | None = None
         self._left = 0
         self._rest = 0
         self._turn = 0
-        # The depth of the step before, which is what the next one verifies.
+        # The depth of the previous step, whose drafts the next one verifies.
         self._before = -1
 
     def choose(self, num_sequences: int) -> int:
-        """The depth of a step of so many sequences."""
+        """Return the depth of a step with `num_sequences`."""
         size = _rounded(num_sequences)
         if self._left and self._trying is not None and self._trying[0] == size:
             self._left -= 1
@@ -66,12 +66,12 @@ class Depth:
         return depth
 
     def _rate(self, size: int, depth: int) -> float:
-        """Tokens of each sequence per second."""
+        """Return tokens per second of each sequence."""
         times = sorted(self._seconds[size, depth])
         return self.tokens(depth) / times[len(times) // 4]
 
     def tokens(self, depth: int) -> float:
-        """What a sequence is expected to get of a step that verifies so many drafts."""
+        """Return the expected tokens per sequence of a step that verifies `depth` drafts."""
         total = right = 1.0
         for share in self._right[:depth]:
             right *= share
@@ -79,27 +79,27 @@ class Depth:
         return total
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Of so many drafts of a sequence the first `num_accepted` were right; one behind a wrong one says nothing."""
+        """Note that the first `num_accepted` of `num_drafts` were right. Drafts after a wrong one are ignored."""
         for place in range(min(num_drafts, num_accepted + 1)):
             found = float(place < num_accepted)
             self._right[place] += _FORGET * (found - self._right[place])
 
     def took(self, num_sequences: int, depth: int, seconds: float) -> None:
-        """A step of output rows alone has verified what the step before drafted, and has drafted `depth` itself."""
+        """Note the time of a step without prompt rows that verified the previous drafts and made `depth` new ones."""
         if depth == self._before and seconds > 0:
             times = self._seconds.setdefault((_rounded(num_sequences), depth), deque(maxlen=_KEPT))
             times.append(seconds)
         self._before = depth
 
     def interrupted(self) -> None:
-        """A step of another kind: its time says nothing, nor does the next one's."""
+        """Note a step of another kind. Neither its time nor the next one's counts."""
         self._before = -1
 
 
 class Drafting:
-    """The depth of every step: `most` always, or if `adaptive` what `Depth` says. Steps are completed in their order.
+    """The depth of every step: always `most`, or the choice of `Depth` if `adaptive`. Steps complete in order.
 
-    least: that of a step with prompt rows, since prompts are to have what drafts attend to.
+    least: depth of a step with prompt rows, because prompts must store the keys that drafts attend to.
     """
 
     def __init__(self, most: int, *, adaptive: bool) -> None:
@@ -108,7 +108,7 @@ class Drafting:
         self._completed = 0.0
 
     def wish(self, num_sequences: int) -> int:
-        """What is to be drafted behind every token that a step of so many running sequences samples."""
+        """Return how many drafts to make per sampled token in a step with `num_sequences` running."""
         if not num_sequences:
             return self.least
         return self._most if self._depth is None else self._depth.choose(num_sequences)
@@ -124,7 +124,7 @@ class Drafting:
         if step.prefill or not results:
             depth.interrupted()
         else:
-            # Ranks may have agreed on more than this one wished.
+            # Ranks may have agreed on a larger depth than this one wanted.
             depth.took(len(results), max(len(result.drafts) for result in results), seconds)
 
 

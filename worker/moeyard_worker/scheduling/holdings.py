@@ -1,9 +1,9 @@
-"""What requests hold on a rank: pages and a slot each, taken, grown, found again and given back. Pure.
+"""Allocates pages and state slots to requests, reuses prefixes, and frees both. Pure.
 
-Where a model keeps state per sequence, the beginning of a prompt is reused up to the longest position at which there
-are both pages and a snapshot of that state. A request takes two: behind the last whole pages of its prompt, where a
-longer prompt goes on from; and where it leaves what others had in their prompts, if there is none yet. A third request
-with the same beginning will start there.
+If the model keeps state per sequence, a prefix is reused up to the last position that has both pages and a snapshot of
+that state. A request takes two snapshots. One is after the last full page of its prompt, where a longer prompt may
+continue. The other is where its prompt leaves the known prefix, if there is no snapshot yet. A third request with the
+same prefix starts there.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from moeyard_worker.state.snapshots import SnapshotPool
 
 
 class Prefix(NamedTuple):
-    """What is known of the beginning of a prompt: the `pages` to start behind, and how many are known in all.
+    """The known beginning of a prompt: the `pages` to reuse, and the number of all known pages.
 
-    They differ where state is kept per sequence and there is no snapshot of it behind the last.
+    They differ if the model has state per sequence and no snapshot after the last known page.
     """
 
     pages: list[int]
@@ -29,7 +29,7 @@ class Prefix(NamedTuple):
 
 
 class Holdings:
-    """Owner of a rank's pages and slots; which request holds which is written in the request."""
+    """Owner of a rank's pages and slots. Each request lists those that it holds."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         first = config.num_state_slots * config.state_ring
@@ -42,21 +42,21 @@ class Holdings:
         self._reuse_unit = lcm(config.page_size, config.chunk_alignment) // config.page_size
 
     def pages_for(self, length: int) -> int:
-        """Pages of `length` positions."""
+        """Return the number of pages for `length` positions."""
         return -(-length // self._page_size)
 
     def pages_to_start(self, request: Request) -> int:
-        """Pages for all known tokens: where not all of the prompt is kept, its own and those of what is."""
+        """Return the number of pages for all known tokens. With compression, both versions of the prompt count."""
         kept = self.pages_for(request.length - request.num_dropped)
         return kept + self.pages_for(len(request.prompt)) if request.num_dropped else kept
 
     def known_prefix(self, request: Request) -> Prefix:
-        """Pages of other requests that hold the beginning of this one's prompt, with the state behind them."""
-        # At least the last prompt position is computed, because its logits choose the first output token; or all those
-        # whose queries choose what is kept.
+        """Return the known pages of this prompt's beginning that have the needed state."""
+        # At least the last prompt position is computed, because its logits choose the first output token. Compression
+        # needs the queries of its whole window.
         reusable = len(request.prompt) - request.window
         if request.sampling.prompt_logprobs is not None:
-            # Pages hold no logits: a position whose next token is still to be scored is computed here.
+            # Pages hold no logits, so positions whose next token must be scored are computed.
             reusable = min(reusable, request.num_scored)
         pages = self.pool.match(request.hashes[: reusable // self._page_size])
         num_known = len(pages) - len(pages) % self._reuse_unit
@@ -65,14 +65,14 @@ class Holdings:
         return Prefix(pages[: self.snapshots.reach(request.hashes[:num_known], self._reuse_unit)], num_known)
 
     def can_start(self, request: Request, cached: list[int]) -> bool:
-        """Whether a slot is free, and the pages for all known tokens beside the `cached` ones."""
+        """Return whether a slot is free, and enough pages for all known tokens in addition to `cached`."""
         if self.slots.num_slots and not self.slots.num_free:
             return False
         needed = self.pages_to_start(request) - len(cached)
         return needed <= self.pool.num_free - self.pool.num_idle(cached)
 
     def can_start_first(self, waiting: Iterable[Request], count: int, num_running: int) -> bool:
-        """Whether the first `count` of the queue have places, slots and pages together, whatever prefixes are known."""
+        """Return whether the first `count` queued requests can start together, without counting known prefixes."""
         if count <= 0:
             return True
         if num_running + count > self._max_num_seqs or (self.slots.num_slots and count > self.slots.num_free):
@@ -80,9 +80,9 @@ class Holdings:
         return sum(self.pages_to_start(r) for r in islice(waiting, count)) <= self.pool.num_free
 
     def start(self, request: Request, prefix: Prefix) -> None:
-        """Give the request a slot, the pages of its known `prefix`, which counts as computed, and the rest it needs.
+        """Allocate a slot and all pages of the prompt. The known `prefix` counts as computed.
 
-        All pages of the prompt at once: prompts that are still being computed must not starve each other.
+        All pages are allocated at once, because partly computed prompts could starve each other.
         """
         cached = prefix.pages
         self.pool.acquire(cached)
@@ -97,7 +97,7 @@ class Holdings:
         request.num_registered = len(cached)
 
     def _plan_snapshots(self, request: Request, prefix: Prefix) -> None:
-        """Where a request that starts behind a snapshot, or behind none, takes others."""
+        """Choose the snapshot to restore and the positions of the snapshots to take."""
         start, unit = len(prefix.pages), self._reuse_unit
         if start:
             request.restored = self.snapshots.use(request.hashes[start - 1])
@@ -105,7 +105,7 @@ class Holdings:
         request.snapshots_at = tuple(end * self._page_size for end in ends if end > start)
 
     def take_snapshots(self, request: Request, start: int, rows: int) -> tuple[tuple[int, int], ...]:
-        """(position, slot) of the snapshots that a chunk of so many rows from `start` takes, where there is room."""
+        """Return (position, slot) of the snapshots that a chunk of `rows` rows from `start` can take."""
         found: list[tuple[int, int]] = []
         for position in request.snapshots_at:
             if start < position <= start + rows:
@@ -120,34 +120,34 @@ class Holdings:
 
     @property
     def num_free_positions(self) -> int:
-        """Positions that the free pages hold."""
+        """Number of positions that the free pages hold."""
         return self.pool.num_free * self._page_size
 
     def reach(self, request: Request) -> int:
-        """Positions that the request's pages hold, those of its prompt that are not kept among them."""
+        """Return the number of positions that the request's pages cover, with the dropped ones of its prompt."""
         return len(request.kept_pages) * self._page_size + request.num_dropped
 
     def missing(self, request: Request, length: int) -> int:
-        """Pages that the request lacks for `length` positions, its prompt among them."""
+        """Return how many pages the request lacks for `length` positions in all."""
         return self.pages_for(length - request.num_dropped) - len(request.kept_pages)
 
     def grow(self, request: Request, count: int) -> None:
-        """Give the request so many pages more, for what comes behind its prompt."""
+        """Allocate `count` more pages for output."""
         request.kept_pages.extend(self.pool.allocate(count))
 
     def extend(self, request: Request, length: int, num_others: int) -> None:
-        """Give the request pages for `length` positions if `num_others` are free beside them: it can do without."""
+        """Allocate optional pages for `length` positions, if `num_others` pages stay free."""
         missing = self.missing(request, length)
         if 0 < missing <= self.pool.num_free - num_others:
             self.grow(request, missing)
 
     def register(self, request: Request) -> None:
-        """Make newly filled prompt pages, and snapshots behind them, findable; a page with output positions never is.
+        """Add newly filled prompt pages and snapshots to the prefix index. Pages with output positions are not added.
 
-        A whole prompt of which what is kept was copied needs its pages no more; others, and the index, may.
+        Once a compressed prompt is copied, the request frees the original pages. The index may keep them.
         """
         full = min(request.num_computed // self._page_size, len(request.hashes))
-        # Of a chunk that is computed together and ends with this prompt, what lies in pages is this prompt's alone.
+        # Positions that are computed together with the end of this prompt are not reusable by other prompts.
         full -= full % self._reuse_unit
         for i in range(request.num_registered, full):
             self.pool.register(request.pages[i], request.hashes[i])
@@ -159,14 +159,14 @@ class Holdings:
             request.pages, request.compact = request.compact, []
 
     def give_back(self, request: Request) -> None:
-        """Free the pages behind the known tokens: they were reserved for drafts that were refused."""
+        """Free the pages after the known tokens, which were reserved for rejected drafts."""
         kept = self.pages_for(request.length - request.num_dropped)
         if len(request.pages) > kept:
             self.pool.release(request.pages[kept:])
             del request.pages[kept:]
 
     def release(self, request: Request) -> None:
-        """Free all that the request holds, which no step in flight may name any more."""
+        """Free everything that the request holds. No step in flight may use it."""
         assert not request.in_flight, f"a step in flight still names {request.key}"
         self.pool.release(request.pages)
         self.pool.release(request.compact)
@@ -179,7 +179,7 @@ class Holdings:
             request.state_slot = -1
 
     def validate(self, holders: Iterable[Request]) -> None:
-        """Assert that every page and slot is free or held as the requests say, and covers what they computed."""
+        """Assert that every page and slot is free or listed by its holders, and covers what they computed."""
         requests = list(holders)
         self.pool.validate(pages for r in requests for pages in (r.pages, r.compact))
         self.slots.validate(r.state_slot for r in requests if r.state_slot >= 0)
@@ -187,7 +187,7 @@ class Holdings:
         for r in requests:
             assert len(r.pages) >= self.pages_for(r.num_places), f"{r.key} computed past its pages"
             compacts = bool(r.pages and r.num_dropped and r.num_computed < len(r.prompt))
-            assert bool(r.compact) == compacts, f"{r.key} was compacted and does not know, or the other way round"
+            assert bool(r.compact) == compacts, f"{r.key} has pages for compression at the wrong time"
             assert (r.state_slot >= 0) == bool(r.pages and self.slots.num_slots), (
                 f"{r.key} has no slot, or one too many"
             )

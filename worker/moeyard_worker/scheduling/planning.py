@@ -1,4 +1,4 @@
-"""The arithmetic of a request's next chunk: whose turn it is, where it begins, its rows, what it says. Pure."""
+"""The arithmetic of a request's next chunk: priority, start, number of rows, contents. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from moeyard_worker.scheduling.step import Chunk, Compaction, Scoring, Step
 
 
 class Place(NamedTuple):
-    """Where a request's next chunk begins: `start` to `max_start`, its `fed` (see `Chunk`), and drafts to verify."""
+    """The start of a request's next chunk (`start` to `max_start`), its `Chunk.fed`, and the drafts to verify."""
 
     start: int
     max_start: int
@@ -20,9 +20,12 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step in the making. `budget`: rows left. `closed`: nobody is admitted any more. `held` is not planned.
+    """A step that is being planned.
 
-    `num_drafts`: what is drafted behind every sampled token, `least_drafts` where prompts are among them.
+    budget: number of rows left.
+    num_drafts, least_drafts: drafts per sampled token, and the least number of them in a step with prompt rows.
+    closed: whether no further request is admitted.
+    held: a request that is left out of this step.
     """
 
     budget: int
@@ -34,21 +37,21 @@ class StepBuilder:
     decode: list[tuple[Request, Chunk]] = field(default_factory=list)
 
     def add(self, request: Request, chunk: Chunk) -> None:
-        """Make a chunk part of the step; from here on its request is in flight."""
+        """Add a chunk. Its request is in flight from now on."""
         request.in_flight.append(chunk)
         request.restored = -1
         (self.prefill if chunk.prompt else self.decode).append((request, chunk))
         self.budget -= len(chunk.token_ids)
 
     def finish(self) -> tuple[Step, tuple[Request, ...]]:
-        """The step and the requests behind its chunks, which learn their place among the sampled ones."""
+        """Return the step and the requests of its chunks. Sets their `sample_index`."""
         planned = self.prefill + self.decode
         index = 0
         for request, chunk in planned:
             if chunk.num_sampled:
                 request.sample_index = index
                 index += 1
-        # Rows that nothing is sampled from keep what drafts will attend to: one pass does that.
+        # Rows without sampling only store the keys that drafts will attend to, which takes one pass.
         num_drafts = self.num_drafts if index else min(self.num_drafts, len(planned))
         num_drafts = max(num_drafts, self.least_drafts if self.prefill else 0)
         step = Step(
@@ -58,29 +61,30 @@ class StepBuilder:
 
 
 def next_place(request: Request, num_drafts: int) -> Place:
-    """Where the request goes on after its chunk in flight, if there is one (never two: the older step is completed).
+    """Return the start of the request's next chunk, after its chunk in flight, if any. There is at most one.
 
-    `num_drafts` are made by the step in flight, though not known yet.
+    num_drafts: number of drafts that the step in flight makes.
     """
     start = request.num_computed
     if not request.in_flight:
         return Place(start, start, None, len(request.drafts))
-    # The steps before the chunk's are completed, so its own start is known by now, whether it was fed or not.
+    # All earlier steps are completed, so the start of the chunk in flight is known, even if it was fed.
     (chunk,) = request.in_flight
     end = start + chunk.num_tokens
     if not chunk.num_sampled:
         return Place(end, end, None)
-    # One of its sampled tokens is accepted at least, all of them at most.
+    # At least one of its sampled tokens is accepted, at most all.
     return Place(end - chunk.num_sampled + 1, end, request.sample_index, num_drafts)
 
 
 def by_urgency(
     running: Iterable[Request], num_drafts: int
 ) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
-    """Those whose next chunk is of their output and those whose is of their prompt; each by age, with the places.
+    """Return requests whose next chunk is output, and those whose next chunk is prompt, each by age.
 
-    Next tokens come first: a long recompute must not take the step away from the others. `num_drafts`: those that the
-    step in flight makes behind each.
+    Single next tokens come before recomputed output, because a long recompute must not fill the step.
+
+    num_drafts: number of drafts that the step in flight makes for each request.
     """
     single: list[tuple[Request, Place]] = []
     several: list[tuple[Request, Place]] = []
@@ -95,31 +99,32 @@ def by_urgency(
 
 
 def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerConfig) -> int:
-    """Rows of the request's next chunk, 0 for none; a chunk never crosses the end of the prompt."""
+    """Return the number of rows of the request's next chunk. A chunk never crosses the end of the prompt."""
     start, num_prompt = place.start, len(request.prompt)
     if start < num_prompt:
         left = num_prompt - start
         rows = min(budget, config.prefill_chunk, left)
         if rows == left:
             return rows
-        # The last chunk is never shorter than what chooses in it, however the others are cut.
+        # The last chunk must contain the whole window of the compression.
         rows = min(rows, left - request.window)
         return rows - (start + rows) % config.chunk_alignment
     if start >= request.limit:
-        # Certain to end with the step in flight.
+        # The request ends with the step in flight.
         return 0
     known = request.length - start
     if known > 1:
         return min(budget, config.prefill_chunk, known)
     if not place.num_drafts:
         return min(budget, 1)
-    # Drafts end where the request does. In a fed chunk one row stays when the step in flight may reach that end.
+    # Drafts stop at the request's limit. A fed chunk keeps one row if the step in flight may reach the limit.
     return min(budget, 1 + place.num_drafts, max(request.limit - place.max_start, 1))
 
 
 def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
-    """Positions that a step wants pages for which computes `length` of them and samples: all drafts but the first are
-    made by rows behind those.
+    """Return the number of positions that need pages in a sampling step that computes `length` of them.
+
+    All drafts but the first are made by further rows.
     """
     return min(length + max(config.num_drafts - 1, 0), max(request.limit, length))
 
@@ -127,7 +132,7 @@ def num_wanted(request: Request, length: int, config: SchedulerConfig) -> int:
 def make_chunk(
     request: Request, place: Place, rows: int, snapshots: tuple[tuple[int, int], ...] = (), *, state_ring: int = 1
 ) -> Chunk:
-    """The next `rows` rows of a request, whose pages are reserved, as are the slots of its `snapshots` on the way."""
+    """Return the next `rows` rows of a request. Its pages and the slots of `snapshots` must be allocated."""
     start, num_sampled, num_prompt = place.start, 0, len(request.prompt)
     if place.fed is not None:
         token_ids, num_sampled = (0,) * rows, rows
@@ -159,10 +164,10 @@ def make_chunk(
 
 
 def _rows_to_score(request: Request, start: int, end: int) -> Scoring | None:
-    """Return what is to be scored in rows [start, end) of a request that asks for it; None for nothing.
+    """Return the rows to score among positions [start, end), or None.
 
-    A row scores the prompt token behind its own; the last prompt token has none. Rows that were scored before their
-    request had to yield its pages are computed again, not told again.
+    A row scores the next prompt token, so the last one scores none. Rows that are recomputed after a preemption are not
+    reported twice.
     """
     num_top = request.sampling.prompt_logprobs
     if num_top is None:
@@ -173,7 +178,7 @@ def _rows_to_score(request: Request, start: int, end: int) -> Scoring | None:
 
 
 def _compaction(request: Request) -> Compaction | None:
-    """What the chunk that ends the prompt is to keep of it; None for all."""
+    """Return the compression of the prompt, or None."""
     dropped = request.num_dropped
     if not dropped:
         return None
@@ -183,7 +188,7 @@ def _compaction(request: Request) -> Compaction | None:
 
 
 def _token_at(request: Request, position: int) -> int | None:
-    """The token at a position, if it is known: of the prompt or of the output."""
+    """Return the token at a position of the prompt or the output, or None if it is not known yet."""
     if position >= request.length:
         return None
     num_prompt = len(request.prompt)

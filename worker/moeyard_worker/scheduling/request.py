@@ -1,4 +1,4 @@
-"""One request while it lives on a rank, what its steps yield, and what is said of it. Pure."""
+"""One request on a rank, and the results of its steps. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,12 @@ from moeyard_worker.scheduling.step import Chunk, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What one sampled chunk yielded.
+    """The result of one sampled chunk.
 
-    `token_ids`: the accepted tokens, at least one and at most the chunk's `num_sampled`. `logprobs`: one for each of
-    them, or none at all. `drafts`: proposals for the positions after the last accepted token; none without speculation.
-    `error`: why the request ends here, by name and without these tokens; None as a rule.
+    token_ids: the accepted tokens, from one to the chunk's `num_sampled`.
+    logprobs: one per token, or empty.
+    drafts: proposals for the positions after the last accepted token, empty without speculation.
+    error: usually None. Otherwise the request ends with this error and without these tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -25,10 +26,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Which tokens a grammar lets through.
+    """The tokens that a grammar allows next.
 
-    `words`: 32-bit words, little-endian, token t at bit t % 32 of word t / 32; None lets every token through. `error`:
-    why none can be said; the request ends by it.
+    words: 32-bit words, little-endian. Token t is bit t % 32 of word t // 32. None allows every token.
+    error: usually None. Otherwise the request ends with this error.
     """
 
     words: bytes | None = None
@@ -36,21 +37,21 @@ class Mask:
 
 
 class Constraint(Protocol):
-    """What holds a request to its grammar: the engine's, and only carried here."""
+    """The grammar of a request. The engine implements it, and the scheduler only carries it."""
 
     def mask(self, output: Sequence[int]) -> Mask:
-        """What may follow the request's output tokens; drafts may be among them."""
+        """Return the tokens that may follow `output`, which may include drafts."""
         ...
 
     def expect(self, output: Sequence[int]) -> None:
-        """Begin to compute `mask(output)`, without waiting for it."""
+        """Start to compute `mask(output)` without waiting for it."""
         ...
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many of the tokens t_0 .. t_k sampled behind drafts d_1 .. d_k are what plain decoding would have yielded.
+    """Return how many of the sampled tokens t_0 .. t_k equal those of plain decoding, given the drafts d_1 .. d_k.
 
-    t_0 always is; t_j is when its row read the right tokens, so when d_1 .. d_j equal t_0 .. t_(j-1).
+    t_0 always does. t_j does if its row read the right tokens, so if d_1 .. d_j equal t_0 .. t_(j-1).
     """
     assert len(sampled) == len(drafts) + 1, f"{len(sampled)} tokens behind {len(drafts)} drafts"
     count = 1
@@ -63,7 +64,7 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message and the client (ZMQ identity) it goes to."""
+    """A message and the client (ZMQ identity) that it goes to."""
 
     client: bytes
     message: Message
@@ -71,18 +72,23 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request while it lives, and after its end while a step in flight still names it.
+    """One live request, or an ended one that a step in flight still uses.
 
-    `serial` is its place in the order of arrival. `num_computed` positions have their state in `pages` (and in slot
-    `state_slot`), as of the last completed step: a refused draft is undone by not counting it. It has a logical length
-    and a kept one: `num_dropped` positions of its prompt are given up once that is computed. Until then `compact` are
-    the pages for what is kept and all that follows, afterwards they are its `pages`. Where state
-    is kept per sequence, its first chunk restores what is in slot `restored` (-1: nothing, or that is done), snapshots
-    are wanted of positions `snapshots_at`, and planned steps are `taking` those. `drafts` are proposed for the
-    positions after the last token. `in_flight` are its chunks in planned steps that are not completed, oldest
-    first; `sample_index` is the place of the newest one among the sampled chunks of its step. `num_scored`: positions
-    whose next token's log-probability has been sent, counted if `prompt_logprobs` are asked for. `num_given`: output
-    tokens that it came with, from a rank that was lost. `excused` are seconds of its wait in which nothing ran.
+    serial: its place in the order of arrival.
+    drafts: proposals for the positions after the last token.
+    pages: its page table. With `state_slot` it holds the state of `num_computed` positions as of the last completed
+        step. Rejecting a draft only means not counting its position.
+    compact: until the prompt is computed, the pages for its compressed version and for all output. Then they become
+        `pages`. Empty without compression.
+    num_dropped: positions of the prompt that compression drops: logical length less kept length.
+    restored: slot of the snapshot that the next chunk starts from; -1 for none.
+    snapshots_at: positions at which snapshots of the state are wanted. `taking`: those that planned steps take.
+    num_registered: pages of the prompt that are in the prefix index.
+    num_scored: positions whose next token's log-probability was sent, if `prompt_logprobs` are requested.
+    num_given: output tokens that it came with from a lost rank.
+    excused: seconds of waiting in which no steps ran.
+    in_flight: its chunks in planned steps that are not completed, oldest first.
+    sample_index: index of the newest of them among the sampled chunks of its step.
     """
 
     client: bytes
@@ -126,7 +132,7 @@ class Request:
         hashes: list[bytes],
         constraint: Constraint | None,
     ) -> "Request":
-        """What a `Submit` of a client asks for; `prompt` are its prompt's ids, `hashes` those of its full pages."""
+        """Return the request of a `Submit` with these prompt ids. `hashes` belong to its full pages."""
         output = list(submit.output_token_ids)
         return cls(
             client=client,
@@ -144,54 +150,53 @@ class Request:
 
     @property
     def key(self) -> RequestKey:
-        """What names it among the live requests of a rank; free again when it ended."""
+        """Its name among the live requests of a rank. It is free again after the request's end."""
         return self.client, self.request_id
 
     @property
     def length(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         return len(self.prompt) + len(self.output)
 
     @property
     def limit(self) -> int:
-        """Positions that are ever computed: the whole prompt, and all output but the last token, never fed back."""
+        """Number of positions to compute: the prompt, and all output but the last token, which is not fed back."""
         return len(self.prompt) + max(self.sampling.max_tokens, 1) - 1
 
     @property
     def window(self) -> int:
-        """Rows that the chunk which ends the prompt holds at least: those that choose what is kept of it."""
+        """Least number of rows of the prompt's last chunk. Compression chooses positions by these rows' queries."""
         kept = self.sampling.kv_compression
         return kept.window if self.num_dropped and kept is not None else 1
 
     @property
     def kept_pages(self) -> list[int]:
-        """The pages of positions behind the prompt, and of what is kept of it."""
+        """The pages of output positions and of the kept part of the prompt."""
         return self.compact or self.pages
 
     @property
     def num_places(self) -> int:
-        """Places in `pages` that are taken as of the last completed step: the kept length."""
+        """Number of used places in `pages` as of the last completed step: the kept length."""
         return self.num_computed - (self.num_dropped if self.num_computed >= len(self.prompt) else 0)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Token ids at positions [start, end), as far as known; they do not cross the end of the prompt."""
+        """Return the known token ids at positions [start, end), which must not cross the end of the prompt."""
         p = len(self.prompt)
         return self.prompt[start:end] if start < p else tuple(self.output[start - p : end - p])
 
 
 def num_dropped(sampling: SamplingParams, num_prompt: int) -> int:
-    """Positions of a prompt that are given up once it is computed; none where no token comes behind it."""
+    """Return how many positions of a prompt compression drops. It drops none if no output follows."""
     return num_prompt - sampling.kept(num_prompt)
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Running totals for the metrics; the lists of seconds are drained by their reader.
+    """Running totals for the metrics. Their reader drains the lists of seconds.
 
-    `token_seconds` has, per request that ended by itself with 2 tokens or more, the mean time from token to token.
-
-    `dropped_tokens`: positions of computed prompts that were not kept.
-    `drafts[j]` and `accepted[j]` count the drafts verified and accepted at the j-th position after a known token.
+    token_seconds: mean time per token of each request that finished with 2 tokens or more.
+    dropped_tokens: positions of computed prompts that compression dropped.
+    drafts, accepted: drafts verified and accepted at the j-th position after a known token.
     """
 
     num_preemptions: int = 0
@@ -207,13 +212,13 @@ class SchedulerStats:
     accepted: list[int] = field(default_factory=list)
 
     def computed(self, chunk: Chunk) -> None:
-        """A chunk of a prompt is computed, and what is kept of the prompt copied if it says so."""
+        """Count a computed chunk of a prompt, and the positions that its compaction dropped."""
         self.prefill_tokens += chunk.num_tokens
         if chunk.compaction is not None:
             self.dropped_tokens += chunk.compaction.dropped
 
     def prefilled(self, request: Request, now: float) -> None:
-        """A request's prompt is computed."""
+        """Note that a request's prompt is computed."""
         assert request.started is not None, f"{request.key} was computed before it started"
         request.first_token = now
         self.prefill_seconds.append(now - request.started)

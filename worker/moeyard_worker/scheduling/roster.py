@@ -1,4 +1,4 @@
-"""Who is on a rank: requests that wait, run, or have ended while a step in flight still names them. Pure."""
+"""The requests of a rank: waiting, running, or ended while a step in flight still uses them. Pure."""
 
 from bisect import insort
 from collections import deque
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Chunk, RequestKey
 
-# More than ever enter a rank: requests that were begun elsewhere are older than all that come here new.
+# Larger than the number of requests that ever enter a rank. Requests begun on other ranks precede all new ones.
 _BEGUN = 1 << 62
 
 
@@ -16,7 +16,7 @@ def _serial(request: Request) -> int:
 
 
 class Roster:
-    """Owner of the queues; `waiting` and `running` are in order of arrival, whoever had to yield in between."""
+    """Owner of the queues. `waiting` and `running` stay in order of arrival, also after preemptions."""
 
     def __init__(self) -> None:
         self.live: dict[RequestKey, Request] = {}
@@ -24,31 +24,31 @@ class Roster:
         self.running: list[Request] = []
         self.leaving: list[Request] = []
         self._num_entered = 0
-        self.held: float | None = None  # since when nothing runs, if nothing does
+        self.held: float | None = None  # when steps stopped; None while they run
 
     def hold(self, now: float) -> None:
-        """Nothing runs for a while: nobody is late for the time that this takes."""
+        """Note that no steps run. This time does not count as waiting."""
         if self.held is None:
             self.held = now
 
     def resume(self, now: float) -> None:
-        """It runs again, if it did not."""
+        """Note that steps run again."""
         if self.held is not None:
             for request in self.waiting:
                 request.excused += now - max(self.held, request.arrived)
             self.held = None
 
     def enter(self, request: Request) -> None:
-        """A request waits: a new one behind all others, one that was begun elsewhere before all new ones."""
+        """Queue a request: a new one after all others, one that was begun on another rank before all new ones."""
         request.serial = self._num_entered - (_BEGUN if request.output else 0)
         self._num_entered += 1
         self.live[request.key] = request
         insort(self.waiting, request, key=_serial)
 
     def late(self, arrived: float) -> list[Request]:
-        """Those that have waited since `arrived` or longer and never ran, as they wait.
+        """Return the requests that have waited since `arrived` or longer and never ran, in queue order.
 
-        One whose grammar took long stands behind others that came later.
+        A request whose grammar compiled slowly may be behind later ones.
         """
         if self.held is not None:
             return []
@@ -56,20 +56,20 @@ class Roster:
         return [r for r in new if r.arrived + r.excused <= arrived]
 
     def start_first(self) -> Request:
-        """The first that waits runs."""
+        """Move the first waiting request to the running ones."""
         request = self.waiting.popleft()
         request.running = True
         insort(self.running, request, key=_serial)
         return request
 
     def stand_back(self, request: Request) -> None:
-        """A running request waits again: first of all as a rule, but behind those that came before it."""
+        """Move a running request back to the queue, before all that arrived later."""
         self.running.remove(request)
         request.running = False
         insort(self.waiting, request, key=_serial)
 
     def end(self, request: Request) -> None:
-        """A live request ends; its key is free again, even while it is `leaving`."""
+        """End a live request. Its key is free at once, even while it is `leaving`."""
         del self.live[request.key]
         (self.running if request.running else self.waiting).remove(request)
         request.running, request.ended = False, True
@@ -77,11 +77,11 @@ class Roster:
             self.leaving.append(request)
 
     def holders(self) -> list[Request]:
-        """All requests that may hold pages."""
+        """Return all requests that may hold pages."""
         return [*self.waiting, *self.running, *self.leaving]
 
     def validate(self, named: Iterable[tuple[Request, Chunk]]) -> None:
-        """Assert all invariants; `named` are the chunks of all steps in flight, oldest first."""
+        """Assert all invariants. `named` are the chunks of all steps in flight, oldest first."""
         queued = [*self.waiting, *self.running]
         assert len(queued) == len(self.live), "a request is lost or queued twice"
         assert {id(r) for r in queued} == {id(r) for r in self.live.values()}, "queues and live requests differ"

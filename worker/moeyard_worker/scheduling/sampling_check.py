@@ -1,23 +1,23 @@
-"""Which sampling parameters can be carried out. Pure.
+"""Checks sampling parameters. Pure.
 
-The router refuses bad ones too, but a worker must survive any router: one request may never end a step of the fleet.
+The router checks them, too, but a worker must survive any router: no request may break a step of the fleet.
 """
 
 from moeyard_worker.protocol import KV_METHODS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 
-# The most tokens of one request whose logits are changed one by one. Kernels have room for 4095 (`LogitEdits`), with
-# the end-of-sequence tokens, and one entry for what a grammar forbids.
+# The most tokens of one request whose logits are changed individually. Kernels have room for 4095 (`LogitEdits`). That
+# includes the end-of-sequence tokens and one entry for the grammar.
 MAX_CHANGED = 4000
 
 
 def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
-    """What is wrong with `params`, by the ranges that `SamplingParams` states; None when nothing is."""
+    """Return why `params` are invalid by the ranges of `SamplingParams`, or None."""
     infinity = float("inf")
 
     def in_range(count: int | None) -> bool:
         return count is None or 0 <= count <= MAX_LOGPROBS
 
-    # Written so that NaN, which compares false with everything, fails.
+    # NaN fails these checks, because it compares false with everything.
     checks = (
         ("max_tokens", params.max_tokens >= 0, "at least 0"),
         ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, f"in [0, max_tokens {params.max_tokens}]"),

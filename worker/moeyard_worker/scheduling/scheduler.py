@@ -1,13 +1,13 @@
 """Continuous batching of one rank as a pure state machine: messages and step results in, steps and messages out.
 
-No torch, no sockets, no clock: `now` (seconds, monotonic) arrives with each event. The scheduler knows a model only
-through counts of pages and slots. One chunk per request and step; decode rows are planned before prompt chunks within
-one token budget; requests that run out of pages are preempted latest-first and recomputed (prompt positions with the
-prompt formula, output positions with the decode formula).
+It uses no torch, socket or clock: `now` (seconds, monotonic) arrives with each event. It knows a model only through
+counts of pages and slots. A request has at most one chunk in a step. Decode rows are planned before prompt chunks,
+within one token budget. When pages run out, the latest request is preempted and recomputed later: prompt positions with
+the prompt formula, output positions with the decode formula.
 
-With `max_in_flight` 2 a step is planned while the one before runs: a request whose tokens are not known yet is planned
-with rows that the device feeds (`Chunk.fed`), an end is seen one step late, and whatever a step in flight names stays
-where it is until that step is completed.
+With `max_in_flight` 2, a step is planned while the previous one runs. A request whose tokens are not known yet gets
+rows that the device feeds (`Chunk.fed`), and its end is seen one step late. Pages and slots that a step in flight uses
+stay allocated until that step is completed.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
-from moeyard_worker.scheduling.completion import end_of, expired, farewell, take_tokens, tell_scores
+from moeyard_worker.scheduling.completion import done, expired, finish_reason, score_replies, take_tokens
 from moeyard_worker.scheduling.depth import Drafting
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows, num_wanted
@@ -28,7 +28,7 @@ from moeyard_worker.state.pages import page_hashes
 
 
 class _Flight(NamedTuple):
-    """A planned step that is not completed, and the requests behind `step.chunks`."""
+    """A planned step that is not completed, and the requests of `step.chunks`."""
 
     step: Step
     requests: tuple[Request, ...]
@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._holdings = Holdings(config)
-        # The rank's pages and snapshots of state, to be read.
+        # Read-only for others.
         self.pool, self.snapshots = self._holdings.pool, self._holdings.snapshots
         self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
         self._state_ring = config.state_ring
@@ -50,30 +50,30 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages and take part in steps."""
+        """Number of requests that hold pages and take part in steps."""
         return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
+        """Number of requests in the queue, with preempted ones."""
         return len(self._roster.waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Positions that the queued requests will have to compute."""
+        """Number of positions that the queued requests have to compute."""
         return sum(r.length for r in self._roster.waiting)
 
     def has_work(self) -> bool:
-        """Whether a request lives. With nothing in flight, the next step then computes something."""
+        """Return whether any request is live. If so and no step is in flight, the next step has rows."""
         return bool(self._roster.running or self._roster.waiting)
 
     def add(
         self, submit: Submit, client: bytes, now: float, constraint: Constraint | None = None
     ) -> Rejected | Done | None:
-        """Queue a request, or say why it can never run or cannot be queued now.
+        """Queue a request, or return why it can never run or cannot be queued now.
 
-        `constraint` is ready, if the request has a grammar: nobody here waits for one. One that was begun elsewhere is
-        never turned away for want of room; if its output is whole already, its end is all that is left to say.
+        constraint: the compiled grammar, if the request has one. A request that was begun on another rank is queued
+        even if the queue is full. If its output is already complete, the result is its `Done`.
         """
         request_id, prompt = submit.request_id, tuple(submit.prompt_token_ids)
         if (client, request_id) in self._roster.live:
@@ -81,25 +81,25 @@ class Scheduler:
         if (rejected := refusal(submit, self.config)) is not None:
             return rejected
         waiting = self._roster.waiting
-        # Of those that wait, the first may be about to start: the limit is for those that cannot.
+        # The limit counts requests that cannot start. The first ones may start in the next step.
         num_before = 1 + len(waiting) - self.config.max_waiting
         if not (submit.output_token_ids or self._holdings.can_start_first(waiting, num_before, self.num_running)):
             return queue_full(request_id, len(waiting))
         hashes = page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else []
         request = Request.of(submit, prompt, client=client, arrived=now, hashes=hashes, constraint=constraint)
-        reason = end_of(request.output, submit.sampling, self.config.eos_token_ids) if request.output else None
+        reason = finish_reason(request.output, submit.sampling, self.config.eos_token_ids) if request.output else None
         if reason is not None:
-            return farewell(request, reason)
+            return done(request, reason)
         self._roster.enter(request)
         return None
 
     def abort(self, client: bytes, request_id: str) -> Done | None:
-        """End a request now; None when there is none. What it holds is free when no step in flight names it."""
+        """End a request now. Return None if it is unknown. Its pages are freed once no step in flight uses them."""
         request = self._roster.live.get((client, request_id))
         return None if request is None else self._finish(request, "abort")
 
     def expire(self, now: float) -> list[Reply]:
-        """End those that have waited for `max_queue_seconds` while steps ran, and never did; a preempted one has."""
+        """End requests that never started and waited for `max_queue_seconds` while steps ran."""
         limit = self.config.max_queue_seconds
         late = [] if limit is None or not self._roster.waiting else self._roster.late(now - limit)
         for request in late:
@@ -107,23 +107,24 @@ class Scheduler:
         return [Reply(r.client, expired(r, now - r.arrived - r.excused, limit)) for r in late]
 
     def abort_client(self, client: bytes) -> None:
-        """End all requests of a client that can no longer be reached."""
+        """End all requests of a client that is gone."""
         for request in [r for r in self._roster.live.values() if r.client == client]:
             self._finish(request, "abort")
 
     def fail(self, request_ids: Collection[str], error: str) -> list[Reply]:
-        """End the requests of these names with a named error."""
+        """End the requests with these ids with an error."""
         named = [r for r in self._roster.live.values() if r.request_id in request_ids]
         return [Reply(r.client, self._finish(r, "error", error)) for r in named]
 
     def running(self) -> list[str]:
-        """The names of the requests that take part in steps, by age."""
+        """Return the ids of the requests that take part in steps, oldest first."""
         return [r.request_id for r in self._roster.running]
 
     def roll_back(self, now: float) -> None:
-        """Give up the steps in flight, which the device may run no more when another is planned. Until then all wait.
+        """Discard the steps in flight. The device must not run them any more when the next step is planned.
 
-        Requests are as the last completed step left them. A slot's state cannot be taken back: it is computed anew.
+        Requests return to their state after the last completed step. State in slots cannot be undone, so requests that
+        have such state are preempted and recomputed.
         """
         self._roster.hold(now)
         self._flights.clear()
@@ -137,9 +138,9 @@ class Scheduler:
                 self._preempt(request)
 
     def schedule(self, now: float, *, beside_output: bool = False) -> Step:
-        """Plan the next step. It must be completed by `complete`, in order of planning; an empty one need not be.
+        """Plan the next step. Steps with chunks must be completed by `complete`, in order of planning.
 
-        `beside_output`: tokens of other ranks will wait for its prompts.
+        beside_output: whether decode rows of other ranks will wait for this step's prompt rows.
         """
         assert len(self._flights) < self.config.max_in_flight, "the previous step was not completed"
         if self._roster.held is not None:
@@ -154,7 +155,7 @@ class Scheduler:
             builder.budget = min(builder.budget, self.config.mixed_prefill_tokens)
         for request, place in prompts:
             if request.running and not self._plan(request, place, builder):
-                # What is left is less than it may take (`chunk_alignment`); others must not live on that forever.
+                # The remaining budget is below `chunk_alignment`. Later requests must not starve this one by using it.
                 builder.closed = True
                 break
         if self.stats.num_preemptions == num_preemptions:
@@ -165,7 +166,7 @@ class Scheduler:
         return step
 
     def _admit(self, builder: StepBuilder, now: float) -> None:
-        """Start waiting requests, first come first served, while rows, slots and pages for their whole prompt last."""
+        """Start waiting requests in order of arrival, while there are rows, slots and pages for their whole prompts."""
         config, roster, holdings = self.config, self._roster, self._holdings
         while roster.waiting and builder.budget > 0 and not builder.closed and self.num_running < config.max_num_seqs:
             request = roster.waiting[0]
@@ -188,15 +189,15 @@ class Scheduler:
             self._plan(request, place, builder)
 
     def _plan(self, request: Request, place: Place, builder: StepBuilder) -> bool:
-        """Make the request's next chunk part of the step; False when it gets none."""
-        # One that was preempted a moment ago is not running any more.
+        """Add the request's next chunk to the step. Return False if it gets none."""
+        # The request may have been preempted earlier in this call of `schedule`.
         if not request.running or request is builder.held:
             return False
         holdings = self._holdings
         if not (rows := num_rows(request, place, budget=builder.budget, config=self.config)):
             return False
         if rows > 1 and place.start >= request.length - 1:
-            # Drafts are optional: they take pages that are free, and never another's.
+            # Drafts are optional, so they use free pages only and preempt no request.
             reach = holdings.reach(request) + holdings.num_free_positions
             rows = max(1, min(rows, reach - place.max_start))
         length = place.max_start + rows
@@ -209,12 +210,12 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, length: int, builder: StepBuilder) -> bool:
-        """Give the request pages for `length` positions, preempting later ones; False when it has to do without."""
+        """Allocate pages for `length` positions, preempting later requests. Return False if that is not possible."""
         missing = self._holdings.missing(request, length)
         while missing > self.pool.num_free:
             victim = self._victim(request, builder)
             if victim is None:
-                # It waits a step. Nobody behind it gains: there are no pages left to take.
+                # The request waits for one step. Later requests cannot overtake it, because no page is free.
                 return False
             self._preempt(victim)
             if victim is request:
@@ -223,13 +224,16 @@ class Scheduler:
         return True
 
     def _victim(self, request: Request, builder: StepBuilder) -> Request | None:
-        """Who yields its pages to `request`: the latest behind it that no step names, or itself; None: nobody yet."""
+        """Return the request to preempt for `request`: the latest after it that is not in flight, or itself.
+
+        None if no request can be preempted before the step in flight is completed.
+        """
         if self._roster.leaving:
-            # Pages of an ended request are on their way back.
+            # An ended request is about to free its pages.
             return None
         later = self._roster.running[self._roster.running.index(request) + 1 :]
         if (victim := next((r for r in reversed(later) if not r.in_flight), None)) is None and later:
-            # All are in flight. The latest is not planned now, so that it can yield in the next step.
+            # All are in flight. The latest is left out of this step, so that it can be preempted in the next one.
             builder.held = later[-1]
         elif victim is None and not request.in_flight:
             victim = request
@@ -243,16 +247,16 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def requests(self, step: Step) -> list[Request]:
-        """The requests behind `step.sampled` of a step in flight, for the sampler; some may have ended meanwhile."""
+        """Return the requests of `step.sampled` of a step in flight. Some may have ended meanwhile."""
         flight = next(f for f in self._flights if f.step is step) if step.chunks else _Flight(step, ())
         return [r for c, r in zip(step.chunks, flight.requests, strict=True) if c.num_sampled]
 
     def complete(
         self, step: Step, results: Sequence[Accepted], now: float, scores: Sequence[Sequence[TokenLogprob]] = ()
     ) -> list[Reply]:
-        """Take the results of the oldest step in flight; replies in order.
+        """Take the results of the oldest step in flight. Return the replies in order.
 
-        `results[i]` is of `step.sampled[i]`, `scores[i]` of `step.scored[i]`.
+        `results[i]` belongs to `step.sampled[i]`, `scores[i]` to `step.scored[i]`.
         """
         assert len(results) == len(step.sampled), f"{len(results)} results for {len(step.sampled)} sampled chunks"
         assert len(scores) == len(step.scored), f"{len(scores)} scores for {len(step.scored)} scored chunks"
@@ -261,14 +265,14 @@ class Scheduler:
         assert self._flights[0].step is step, "another step was planned before this one"
         if self._drafting is not None:
             self._drafting.completed(step, results, now)
-        flight, remaining, told = self._flights.popleft(), iter(results), iter(scores)
+        flight, remaining, remaining_scores = self._flights.popleft(), iter(results), iter(scores)
         replies: list[Reply] = []
         for chunk, request in zip(step.chunks, flight.requests, strict=True):
             request.in_flight.pop(0)
             result = next(remaining) if chunk.num_sampled else None
-            scored = next(told) if chunk.scoring is not None else ()
+            scored = next(remaining_scores) if chunk.scoring is not None else ()
             if not request.ended:
-                replies += tell_scores(request, chunk, scored) if scored else ()
+                replies += score_replies(request, chunk, scored) if scored else ()
                 replies += self._advance(request, chunk, result, now)
             elif not request.in_flight:
                 self._roster.leaving.remove(request)
@@ -276,8 +280,8 @@ class Scheduler:
         return replies
 
     def _advance(self, request: Request, chunk: Chunk, result: Accepted | None, now: float) -> list[Reply]:
-        """Count what a completed chunk computed, and take the tokens it yielded."""
-        assert 0 <= request.num_computed - chunk.start <= chunk.slack, "the chunk before yielded what it cannot"
+        """Count the rows of a completed chunk, and take its tokens."""
+        assert 0 <= request.num_computed - chunk.start <= chunk.slack, "the chunk does not start where it may"
         num_accepted = 0 if result is None else len(result.token_ids)
         assert num_accepted <= chunk.num_sampled, f"{num_accepted} tokens of {chunk.num_sampled} sampled rows"
         assert result is None or num_accepted, "a sampled chunk yields a token at least"
@@ -289,7 +293,7 @@ class Scheduler:
             return self._accept(request, chunk, result, now)
         if request.sampling.max_tokens or request.num_computed < len(request.prompt):
             return []
-        # A request for no tokens ends with its prompt.
+        # A request with max_tokens 0 ends after its prompt.
         self.stats.prefilled(request, now)
         return [Reply(request.client, self._finish(request, "length"))]
 
@@ -310,10 +314,10 @@ class Scheduler:
         self._roster.end(request)
         if not request.in_flight:
             self._holdings.release(request)
-        return farewell(request, reason, error, retryable=retryable)
+        return done(request, reason, error, retryable=retryable)
 
     def validate(self) -> None:
-        """Assert every invariant; called by tests after each event and by an idle engine."""
+        """Assert every invariant. Tests call this after each event, and the engine when it is idle."""
         assert len(self._roster.running) <= self.config.max_num_seqs
         assert len(self._flights) <= self.config.max_in_flight
         self._roster.validate(pair for f in self._flights for pair in zip(f.requests, f.step.chunks, strict=True))

@@ -1,4 +1,4 @@
-"""What one step computes: the frozen batch that the scheduler plans and the runner turns into tensors. Pure."""
+"""A step: the frozen batch that the scheduler plans and the runner turns into tensors. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ RequestKey = tuple[bytes, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Rows of a prompt chunk whose next tokens are known and to be scored: `targets[i]` follows row `first` + i.
+    """Rows of a prompt chunk whose known next tokens are scored: `targets[i]` follows row `first` + i.
 
-    `num_top` likeliest tokens are wanted beside each.
+    num_top: number of most likely tokens to report with each.
     """
 
     first: int
@@ -19,9 +19,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:
-    """What is kept of a prompt: `kept` positions, chosen by the queries of its last `window`, first of all of `pages`.
+    """Compression of a prompt to `kept` positions, which the queries of its last `window` positions choose.
 
-    `dropped`: how many are not. `pages` may reach further, for what comes behind the prompt.
+    The kept positions are copied to the beginning of `pages`, which may have room for output, too. `dropped` is the
+    number of other positions.
     """
 
     kept: int
@@ -32,32 +33,30 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive rows of one request that one step computes.
+    """Consecutive rows of one request in one step.
 
-    `key`: client and request id. `token_ids[i]` sits at position `start + i`. `pages`: the request's page table, which
-    covers at least positions [0, max_start + num_tokens) but for the `dropped` ones of its prompt that were not kept:
-    position p has place p - dropped there. `compaction`: what is kept from here on, in the chunk that ends its prompt;
-    None for all. `state_slot`: the first of the `state_ring` slots where its state per sequence lives, that behind
-    position p in slot state_slot + p % state_ring; -1 for a model that has none. A chunk that starts at
-    0 starts from a blank state, whatever the slots held before. `restored`: the slot of a snapshot that it starts from
-    instead, taken at `start`; -1 goes on from its own. `snapshots`: (position, slot) of those to be taken on the
-    way, in (start, end], ascending, two at most: the state behind the rows before that position, as a chunk that ended
-    there would leave it. A slot that one chunk restores may be one that it, or a later chunk of the step, writes: what
-    is read is read before.
-    `prompt` selects the arithmetic: positions of the prompt use the prompt formula, output positions the decode
-    formula, however they are scheduled (one answer).
-
-    `num_sampled`: the last so many rows are sampled: none, as a rule one, or 1 + k to verify the k drafts that are
-    `token_ids[1:]`.
-
-    `fed` is None as a rule. In a step that was planned while another was in flight (never more than one) the host may
-    not know this chunk's tokens yet: then `fed` is the index of the request's chunk among that other's `sampled` ones.
-    The device takes the last accepted token, the drafts behind it and the exact start from there; `token_ids` are
-    zeros, and the start is any of [start, max_start], at most `slack` later (0 without drafts). All rows of a fed chunk
-    are sampled; a row that no draft is proposed for may hold any token.
-
-    `scoring` is None unless log-probabilities of the prompt are asked for. `following` is the token behind the last row
-    where it is known and will be wanted for drafts; None for one that is sampled.
+    key: client and request id.
+    start, token_ids: `token_ids[i]` is at position `start + i`.
+    pages: the request's page table. It covers at least positions [0, max_start + num_tokens). After compression of the
+        prompt, position p has place p - `dropped` in it.
+    state_slot: first of the `state_ring` slots with state per sequence; -1 if the model has none. The state after
+        position p is in slot state_slot + p % state_ring. A chunk that starts at 0 starts from a blank state.
+    restored: slot of a snapshot, taken at `start`, that the chunk starts from; -1 for its own state.
+    snapshots: (position, slot) of at most two snapshots to take, ascending, in (start, end]. Each is the state that a
+        chunk ending at that position would leave. A restored slot may also be written by this chunk or a later one of
+        the step, because all reads come first.
+    prompt: whether the positions belong to the prompt. Prompt positions use the prompt formula and output positions the
+        decode formula, however they are scheduled (one answer).
+    num_sampled: number of rows at the end that are sampled: usually 0 or 1, and 1 + k to verify the k drafts in
+        `token_ids[1:]`.
+    fed: usually None. If the step was planned while another one was in flight, the host may not know this chunk's
+        tokens. Then `fed` is the index of the request's chunk among the sampled chunks of that step. The device takes
+        the last accepted token, the drafts and the exact start from there, and `token_ids` are zeros. All rows of a fed
+        chunk are sampled. A row without a draft may hold any token.
+    slack: how much later than `start` a fed chunk may start; 0 without drafts.
+    scoring: rows to score, None unless log-probabilities of the prompt are requested.
+    following: the token after the last row, if it is known and drafts need it.
+    compaction: compression of the prompt that this chunk ends, or None.
     """
 
     key: RequestKey
@@ -84,17 +83,17 @@ class Chunk:
 
     @property
     def max_start(self) -> int:
-        """The largest start possible."""
+        """The largest possible start."""
         return self.start + self.slack
 
     @property
     def end(self) -> int:
-        """One past the last position (with the least start)."""
+        """One past the last position, at the smallest start."""
         return self.start + len(self.token_ids)
 
     @property
     def behind(self) -> tuple[tuple[int, ...], int]:
-        """`pages` and `dropped` of the positions behind it."""
+        """`pages` and `dropped` of the positions after this chunk."""
         if self.compaction is not None:
             return self.compaction.pages, self.compaction.dropped
         return self.pages, self.dropped
@@ -102,11 +101,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One lockstep step of one rank: prompt chunks first, then decode chunks; rows are numbered in that order.
+    """One lockstep step of one rank. Rows of prompt chunks come first, then those of decode chunks.
 
-    A decode chunk has one row as a rule, and several when drafts are verified or when output positions are recomputed
-    after a preemption. `num_drafts`: how many tokens are to be drafted behind the sampled ones; the ranks agree on the
-    most that one of them wants.
+    A decode chunk usually has one row. It has more when it verifies drafts or recomputes output after a preemption.
+
+    num_drafts: how many tokens to draft after each sampled one. Ranks agree on the largest wish.
     """
 
     prefill: tuple[Chunk, ...] = ()
@@ -115,7 +114,7 @@ class Step:
 
     @staticmethod
     def empty() -> "Step":
-        """The step of a rank that has nothing to run but must take part in the exchanges."""
+        """Return the step of an idle rank, which still takes part in the exchanges."""
         return Step()
 
     @property
@@ -125,27 +124,27 @@ class Step:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Rows that use the prompt formula; they come first."""
+        """Number of rows that use the prompt formula. They come first."""
         return sum(c.num_tokens for c in self.prefill)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the whole step, without padding."""
+        """Number of rows of the step, without padding."""
         return sum(c.num_tokens for c in self.chunks)
 
     @property
     def sampled(self) -> tuple[Chunk, ...]:
-        """The chunks of which rows are sampled, in row order."""
+        """The chunks with sampled rows, in row order."""
         return tuple(c for c in self.chunks if c.num_sampled)
 
     @property
     def scored(self) -> tuple[Chunk, ...]:
-        """The chunks of which rows are scored, in row order."""
+        """The chunks with scored rows, in row order."""
         return tuple(c for c in self.prefill if c.scoring is not None)
 
     @property
     def sample_rows(self) -> tuple[int, ...]:
-        """Indices of all sampled rows in order, `num_sampled` of each of `sampled`."""
+        """Indices of all sampled rows in order, `num_sampled` per chunk of `sampled`."""
         rows: list[int] = []
         end = 0
         for chunk in self.chunks:

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a sequence: arrays in pages (per token) and in slots (per sequence). Pure."""
+"""The state that layers keep of a sequence: arrays in pages (per token) and in slots (per sequence). Pure."""
 
 import math
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedArray:
-    """Values of every position: `heads` rows of `width` in the served dtype, or one row that all heads share (None).
+    """Values per position in the served dtype: `heads` rows of `width`, or one row that all heads share (None).
 
-    In memory [heads, num_pages, page_size, width], without the first dimension where there are no heads.
+    Memory layout: [heads, num_pages, page_size, width], without the first dimension if `heads` is None.
     """
 
     heads: int | None
@@ -21,15 +21,15 @@ class PagedArray:
 
     @property
     def values_per_token(self) -> int:
-        """Values of one position."""
+        """Number of values of one position."""
         return self.width * (1 if self.heads is None else self.heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotArray:
-    """State of one sequence whatever its length: `shape` values, in fp32 or in the served dtype.
+    """State of one sequence of fixed size: `shape` values in fp32 or in the served dtype.
 
-    In memory [num_slots, *shape].
+    Memory layout: [num_slots, *shape].
     """
 
     shape: tuple[int, ...]
@@ -38,9 +38,9 @@ class SlotArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """One layer's arrays by the names under which its block is given them.
+    """One layer's arrays by name.
 
-    `chunk_alignment`: prompt chunks end at multiples of so many positions, but for the prompt's last.
+    chunk_alignment: all prompt chunks but the last end at a multiple of this many positions.
     """
 
     paged: dict[str, PagedArray]
@@ -48,21 +48,21 @@ class LayerState:
     chunk_alignment: int = 1
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one position, served in values of `itemsize` bytes."""
+        """Return the bytes of one position, for served values of `itemsize` bytes."""
         return sum(array.values_per_token for array in self.paged.values()) * itemsize
 
     def bytes_per_sequence(self, itemsize: int) -> int:
-        """Bytes of one slot."""
+        """Return the bytes of one slot."""
         return sum(math.prod(a.shape) * (_FP32 if a.fp32 else itemsize) for a in self.slots.values())
 
 
 def paged(**arrays: PagedArray) -> LayerState:
-    """The state of a layer that keeps everything in pages."""
+    """Return the state of a layer that keeps everything in pages."""
     return LayerState(paged=arrays, slots={})
 
 
 def state_spec(layers: Iterable[LayerState], itemsize: int) -> StateSpec:
-    """What the scheduler is told of a model: sums over its layers. A prefix is its pages where no layer has slots."""
+    """Return the sums over a model's layers. Pages alone make a prefix reusable if no layer has slots."""
     states = tuple(layers)
     return StateSpec(
         bytes_per_token=sum(state.bytes_per_token(itemsize) for state in states),

@@ -1,8 +1,8 @@
 """Paged state of one rank: page allocator and prefix index. Pure.
 
-A page holds `page_size` consecutive positions of one sequence in every layer. Full prompt pages are found again by a
-chained hash of their tokens; a page that only the index holds is free for reuse, oldest first. Only pages whose tokens
-were all computed with the prompt formula may be registered (one answer).
+A page holds `page_size` consecutive positions of one sequence in every layer. The index finds full prompt pages by a
+chained hash of their tokens. Pages that only the index holds are evicted when needed, oldest first. Only pages whose
+tokens were all computed with the prompt formula may be registered (one answer).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ ROOT_HASH = b"moeyard"
 
 
 def page_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """One chained SHA-256 per full page of `token_ids`: equal exactly when the whole prefix up to the page's end is."""
+    """Return one chained SHA-256 per full page. Two are equal if and only if the prefixes up to the page's end are."""
     hashes: list[bytes] = []
     parent = ROOT_HASH
     for start in range(0, len(token_ids) - page_size + 1, page_size):
@@ -25,7 +25,7 @@ def page_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
 
 
 class PagePool:
-    """Reference-counted pages [0, num_pages) with a prefix index. `forgotten` is told the hash of what leaves it."""
+    """Reference-counted pages [0, num_pages) with a prefix index. Evictions call `forgotten` with the page's hash."""
 
     def __init__(self, num_pages: int, forgotten: Callable[[bytes], None] | None = None) -> None:
         self.num_pages = num_pages
@@ -34,16 +34,16 @@ class PagePool:
         self._refs = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        # Pages that nobody references but the index knows, oldest first.
+        # Unreferenced pages in the index, oldest first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could hand out now, including those only the prefix index holds."""
+        """Number of pages that can be allocated now, with those that only the prefix index holds."""
         return len(self._free) + len(self._idle)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages of the longest known prefix of `hashes`, without taking a reference."""
+        """Return the pages of the longest known prefix of `hashes`, without a reference."""
         pages: list[int] = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -54,24 +54,27 @@ class PagePool:
 
     @property
     def known(self) -> KeysView[bytes]:
-        """The hashes of all pages that can be found."""
+        """The hashes of all pages in the index."""
         return self._page_of.keys()
 
     def num_idle(self, pages: Sequence[int]) -> int:
-        """How many of `pages` count as free now, so that acquiring them lowers `num_free`."""
+        """Return how many of `pages` count as free. Acquiring these lowers `num_free`."""
         return sum(1 for p in pages if self._refs[p] == 0)
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """Take one more reference to each page (found by `match`)."""
+        """Add one reference to each page that `match` found."""
         for page in pages:
             if self._refs[page] == 0:
                 del self._idle[page]
             self._refs[page] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each; the oldest idle prefix pages are forgotten when needed."""
+        """Return `count` pages with one reference each. Evicts the oldest idle pages if needed.
+
+        Raises ValueError if fewer are free.
+        """
         if count > self.num_free:
-            raise ValueError(f"{count} pages wanted, {self.num_free} free")
+            raise ValueError(f"{count} pages are needed and {self.num_free} are free")
         pages = []
         for _ in range(count):
             if self._free:
@@ -87,13 +90,13 @@ class PagePool:
         return pages
 
     def register(self, page: int, digest: bytes) -> None:
-        """Make a fully computed prompt page findable. The first page of equal content stays the known one."""
+        """Add a fully computed prompt page to the index. If equal content is already there, nothing changes."""
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page. The tail of a prefix becomes reusable before its head."""
+        """Drop one reference to each page. The end of a prefix is evicted before its beginning."""
         for page in reversed(pages):
             assert self._refs[page] > 0, f"page {page} is released more often than it was taken"
             self._refs[page] -= 1
@@ -104,7 +107,7 @@ class PagePool:
                     self._free.append(page)
 
     def validate(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert all invariants; `held` are the page tables of the live sequences."""
+        """Assert all invariants. `held` are the page tables of the live sequences."""
         counts = Counter(page for table in held for page in table)
         for page in range(self.num_pages):
             assert self._refs[page] == counts[page], f"page {page}: {self._refs[page]} refs, {counts[page]} holders"

@@ -1,4 +1,4 @@
-"""The memory behind a layer's state. Which sequence owns which page and slot is the scheduler's business."""
+"""The memory of a layer's state. The scheduler decides which sequence owns which page and slot."""
 
 import torch
 
@@ -8,9 +8,9 @@ from moeyard_worker.state.layout import LayerState
 def allocate(
     state: LayerState, *, num_pages: int, page_size: int, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """One layer's arrays by name: paged ones [(heads,) num_pages, page_size, width], others [num_slots, *shape].
+    """Return a layer's arrays by name: paged ones [(heads,) num_pages, page_size, width], slots [num_slots, *shape].
 
-    They start as zeros, since attention multiplies unseen entries by zero and so needs them finite.
+    They are zeros at first, because attention multiplies masked entries by zero and needs finite values there.
     """
     arrays = {}
     for name, paged in state.paged.items():

@@ -1,12 +1,12 @@
-"""Slots of one rank: the state that a model keeps per sequence, such as that of linear attention. Pure."""
+"""State slots of one rank, for models with state per sequence, such as linear attention. Pure."""
 
 from collections.abc import Iterable
 
 
 class SlotPool:
-    """`num_slots` of `size` each, with one owner at a time; none when the model keeps no such state.
+    """`num_slots` slots of `size` places each, with one owner at a time.
 
-    A slot goes by where it begins: 0, size, 2 size, and so on.
+    A slot's number is its first place: 0, size, 2 * size, and so on.
     """
 
     def __init__(self, num_slots: int, size: int = 1) -> None:
@@ -16,21 +16,21 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that `allocate` could hand out now."""
+        """Number of slots that can be allocated now."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """A slot that nobody owns; what it holds is stale. Raises ValueError when there is none."""
+        """Return a free slot with stale contents. Raises ValueError if there is none."""
         if not self._free:
             raise ValueError(f"all {self.num_slots} state slots are taken")
         return self._free.pop()
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         assert slot in self._all, f"slot {slot} is none of {self.num_slots}"
         assert slot not in self._free, f"slot {slot} is released more often than it was taken"
         self._free.append(slot)
 
     def validate(self, held: Iterable[int]) -> None:
-        """Assert all invariants; `held` are the slots of all owners."""
+        """Assert all invariants. `held` are the slots of all owners."""
         assert sorted([*held, *self._free]) == list(self._all), "a slot is lost or has two owners"

@@ -1,8 +1,8 @@
-"""Snapshots of the state that a model keeps per sequence: of which prompt beginnings, in which slots. Pure.
+"""Snapshots of per-sequence state: the prompt prefixes that have one, and their slots. Pure.
 
-A snapshot is what every such layer keeps of a prompt behind a whole number of its pages, in a slot that no sequence
-owns. It is found by the hash of the last of these pages, so only while the page index knows that page too. Positions
-where one may be taken have the same state whoever computed it (one answer), so whose it was does not matter.
+A snapshot is the state of all layers after a whole number of prompt pages, in a slot without an owner. It is found by
+the hash of the last of these pages, while the page index has that page. The state at such a position does not depend on
+the request that computed it (one answer).
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Held:
-    """A snapshot: its slot, how many requests began behind it, what it is worth beside others."""
+    """A snapshot: its slot, its eviction priority, and how many requests started from it."""
 
     slot: int
     worth: int
@@ -20,40 +20,42 @@ class _Held:
 
 
 class SnapshotPool:
-    """Owner of the slots `slots`, each free, reserved for a snapshot that a step takes, or holding one.
+    """Owner of `slots`. Each is free, reserved for a snapshot that a step takes, or holds a snapshot.
 
-    When none is free the snapshot goes that is worth least, of equals the least recently used. Worth is how often it
-    was used, the first time not counted (that is a conversation's next turn, which leaves a snapshot of its own), on
-    top of what was worth the last that had gone by then: so what was much liked once goes too (dynamic ageing, LFU-DA:
-    Arlitt et al. 2000). `num_taken`, `num_used` and `num_evicted` count since the start: those kept, requests that
-    began behind one, those that made room for another.
+    The snapshot of least worth is evicted first, and of equal ones the least recently used. Worth is the number of uses
+    plus the worth of the last evicted snapshot when it was used (dynamic ageing, LFU-DA: Arlitt et al. 2000). So
+    snapshots that were popular once are evicted, too. The first use does not count: it is a conversation's next turn,
+    which takes a snapshot of its own.
+
+    num_taken, num_used, num_evicted: totals since the start of snapshots, of requests that started from one, and of
+    evictions.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.num_slots = len(slots)
         self.num_taken = self.num_used = self.num_evicted = 0
         self._free = list(reversed(slots))
-        self._age = 0  # what was worth the last that went
-        # Of a page's hash: the snapshot behind it, least recently used first; the slot that will hold it.
+        self._age = 0  # worth of the last evicted snapshot
+        # By page hash: the snapshot after that page, least recently used first; and the slot reserved for one.
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._reserved: dict[bytes, int] = {}
 
     @property
     def num_held(self) -> int:
-        """Snapshots that can be found."""
+        """Number of snapshots."""
         return len(self._held)
 
     def reach(self, hashes: Sequence[bytes], unit: int) -> int:
-        """How many of the pages with these hashes the longest snapshot covers, a multiple of `unit`; 0 without one."""
+        """Return how many of these pages the longest snapshot covers: a multiple of `unit`, 0 without a snapshot."""
         if not self._held:
             return 0
         whole = len(hashes) - len(hashes) % unit
         return next((n for n in range(whole, 0, -unit) if hashes[n - 1] in self._held), 0)
 
     def use(self, digest: bytes) -> int:
-        """The slot of the snapshot behind the page with this hash, for a request that begins there.
+        """Return the slot of the snapshot after the page with this hash, for a request that starts there.
 
-        It may be written again by any later chunk of the same step, and by later steps.
+        Later chunks of the same step and later steps may overwrite the slot.
         """
         self._held.move_to_end(digest)
         self.num_used += 1
@@ -63,7 +65,7 @@ class SnapshotPool:
         return held.slot
 
     def reserve(self, digest: bytes) -> int | None:
-        """A slot for a snapshot that a planned step takes; None where there is one, or will be, or every slot waits."""
+        """Return a slot for a new snapshot. None if there is one already, or if all slots are reserved."""
         if digest in self._held or digest in self._reserved:
             return None
         if not self._free:
@@ -77,26 +79,26 @@ class SnapshotPool:
         return slot
 
     def keep(self, digest: bytes) -> None:
-        """The step that took the snapshot is completed: it can be found."""
+        """Make a snapshot usable after the step that took it is completed."""
         self._held[digest] = _Held(self._reserved.pop(digest), self._age + 1)
         self.num_taken += 1
 
     def cancel(self, digest: bytes) -> None:
-        """The snapshot was not taken, or nobody knows."""
+        """Free the reserved slot of a snapshot that may not have been taken."""
         self._free.append(self._reserved.pop(digest))
 
     def forget(self, digest: bytes) -> None:
-        """The page index knows this page no more, so nothing leads to what is behind it."""
+        """Drop the snapshot after a page that the page index has evicted."""
         held = self._held.pop(digest, None)
         if held is not None:
             self._free.append(held.slot)
 
     def _least(self) -> bytes:
-        """The snapshot that goes next."""
+        """Return the hash of the next snapshot to evict."""
         return min(self._held, key=lambda digest: self._held[digest].worth)
 
     def validate(self, reserved: Iterable[bytes], known: KeysView[bytes]) -> None:
-        """Assert all invariants: `reserved` by the requests that say so, `known` to the page index."""
+        """Assert all invariants. `reserved` is what the requests reserve, `known` what the page index has."""
         assert sorted(reserved) == sorted(self._reserved), "a snapshot is taken for nobody, or twice"
         assert self._held.keys() <= known, "a snapshot behind a page that cannot be found"
         assert not self._held.keys() & self._reserved.keys(), "a snapshot is taken that is there"

@@ -1,17 +1,18 @@
-"""What the scheduler knows of a model: how much state a sequence costs and whether its prefix can be reused. Pure."""
+"""The scheduler's view of a model: the state of a sequence in bytes, and whether a prefix is reusable. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """Sizes are bytes on one rank, over all layers.
+    """Bytes of state on one rank, over all layers.
 
-    State is paged, `bytes_per_token`, or sits in one slot per sequence, `bytes_per_sequence` (0 for models whose state
-    is all paged), or both. Every prompt chunk but the last ends at a multiple of `chunk_alignment`, counted from
-    position 0: 64 for linear attention that is computed in chunks, 1 where any cut gives the same bits.
-    `prefix_reusable` is True when the state of a prompt prefix is exactly its pages; where a layer keeps one state per
-    sequence it is False, and a prefix is reused only behind a snapshot of that, of `bytes_per_sequence`.
+    bytes_per_token: paged state of one position.
+    bytes_per_sequence: state in one slot; 0 if all state is paged.
+    chunk_alignment: every prompt chunk but the last ends at a multiple of this position. It is 64 for linear attention,
+        which computes prompts in chunks, and 1 if any cut gives the same bits.
+    prefix_reusable: whether pages alone hold the state of a prefix. Otherwise a prefix needs a snapshot of
+        `bytes_per_sequence` as well.
     """
 
     bytes_per_token: int

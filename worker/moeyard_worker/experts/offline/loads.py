@@ -1,8 +1,7 @@
-"""Placements by measured loads: the rows that each expert of a fleet has had, as its router tells them.
+"""Placements by measured loads: the rows that each expert of a fleet has computed, as its router reports them.
 
-A trace of decode steps has the distinct experts of each and says nothing of how many rows they had, and a fleet on GPUs
-records none inside its graphs. Loads count rows, prompts' too, and any fleet has them. What comes together with what
-they do not say. Torch-free.
+A trace has the distinct experts of each decode step but not their rows, and GPUs record no trace inside graphs. Loads
+count the rows of prompts and output on any fleet. They do not show which experts are needed together. Torch-free.
 """
 
 import json
@@ -14,25 +13,25 @@ from typing import Any
 
 from moeyard_worker.config.placement import Placement, partition
 
-# A reply of /v1/fleet/experts of 100 layers of 1024 experts and 64 ranks has some 40 MB at most.
+# A reply of /v1/fleet/experts for 100 layers of 1024 experts and 64 ranks has about 40 MB at most.
 _MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """`rows[j][e]` rows had expert `e` of `layers[j]`."""
+    """Expert `e` of `layers[j]` computed `rows[j][e]` rows."""
 
     layers: tuple[int, ...]
     num_experts: int
     rows: tuple[tuple[int, ...], ...]
 
     def loads(self) -> tuple[tuple[int, ...], ...]:
-        """By layer and expert."""
+        """Return the loads by layer and expert."""
         return self.rows
 
 
 def is_loads(path: Path) -> bool:
-    """Whether `path` has JSON, which no trace's file begins as. Raises OSError for what cannot be read."""
+    """Return whether `path` holds JSON and not a trace. Raises OSError if it cannot be read."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -40,18 +39,18 @@ def is_loads(path: Path) -> bool:
 
 
 def read_loads(path: Path) -> Loads:
-    """What GET /v1/fleet/experts replied, of all ranks together.
+    """Read a reply of GET /v1/fleet/experts and add up its ranks.
 
-    Raises OSError for what cannot be read, ValueError for what is no such reply or one of no rows.
+    Raises OSError if it cannot be read, and ValueError for another file or a reply without rows.
     """
     if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{path} is no reply of /v1/fleet/experts: it has {path.stat().st_size} bytes")
+        raise ValueError(f"{path} is not a reply of /v1/fleet/experts: it has {path.stat().st_size} bytes")
     try:
         counts = _added(json.loads(path.read_bytes())["ranks"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no reply of /v1/fleet/experts: {error!r}") from None
+        raise ValueError(f"{path} is not a reply of /v1/fleet/experts: {error!r}") from None
     if not any(count.total() for count in counts.values()):
-        raise ValueError(f"{path} counts no rows of experts: ask a fleet that has answered something")
+        raise ValueError(f"{path} counts no rows of experts: ask a server that has answered requests")
     num_experts = 1 + max(max(count) for count in counts.values() if count)
     layers = tuple(sorted(counts))
     return Loads(layers, num_experts, tuple(tuple(counts[x][e] for e in range(num_experts)) for x in layers))
@@ -70,7 +69,10 @@ def _added(ranks: Sequence[Mapping[str, Any]]) -> dict[int, Counter[int]]:
 
 
 def unevenness(loads: Sequence[Sequence[int]], placement: Placement) -> float:
-    """Of many rows, those of the fullest rank over the mean rank's, mean of the layers; copies bear half of theirs."""
+    """Return the rows of the fullest rank over those of the mean rank, averaged over layers.
+
+    It holds for steps of many rows, where a copy computes half of its expert's rows.
+    """
     uneven = []
     for i, rows in enumerate(loads):
         second, held = dict(placement.copies_of(i)), Counter[int]()
@@ -83,7 +85,10 @@ def unevenness(loads: Sequence[Sequence[int]], placement: Placement) -> float:
 
 
 def shards(layers: tuple[int, ...], num_experts: int, num_ranks: int) -> dict[str, Placement]:
-    """What needs no measuring: contiguous shards, and experts in turn. Raises ValueError as `partition`."""
+    """Return the placements that need no measurement: contiguous shards and round robin.
+
+    Raises ValueError as `partition` does.
+    """
     in_turn = tuple(expert % num_ranks for expert in range(num_experts))
     return {
         "contiguous (linear)": Placement.of_shards(layers, partition(num_experts, num_ranks)),
@@ -92,7 +97,7 @@ def shards(layers: tuple[int, ...], num_experts: int, num_ranks: int) -> dict[st
 
 
 def format_loads(rows: Collection[tuple[str, float]]) -> str:
-    """A plain-text table of placements and their `unevenness`."""
+    """Return a plain-text table of placements and their `unevenness`."""
     width = max(len(name) for name, _ in rows)
     lines = [f"{name.ljust(width)}  {uneven:19.3f}" for name, uneven in rows]
     return "\n".join([f"{'placement'.ljust(width)}  rows, fullest / mean", *lines])

@@ -1,6 +1,6 @@
-"""Which experts ought to lie on which rank, by what was routed: predictions over a trace, and a balanced placement.
+"""Plans which rank should have which experts, from recorded routing: predictions, and balanced placements.
 
-Ranks meet in every MoE layer, so a step takes as long as its fullest rank: where rows are few, as long as that one
+Ranks meet in every MoE layer, so a step takes as long as its fullest rank. With few rows, that is the time in which it
 reads the weights of its distinct experts. Torch-free.
 """
 
@@ -15,20 +15,20 @@ from moeyard_worker.experts.offline.loads import Loads, shards, unevenness
 from moeyard_worker.experts.offline.swapping import apart
 from moeyard_worker.experts.offline.trace import RankTrace, read_trace
 
-# How many placements by chance the mean is taken of.
+# Number of random placements whose mean is reported.
 _CHANCES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What decode rows needed: `steps[i][j]` are the experts of `layers[j]` in the i-th step, ascending."""
+    """The needs of decode rows: `steps[i][j]` are the experts of `layers[j]` in the i-th step, ascending."""
 
     layers: tuple[int, ...]
     num_experts: int
     steps: tuple[tuple[tuple[int, ...], ...], ...]
 
     def halves(self) -> tuple["Needs", "Needs"]:
-        """The steps before the middle and those behind it."""
+        """Return the first and the second half of the steps."""
         middle = len(self.steps) // 2
         return (
             Needs(self.layers, self.num_experts, self.steps[:middle]),
@@ -36,7 +36,7 @@ class Needs:
         )
 
     def loads(self) -> tuple[tuple[int, ...], ...]:
-        """In how many steps each expert was needed, by layer."""
+        """Return by layer how many steps needed each expert."""
         counts = [Counter[int]() for _ in self.layers]
         for step in self.steps:
             for count, experts in zip(counts, step, strict=True):
@@ -48,7 +48,7 @@ class Needs:
 class Prediction:
     """Distinct experts of a step, summed over its layers: on the fullest rank of each, and on the mean rank.
 
-    `rows`: `unevenness` of many steps together, each of which counts an expert once.
+    rows: `unevenness` of many steps together, if each step counts an expert once.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Prediction:
 
 
 def read_needs(path: Path) -> Needs:
-    """What all ranks of the trace named `path` needed together.
+    """Read the needs of all ranks from the trace `path`.
 
-    Raises FileNotFoundError without one, ValueError for a bad one and for one of fewer than two steps with decode rows.
+    Raises FileNotFoundError, and ValueError for an invalid trace or one with fewer than two steps with decode rows.
     """
     traces = read_trace(path)
     layers = traces[0].header.layers
     num_experts = max(trace.header.experts_stop for trace in traces)
     steps = _steps(traces, {layer: i for i, layer in enumerate(layers)})
     if len(steps) < 2:
-        raise ValueError(f"trace {path} has {len(steps)} steps with decode rows: nothing can be said of others")
+        raise ValueError(f"trace {path} has {len(steps)} steps with decode rows, which is too few for a prediction")
     return Needs(layers, num_experts, steps)
 
 
@@ -82,10 +82,10 @@ def _steps(traces: Iterable[RankTrace], index: Mapping[int, int]) -> tuple[tuple
 
 
 def balanced(needs: Needs | Loads, num_ranks: int) -> Placement:
-    """Experts dealt by load: the most needed first, each to the rank with the least by then that has room.
+    """Return a placement by load: the most needed expert first, each on the rank with the least load that has room.
 
-    Ranks own as many experts of a layer as in contiguous shards, so that memory is as even. The greedy rule is that of
-    longest processing time first (Graham, 1969), as DeepSeek's EPLB has it. Raises ValueError as `partition`.
+    Ranks own as many experts of a layer as with contiguous shards. The rule is longest processing time first (Graham,
+    1969), as in DeepSeek's EPLB. Raises ValueError as `partition` does.
     """
     sizes = [len(shard) for shard in partition(needs.num_experts, num_ranks)]
     return Placement(needs.layers, tuple(_dealt(loads, sizes) for loads in needs.loads()))
@@ -102,9 +102,9 @@ def _dealt(loads: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def together(needs: Needs, num_ranks: int) -> Placement:
-    """`balanced`, and then experts that are needed in the same steps moved apart (`swapping.apart`).
+    """Return `balanced` with experts of the same steps moved to different ranks (`swapping.apart`).
 
-    Raises ValueError as `partition`.
+    Raises ValueError as `partition` does.
     """
     start = balanced(needs, num_ranks)
     rows = (apart(owners, [step[i] for step in needs.steps], num_ranks) for i, owners in enumerate(start.owners))
@@ -112,7 +112,7 @@ def together(needs: Needs, num_ranks: int) -> Placement:
 
 
 def by_chance(needs: Needs, num_ranks: int, seed: int) -> Placement:
-    """Shards of equal size, dealt by chance in every layer. Raises ValueError as `partition`."""
+    """Return random shards of equal size in every layer. Raises ValueError as `partition` does."""
     chance, rows = random.Random(seed), []
     for _ in needs.layers:
         row = [rank for rank, shard in enumerate(partition(needs.num_experts, num_ranks)) for _ in shard]
@@ -122,11 +122,11 @@ def by_chance(needs: Needs, num_ranks: int, seed: int) -> Placement:
 
 
 def copied(needs: Needs | Loads, placement: Placement, count: int) -> Placement:
-    """The same with second copies of up to `count` experts of every layer, as far as they even out its load.
+    """Return the placement with second copies of up to `count` experts per layer, as far as they even out the load.
 
-    One after the other relieves the fullest rank: half of an expert's load goes to the rank with the least by then, of
-    those that have not their even share of the layer's copies, so that memory stays as even. DeepSeek's EPLB copies
-    and packs by load, too. Raises ValueError for a negative count, more than there are experts, or one rank.
+    Each copy relieves the fullest rank: half of an expert's load moves to the rank with the least load. A rank gets at
+    most its even share of a layer's copies. DeepSeek's EPLB also copies and packs by load. Raises ValueError for a
+    negative count, more copies than experts, or a single rank.
     """
     if not 0 <= count <= needs.num_experts:
         raise ValueError(f"{count} copies per layer of {needs.num_experts} experts")
@@ -162,9 +162,9 @@ def _copied(loads: Sequence[int], owners: Sequence[int], ranks: Sequence[int], c
 
 
 def predict(name: str, needs: Needs, placement: Placement) -> Prediction:
-    """What a mean step of `needs` asks of ranks that own experts by `placement`, and how uneven many rows would be.
+    """Predict the mean step of `needs` with `placement`, and the unevenness of steps with many rows.
 
-    Copies bear half of their experts' rows where these are many. Few rows go to owners alone, as the exchanges have it.
+    Copies compute half of their experts' rows if these are many. Exchanges send few rows to owners only.
     """
     fullest = total = 0
     for step in needs.steps:
@@ -181,10 +181,10 @@ def predict(name: str, needs: Needs, placement: Placement) -> Prediction:
 
 
 def compare(needs: Needs, num_ranks: int, *, num_copies: Collection[int] = ()) -> tuple[Prediction, ...]:
-    """Placements beside each other: contiguous, by chance, balanced, and balanced with copies.
+    """Predict several placements: contiguous, random, balanced, and balanced with copies.
 
-    What is placed by needs is so by those of the first half of the steps, and all are asked for the second: what is to
-    come is not known to who places. Raises ValueError as `partition` and `copied`.
+    Placements are made from the first half of the steps and predicted for the second. Raises ValueError as `partition`
+    and `copied` do.
     """
     known, coming = needs.halves()
     given = shards(needs.layers, needs.num_experts, num_ranks)
@@ -205,7 +205,7 @@ def compare(needs: Needs, num_ranks: int, *, num_copies: Collection[int] = ()) -
 
 
 def compare_loads(loads: Loads, num_ranks: int, *, num_copies: Collection[int] = ()) -> list[tuple[str, float]]:
-    """The same by `unevenness` alone, of the loads that the placements were made of. Raises ValueError as `compare`."""
+    """Compare placements by `unevenness` of the loads that they were made from. Raises ValueError as `compare` does."""
     best = balanced(loads, num_ranks)
     placements = shards(loads.layers, loads.num_experts, num_ranks) | {"balanced by load": best}
     placements |= {f"balanced, {count} copied": copied(loads, best, count) for count in num_copies}
@@ -213,7 +213,7 @@ def compare_loads(loads: Loads, num_ranks: int, *, num_copies: Collection[int] =
 
 
 def format_plan(predictions: Sequence[Prediction], *, expert_bytes: int | None) -> str:
-    """A plain-text table; with bytes of a step's weights on the fullest rank where those of an expert are known."""
+    """Return a plain-text table, with the bytes of a step's weights on the fullest rank if `expert_bytes` is known."""
     heads = ["placement", "experts, fullest rank", "mean rank", "fullest / mean", "rows, fullest / mean"]
     rows = [heads + ["MB, fullest rank"] * (expert_bytes is not None)]
     for each in predictions:

@@ -1,7 +1,7 @@
 """Replays a routing trace through a residency policy: the engine's cache without the engine. Torch-free.
 
-Policy, start and counters are the engine's own objects, so that a simulation with
-the policy and slots of the recorded run counts exactly what that run counted.
+Policy, start and counters are those of the engine. A simulation with the policy and slots of the recorded run has
+exactly the counts of that run.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from moeyard_worker.experts.policy import ROW_KINDS, SEGMENTS, Counters, ExpertK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """Totals of one rank. `num_slots` is what was used: at most the rank's experts over all layers, `num_experts`."""
+    """Totals of one rank. `num_experts` is the number of its experts over all layers, `num_slots` at most as large."""
 
     rank: int
     num_slots: int
@@ -28,7 +28,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
-    """What a policy would have done with a trace: per rank, and all ranks together in `total`."""
+    """The result of a policy on a trace: per rank, and `total` for all ranks."""
 
     policy: str
     ranks: tuple[RankResult, ...]
@@ -37,7 +37,7 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """Hits on a trace that no policy can exceed, whatever it foresees."""
+    """An upper bound of the hits of any policy on a trace."""
 
     num_slots: int
     num_hits: int
@@ -50,9 +50,9 @@ class Optimum:
 
 
 def simulate(path: Path, policy: str | None = None, slots: int | None = None) -> SimResult:
-    """Replay the trace named `path`; `slots` per rank. What is None is taken from the recorded run.
+    """Replay the trace `path` with `slots` per rank. None means the value of the recorded run.
 
-    Raises ValueError for an unknown policy, fewer than 1 slot or a bad trace, FileNotFoundError when there is none.
+    Raises ValueError for an unknown policy, fewer than 1 slot or an invalid trace, and FileNotFoundError.
     """
     traces = read_trace(path)
     name = traces[0].header.policy if policy is None else policy
@@ -64,12 +64,12 @@ def simulate(path: Path, policy: str | None = None, slots: int | None = None) ->
 
 
 def belady(path: Path, slots: int | None) -> tuple[Optimum, ...]:
-    """Per rank, hits that no policy can exceed: keep the experts whose next use is nearest (Belady, 1966).
+    """Return per rank an upper bound of hits: keep the experts whose next use is nearest (Belady, 1966).
 
-    Starts as the engine does. An access counts its hits before anything is replaced. A hit is then an expert kept from
-    one use to its next, at most `slots` are kept at a time, and choosing those that end first is optimal. It is a
-    bound, tight but for less than one slot and for prompts: here a miss may be used without taking a slot for the
-    moment, and what a prompt missed may be kept, neither of which the engine does.
+    It starts with the same experts as the engine. An access counts its hits before anything is replaced. A hit is an
+    expert that was kept from one use to the next. At most `slots` are kept, and keeping those with the nearest next use
+    is optimal. The bound is tight up to one slot and prompts: here a miss needs no slot, and a prompt's miss may be
+    kept. The engine does neither.
     """
     if slots is not None and slots < 1:
         raise ValueError(f"the expert cache needs at least 1 slot, got {slots}")
@@ -77,9 +77,9 @@ def belady(path: Path, slots: int | None) -> tuple[Optimum, ...]:
 
 
 def format_table(result: SimResult, optima: Sequence[Optimum]) -> str:
-    """A plain-text table: one row per rank and one for all, percentages of all accesses of experts.
+    """Return a plain-text table: one row per rank and one for all, in percent of all accesses of experts.
 
-    The last column is the hit rate that none can exceed: `optima` are of the same slots, one per rank.
+    The last column is the upper bound of the hit rate. `optima` has one entry per rank, for the same slots.
     """
     heads = ["rank", "slots", "experts", "hits", "misses", "evictions", "hit %"]
     heads += [f"{segment} {kind}" for segment in SEGMENTS for kind in ROW_KINDS] + ["best %"]
@@ -132,15 +132,15 @@ def _optimum(trace: RankTrace, slots: int) -> Optimum:
     total = len(trace.header.layers) * len(trace.header.experts)
     if slots >= total:
         return Optimum(num_slots=total, num_hits=num_uses, num_misses=0)
-    following: list[list[int]] = []  # for each use, the index of the access that needs the expert next; -1 for never
+    following: list[list[int]] = []  # for each use, the index of the next access that needs the expert; -1 for none
     upcoming: dict[ExpertKey, int] = {}
     for i in range(len(uses) - 1, -1, -1):
         following.append([upcoming.get(key, -1) for key in uses[i]])
         upcoming.update(dict.fromkeys(uses[i], i))
     following.reverse()
-    # Resident expert -> its next use; experts never needed again are not kept.
+    # Resident expert -> its next use. Experts without a next use are not kept.
     kept = {key: upcoming[key] for key in _first_resident(trace, slots) if key in upcoming}
-    # Heap of (-next use, key), stale entries dropped when they surface.
+    # Heap of (-next use, key). Outdated entries are dropped when popped.
     farthest = [(-i, key) for key, i in kept.items()]
     heapq.heapify(farthest)
     num_hits = 0

@@ -1,20 +1,20 @@
-"""Experts that are needed together, kept apart: swaps between ranks that empty the fullest one. Pure numpy."""
+"""Moves experts that are needed together to different ranks, by swaps that relieve the fullest rank. Pure numpy."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# Steps that a swap is judged by, evenly spaced: with 256 experts a layer takes some ten seconds.
+# Number of evenly spaced steps that judge a swap. A layer of 256 experts takes about ten seconds.
 _STEPS = 1024
 _SWEEPS = 4
 
 
 def apart(owners: Sequence[int], steps: Sequence[Sequence[int]], num_ranks: int) -> tuple[int, ...]:
-    """The owners of one layer's experts, better: `steps` are the experts that each step needs.
+    """Return improved owners of one layer's experts. `steps` has the experts that each step needs.
 
-    What is lowered is the sum over steps of the distinct experts on the fullest rank. Every expert in turn swaps places
-    with the expert of another rank with which that sum falls most, until none can or for a few rounds, so that ranks
-    own as many as before. The same for the same arguments: of equal swaps the first is taken.
+    The cost is the sum over steps of the distinct experts on the fullest rank. Each expert in turn swaps its rank with
+    the expert that lowers the cost most, until no swap helps or a few rounds are done. Ranks own as many experts as
+    before. The result is deterministic: the first of equal swaps is taken.
     """
     taken = steps[:: -(-len(steps) // _STEPS)] if steps else []
     needed = np.zeros((len(taken), len(owners)), np.int32)
@@ -29,7 +29,7 @@ def apart(owners: Sequence[int], steps: Sequence[Sequence[int]], num_ranks: int)
 
 
 def _swap(expert: int, owner: np.ndarray, needed: np.ndarray, held: np.ndarray) -> bool:
-    """Swap `expert` with the best of another rank, if any betters the sum; in `owner` and `held`."""
+    """Swap `expert` with the best expert of another rank if that lowers the cost. Updates `owner` and `held`."""
     here, mine = owner[expert], needed[:, expert, None]
     least, partner = held.max(1).sum(), -1
     for there in range(held.shape[1]):

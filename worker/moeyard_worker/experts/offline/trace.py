@@ -1,4 +1,4 @@
-"""Read routing traces (format: `recorder.py`), which the simulator and the planner work on. Loads no torch."""
+"""Reads routing traces (format: `recorder.py`) for the simulator and the planner. Loads no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from moeyard_worker.experts.recorder import FORMAT, VERSION, TraceHeader, rank_p
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One rank's need in one layer of one step. `decode` and `prefill` are disjoint ascending global expert ids."""
+    """The experts that one rank needed in one layer of one step, as disjoint ascending global ids."""
 
     step: int
     layer: int
@@ -22,7 +22,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """One rank's file. Iterating reads it anew."""
+    """One rank's file. Each iteration reads the file."""
 
     path: Path
     header: TraceHeader
@@ -36,20 +36,20 @@ class RankTrace:
 
 
 def read_trace(path: Path) -> tuple[RankTrace, ...]:
-    """The traces of all ranks, in rank order, of the trace named `path` (a single rank's file is also accepted).
+    """Return the traces of all ranks in rank order. `path` may also be a single rank's file.
 
-    Raises FileNotFoundError when there is none, ValueError for a file that is not a trace or when a rank is missing.
+    Raises FileNotFoundError, and ValueError for a file that is not a trace or if a rank is missing.
     """
     first = rank_path(path, rank=0, world_size=2)
     if path.exists() and first.exists():
-        raise ValueError(f"both {path} and {first.name} exist: they are of different runs, remove one")
+        raise ValueError(f"both {path} and {first.name} exist: they come from different runs, remove one")
     if not first.exists():
         return (_open(path),)
     world_size = _open(first).header.world_size
     files = [rank_path(path, rank=rank, world_size=world_size) for rank in range(world_size)]
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise ValueError(f"trace {path} is of {world_size} ranks, but {', '.join(missing)} is missing")
+        raise ValueError(f"trace {path} has {world_size} ranks, but {', '.join(missing)} is missing")
     traces = tuple(_open(file) for file in files)
     for rank, trace in enumerate(traces):
         found = trace.header
@@ -79,7 +79,7 @@ def _open(path: Path) -> RankTrace:
 
 
 def _access(value: Any, trace: RankTrace) -> Access:
-    """Check one record, so that a damaged file is one clear error and not a wrong hit rate."""
+    """Return one record after checking it, so that a damaged file is an error and not a wrong hit rate."""
     shard = trace.header.experts
     if isinstance(value, tuple) and len(value) == 4 and value[1] in trace.header.layers:
         access = Access(*value)
