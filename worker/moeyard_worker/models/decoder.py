@@ -1,4 +1,4 @@
-"""The decoder of all families: embedding, layers of attention and MLP or experts, head, joined by a residual."""
+"""The decoder of all families: embedding, layers of attention and MLP or experts on a residual stream, and head."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import LayerSpec, ModelSpec
 
-# Returns a `Matrix` where the weight says so, else a tensor.
+# Returns a `Matrix` if `Weight.matrix`, else a tensor.
 Load = Callable[[Weight], Any]
-# The state arrays of a layer by name, asked for once per layer.
+# Returns the state arrays of a layer by name. Called once per layer.
 Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 
 
@@ -27,7 +27,7 @@ def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, Any]:
 
 
 class DecoderLayer:
-    """Attention, then `block`: an MLP, or experts. `site` stands in front of the attention."""
+    """Attention, then `block`: an MLP or experts. `site` is the residual's site in front of the attention."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class DecoderLayer:
             )
 
     def forward(self, x: torch.Tensor, residual: Residual, following: object, plan: StepPlan) -> torch.Tensor:
-        """Rows x [num_rows, H] of `site` -> the rows that the site `following` reads."""
+        """Map rows x [num_rows, H] at `site` to the rows at the site `following`."""
         x = residual.leave(self._attention.forward(x, plan), self._mlp_site)
         return residual.leave(self.block.forward(x, plan), following)
 
-    def idle(self, nothing: torch.Tensor, plan: StepPlan) -> None:
-        """Take part in the exchange of a step in which this rank has no row; `nothing` is [0, H]."""
+    def idle(self, empty: torch.Tensor, plan: StepPlan) -> None:
+        """Take part in the exchange of a step without rows on this rank; `empty` is [0, H]."""
         if isinstance(self.block, Moe):
-            self.block.forward(nothing, plan)
+            self.block.forward(empty, plan)
 
 
 class Decoder:
-    """A model of one of the supported families, holding its dense weights and its state."""
+    """A model of any supported family, with its dense weights and its state."""
 
     def __init__(
         self, spec: ModelSpec, *, backend: Backend, load: Load, exchange: Exchange, experts: Experts, allocate: Allocate
@@ -97,29 +97,29 @@ class Decoder:
             )
             for i, (layer, attention) in enumerate(zip(spec.layers, config.attention, strict=True))
         ]
-        # Behind the model's own there may be one that `drafter` is given.
+        # A layer of multi-token prediction may follow the model's. A `Drafter` runs it.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
-        # With the site behind each layer: of the next layer, or of the head.
+        # Each layer with the site behind it: that of the next layer, or of the head.
         head_site = self.streams.site(load_all(load, spec.head_site))
         self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), head_site], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
-        self._one_of_each = [walked for i, walked in enumerate(self._walk) if kind[i] not in kind[:i]]
+        self._one_of_each = [step for i, step in enumerate(self._walk) if kind[i] not in kind[:i]]
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 logits [num_sampled or more, V] of the plan's sample rows; rows from num_sampled on are garbage.
+        """Return fp32 logits [num_sampled or more, V] of the plan's sample rows. Rows from num_sampled on are garbage.
 
-        Into `out` [num_sampled, V] if given, where a backend has no more rows than that.
+        They are written to `out` [num_sampled, V] if given, which needs a backend without such further rows.
         """
         return self.sampled(self.hidden(plan), plan, out)
 
     def hidden(self, plan: StepPlan) -> torch.Tensor:
         """Return the rows [num_rows, H] of the step that the head reads."""
         if not plan.num_tokens:
-            nothing = self._embed.new_empty(0, self._embed.shape[1])
+            empty = self._embed.new_empty(0, self._embed.shape[1])
             for layer, _ in self._walk:
-                layer.idle(nothing, plan)
-            return nothing
+                layer.idle(empty, plan)
+            return empty
         residual = self.streams.begin(self.embed(plan.token_ids), plan)
         x = residual.enter(self._layers[0].site)
         for layer, following in self._walk:
@@ -128,7 +128,7 @@ class Decoder:
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile steps run through one layer of each kind: they launch every kernel that all layers launch."""
+        """In this context, steps run one layer of each kind. They launch every kernel that all layers launch."""
         whole, self._walk = self._walk, self._one_of_each
         try:
             yield
@@ -136,15 +136,15 @@ class Decoder:
             self._walk = whole
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[M, H] of M tokens."""
+        """Return the embedding [M, H] of M tokens."""
         return self._embed.index_select(0, token_ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [M, V] of rows x [M, H] of `hidden`, in their dtype; a row's bits do not depend on the others."""
+        """Return logits [M, V] of `hidden` rows x [M, H], in their dtype. A row's bits do not depend on the others."""
         return self._backend.linear(x, self._lm_head)
 
     def sampled(self, x: torch.Tensor, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of `forward` for its `hidden` rows x."""
+        """Return the logits of `forward` for the rows x of `hidden`."""
         if not plan.num_sampled:
             return x.new_empty(0, self._lm_head.shape[0], dtype=torch.float32)
         if plan.sample_rows is not None:

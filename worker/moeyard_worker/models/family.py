@@ -76,7 +76,7 @@ class Family:
 
 
 def max_position(config: Fields) -> int:
-    """Return the longest sequence that the model was trained for."""
+    """Return `max_position_embeddings`."""
     return config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
 
 

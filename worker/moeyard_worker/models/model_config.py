@@ -1,4 +1,4 @@
-"""A checkpoint's config.json in one normal form, whatever its family and the age of its keys. Pure: loads no torch."""
+"""A checkpoint's config.json in one normal form for all families and spellings of keys. Pure: loads no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from moeyard_worker.state.spec import StateSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
-    """How an MoE layer chooses experts, and where its logits are computed.
+    """How an MoE layer chooses experts.
 
-    `fp32_logits`: the product itself runs in float32; otherwise in the served dtype, as the family was trained.
-    `bias`: a correction per expert is added for the choice, not for the weight.
+    `bias`: a correction per expert is added for the choice but not to the weight. `fp32_logits`: the logits are
+    computed in float32; otherwise in the served dtype. Both follow the family's training.
     """
 
     rule: GateRule
@@ -28,14 +28,18 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Settings of a checkpoint that the model needs. `moe_layers` are ascending layer indices.
+    """The settings of a checkpoint that the model needs.
 
-    `max_position` is the longest sequence that can be served. `attention` has one entry per layer.
-    `shared_intermediate_size` is the width of all shared experts together, 0 without any. With `shared_gate` a gate
-    scales their output. `dtype` is the checkpoint's, `weights` the format that stores its weights. `eos_token_ids`
-    joins generation_config.json, config.json and the tokenizer's `eos_token`. `num_mtp_layers` for multi-token
-    prediction are stored after the last layer. With `drafts` the first of them is served as layer `num_layers`, which
-    `attention` and `moe_layers` then have too.
+    max_position: the longest sequence that can be served.
+    attention: one entry per layer.
+    moe_layers: ascending layer indices.
+    shared_intermediate_size: the width of all shared experts together, 0 without any. With `shared_gate` a gate scales
+        their output.
+    eos_token_ids: the union of generation_config.json, config.json and the tokenizer's `eos_token`.
+    dtype: the checkpoint's.
+    weights: the format of the stored weights.
+    num_mtp_layers: layers of multi-token prediction. With `drafts` the first of them is served as layer `num_layers`,
+        and `attention` and `moe_layers` include it.
     """
 
     family: str
@@ -61,9 +65,9 @@ class ModelConfig:
     shared_gate: bool = False
 
     def for_length(self, length: int | None) -> "ModelConfig":
-        """Return the same for sequences of up to `length` tokens, which decides between rotations that depend on it.
+        """Return the config with the rotation for sequences of up to `length` tokens, if the rotation depends on it.
 
-        None is the longest sequence that the first of them serves.
+        None keeps the shorter rotation and limits `max_position` to its length.
         """
         ropes = [kind.rope for kind in self.attention_kinds() if kind.rope is not None]
         limits = [rope.max_length for rope in ropes if rope.longer is not None]
@@ -74,10 +78,10 @@ class ModelConfig:
         return replace(self, attention=tuple(_longer(kind) for kind in self.attention))
 
     def with_drafts(self) -> "ModelConfig":
-        """The same with its first layer of multi-token prediction served; raises ValueError if it has none.
+        """Return the config that also serves the first layer of multi-token prediction. Raises ValueError without one.
 
-        That layer is one as the last is that keeps no state per sequence, with experts (DeepSeek-V3, arXiv 2412.19437,
-        section 2.2; Qwen3-Next's as vLLM has it).
+        Its attention is that of the last layer without state per sequence, and it has experts (DeepSeek-V3, arXiv
+        2412.19437, section 2.2; for Qwen3-Next as in vLLM).
         """
         if not self.num_mtp_layers:
             raise ValueError(
@@ -94,7 +98,7 @@ class ModelConfig:
 
     @property
     def has_slots(self) -> bool:
-        """Whether a layer keeps state per sequence."""
+        """Whether any layer keeps state per sequence."""
         return any(kind.state().slots for kind in self.attention_kinds())
 
     @property
@@ -103,11 +107,11 @@ class ModelConfig:
         return self.gate.rule.top_k
 
     def served_dtype(self, asked: str) -> str:
-        """The dtype to serve in, where "auto" is the checkpoint's."""
+        """Return the dtype to serve in. "auto" is the checkpoint's."""
         return self.dtype if asked == "auto" else asked
 
     def attention_kinds(self) -> Iterator[Attention]:
-        """The descriptions of attention that differ, each once."""
+        """Yield each distinct kind of attention once."""
         yield from dict.fromkeys(self.attention)
 
     def expert_form(self, dtype: str) -> ExpertForm:
@@ -115,12 +119,12 @@ class ModelConfig:
         return self.weights.expert_form(hidden=self.hidden_size, intermediate=self.moe_intermediate_size, dtype=dtype)
 
     def state_spec(self, dtype_bytes: int) -> StateSpec:
-        """Return the state of a sequence on one rank, over all layers."""
+        """Return the memory of a sequence on one rank, over all layers."""
         return state_spec((attention.state() for attention in self.attention), dtype_bytes)
 
 
 def _longer(attention: Attention) -> Attention:
-    """Return the same layer with the rotation for longer sequences."""
+    """Return `attention` with the rotation for longer sequences, if it has one."""
     if isinstance(attention, Gqa | Mla) and attention.rope is not None and attention.rope.longer is not None:
         return replace(attention, rope=attention.rope.longer)
     return attention

@@ -1,7 +1,7 @@
-"""A layer of multi-token prediction, which drafts the token after the next one (DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""The layer of multi-token prediction, which drafts the token after the next one (DeepSeek-V3, arXiv 2412.19437, 2.2).
 
-The row of position i takes the model's hidden state of i, behind the last norm, and the token at i + 1. It guesses the
-token at i + 2. For the token after that, the layer takes its own output in place of the hidden state.
+The row of position i takes the model's hidden state at i, behind the last norm, and the token at i + 1. It guesses the
+token at i + 2. For further tokens the layer takes its own output in place of the hidden state.
 """
 
 import torch
@@ -12,7 +12,7 @@ from moeyard_worker.models.spec import DraftSpec
 
 
 class Drafter:
-    """The layer `layer` between two norms of its own, over the embedding and the head of `model`."""
+    """Runs `layer` with the embedding and the head of `model`."""
 
     def __init__(self, spec: DraftSpec, layer: DecoderLayer, *, model: Decoder, backend: Backend, load: Load) -> None:
         self._layer, self._model, self._backend = layer, model, backend
@@ -22,8 +22,8 @@ class Drafter:
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Return the rows [num_rows, H] that the head reads.
 
-        `token_ids` [num_rows] int64 are the tokens behind the plan's rows, `hidden` [num_rows, H] the states that saw
-        them. The plan's own tokens are not read. A plan without rows takes part in the layer's exchange.
+        `token_ids` [num_rows] int64 are the tokens that follow the plan's rows, and `hidden` [num_rows, H] the hidden
+        states of these rows. The plan's own tokens are not read. A plan without rows takes part in the exchange.
         """
         backend, layer, eps = self._backend, self._layer, self._model.eps
         if not plan.num_tokens:

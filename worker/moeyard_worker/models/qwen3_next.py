@@ -1,9 +1,9 @@
 """Qwen3-Next: Gated DeltaNet in most layers, gated grouped-query attention in the others; a gated shared expert.
 
 Norms are stored less one, except the norm behind Gated DeltaNet. The layer of multi-token prediction has full attention
-and separate names, and config.json need not mention it. It reads the model's hidden state behind the last norm, and for
-further tokens its own output (vLLM's `qwen3_next_mtp.py`; llama.cpp #24025 and LightLLM #1402 measured that it was
-trained that way).
+and separate names, and config.json need not mention it. It reads the model's hidden state behind the last norm. For
+further tokens it reads its own output, as in vLLM (`qwen3_next_mtp.py`). Measurements show that it was trained that way
+(llama.cpp #24025, LightLLM #1402).
 """
 
 from collections.abc import Mapping

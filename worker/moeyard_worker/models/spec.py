@@ -1,7 +1,7 @@
-"""Every weight of a model: which block goes where, its shape, and the checkpoint tensors it is made of. Pure.
+"""Every weight of a model: its block, its shape and the checkpoint tensors that it is made of. Pure.
 
-`model_spec` is the only place that knows shapes and names together; the loader proves the checkpoint against it and the
-decoder is assembled from what was loaded under the same field names.
+Only `model_spec` combines shapes and names. The check of a checkpoint compares with it, and the decoder is assembled
+from the weights loaded under the same field names.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ _FP32 = plain_form("float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Where one layer's experts are stored: three keys with {e} in them, or two tensors that hold all experts."""
+    """Keys of one layer's experts: three that contain {e}, or if `fused`, two tensors that hold all experts."""
 
     gate: str
     up: str
@@ -32,9 +32,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. `attention` and `mlp` are keyed by the argument names of their layer classes.
+    """The weights of one decoder layer. Those of `attention` and `mlp` have the argument names of the layer classes.
 
-    The sites hold what the residual needs in front of each block (`layers/residual.py`).
+    The sites hold the weights that the residual needs in front of each block (`layers/residual.py`).
     """
 
     attention_site: Mapping[str, Weight]
@@ -46,10 +46,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """The weights of a layer of multi-token prediction that other layers lack.
+    """The weights that only a layer of multi-token prediction has.
 
-    The norms of the embedding and of the hidden state, the product that joins them [H, 2 H], and the site in front of
-    the head. Embedding and head are the model's own.
+    `join` [H, 2 H] joins the normed embedding and the normed hidden state. Embedding and head are the model's.
     """
 
     token_norm: Weight
@@ -60,9 +59,10 @@ class DraftSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The whole model; `lm_head` is None when the embedding is used for it. `keys` are the checkpoint's, if any.
+    """The weights of a whole model. `lm_head` is None if it is tied to the embedding.
 
-    `layers` are the model's and, where `config.drafts`, one of multi-token prediction; `draft` has its other weights.
+    `keys` are the checkpoint's, empty for random weights. With `config.drafts` the last of `layers` is the layer of
+    multi-token prediction, and `draft` has its other weights.
     """
 
     config: ModelConfig
@@ -75,7 +75,7 @@ class ModelSpec:
     draft: DraftSpec | None = None
 
     def dense(self) -> Iterator[Weight]:
-        """All weights that every rank holds, in the order they are loaded."""
+        """Yield the weights that every rank holds, in the order of loading."""
         yield self.embed
         for layer in self.layers:
             yield from layer.attention_site.values()
@@ -102,16 +102,16 @@ class ModelSpec:
         return sum(self.num_bytes(each, dtype) for each in self.dense())
 
     def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
-        """Return the bytes of everything that every rank holds but experts and state, served in `dtype`."""
+        """Return the bytes of the dense weights and of the tables that every rank computes from them."""
         ropes = {attention.rope for attention in self.config.attention}
         tables = sum(_FP32.num_bytes(self.config.max_position, rope.dim) for rope in ropes if rope is not None)
         for attention in self.config.attention:
-            beside = attention.footprint(footprints)
-            tables += plain_form(dtype).num_bytes(1, beside.extra) + _FP32.num_bytes(1, beside.fp32_extra)
+            found = attention.footprint(footprints)
+            tables += plain_form(dtype).num_bytes(1, found.extra) + _FP32.num_bytes(1, found.fp32_extra)
         return self.dense_bytes(dtype) + tables
 
     def expert_parts(self, names: ExpertNames, expert: int) -> tuple[Part, Part, Part]:
-        """Return where gate [I, H], up [I, H] and down [H, I] of an expert are stored."""
+        """Return the stored parts of an expert: gate [I, H], up [I, H] and down [H, I]."""
         hidden, width, count = self.config.hidden_size, self.config.moe_intermediate_size, self.config.num_experts
         if names.fused:
             gate_up, down = (count, 2 * width, hidden), (count, hidden, width)
@@ -127,14 +127,14 @@ class ModelSpec:
         )
 
     def stored(self, parts: Iterable[Part]) -> dict[str, StoredTensor]:
-        """Return the tensors that the checkpoint must hold for these."""
+        """Return by key the tensors that the checkpoint must hold for `parts`."""
         found: dict[str, StoredTensor] = {}
         for part in parts:
             found.update(self.config.weights.stored(part, self.keys))
         return found
 
     def expected(self) -> dict[str, StoredTensor]:
-        """Return every tensor that the checkpoint must hold, experts of all ranks included, by key."""
+        """Return by key every tensor that the checkpoint must hold, including the experts of all ranks."""
         found = self.stored(part for each in self.dense() for part in each.parts)
         for layer in self.layers:
             if layer.experts is not None:
@@ -145,7 +145,7 @@ class ModelSpec:
 
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
-    """The weights of `config`; `keys` of the checkpoint decide between layouts that are both in use."""
+    """Return the weights of `config`. The checkpoint's `keys` decide between the layouts in use."""
     family = FAMILIES[config.family]
     names = next((each for each in (family.names, *family.other_names) if each.embed in keys), family.names)
     hidden = config.hidden_size
@@ -181,8 +181,8 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])
         mlp, experts = _moe(config, names, at_moe), _experts(names, at_moe, keys)
     else:
-        places = (prefix + place for place in (names.mlp, *names.moe))
-        at_mlp = next((place for place in places if f"{place}gate_proj.weight" in keys), prefix + names.mlp)
+        prefixes = [prefix + block for block in (names.mlp, *names.moe)]
+        at_mlp = next((each for each in prefixes if f"{each}gate_proj.weight" in keys), prefixes[0])
         mlp, experts = _mlp(config.hidden_size, config.intermediate_size, at_mlp), None
     attention, less_one = config.attention[index], names.norms_less_one
     at = prefix + (names.linear if attention.state().slots else names.attention)
@@ -217,12 +217,7 @@ def _moe(config: ModelConfig, names: Names, at: str) -> dict[str, Weight]:
 
 def _experts(names: Names, at: str, keys: Container[str]) -> ExpertNames:
     gate, up, down = (f"{at}experts.{{e}}.{name}.weight" for name in names.expert)
-    fused = f"{at}experts.gate_up_proj"
+    gate_up_all, down_all = f"{at}experts.gate_up_proj", f"{at}experts.down_proj"
     return ExpertNames(
-        gate=gate,
-        up=up,
-        down=down,
-        fused_gate_up=fused,
-        fused_down=f"{at}experts.down_proj",
-        fused=fused in keys,
+        gate=gate, up=up, down=down, fused_gate_up=gate_up_all, fused_down=down_all, fused=gate_up_all in keys
     )
