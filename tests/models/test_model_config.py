@@ -538,6 +538,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "quantised by modelopt (NVFP4)",
     ),
     "mlx": ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX (4 bits)"),
+    "a method that is no text": ("qwen3_moe", {"quantization_config": {"quant_method": ["fp8"]}}, "['fp8'] (supported"),
     "quantized, nobody says how": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
     "quantized text": (
         "qwen3_next",
