@@ -382,8 +382,8 @@ def test_snapshot_memory_that_cannot_be_had() -> None:
         assert "raise --kv-memory or lower --snapshot-memory" in text
     text = refused(8 * GIB, model=HYBRID, snapshot_memory=STATE_BYTES - 1)
     assert f"holds no snapshot: each takes {format_size(STATE_BYTES)}" in text
-    # The flag's own name would be told as the one that switches it off.
-    with pytest.raises(ValueError, match=r"snapshot_memory is for prompts .* off by --no-prefix-caching") as caught:
+    # The message names the flag, because the field's name is its opposite.
+    with pytest.raises(ValueError, match="snapshot_memory has no use with --no-prefix-caching") as caught:
         EngineConfig(model_path="", snapshot_memory=MIB, prefix_caching=False)
     assert "prefix_caching" not in str(caught.value)
 

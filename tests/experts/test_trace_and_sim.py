@@ -182,7 +182,7 @@ def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
     path.unlink()
     for rank in (0, 2):
         RoutingRecorder(path, header(rank=rank, world_size=3)).close()
-    with pytest.raises(ValueError, match=r"of 3 ranks, but trace.rank1 is missing"):
+    with pytest.raises(ValueError, match=r"has 3 ranks, but trace.rank1 is missing"):
         read_trace(path)
     RoutingRecorder(path, header(rank=1, world_size=3)).close()
     assert [trace.header.rank for trace in read_trace(path)] == [0, 1, 2]

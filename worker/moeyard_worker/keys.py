@@ -1,7 +1,7 @@
-"""The keys of one fleet: CURVE key pairs that a launcher makes at start and hands out through Ray. Pure.
+"""The keys of one fleet: CURVE key pairs that a launcher makes at start and distributes through Ray. Pure.
 
-Ranks share one pair, routers another: a router's secret opens no rank's exchange, and whoever has neither can neither
-speak nor read. Keys are in Z85, 40 characters each (ZeroMQ's RFC 32). No key is ever part of a `repr`.
+Ranks share one pair and routers another, so a router's secret does not open the ranks' exchange. A stranger without
+either can neither send nor read. Keys are in Z85, 40 characters each (ZeroMQ's RFC 32). `repr` never shows a key.
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class KeyPair:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for what is no key; the words hold none."""
+        """Raise ValueError for a key of wrong length. The message holds no key."""
         if {len(self.public), len(self.secret)} != {KEY_CHARACTERS}:
             raise ValueError(f"a key has {KEY_CHARACTERS} characters, got {len(self.public)} and {len(self.secret)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerKeys:
-    """What a rank holds: the ranks' pair, and the public key of the routers that it lets in."""
+    """The keys of a rank: the ranks' pair, and the public key of the routers that it admits."""
 
     own: KeyPair
     router: bytes = field(repr=False)
@@ -32,7 +32,7 @@ class WorkerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterKeys:
-    """What a router holds: the routers' pair, and the public key by which it knows ranks."""
+    """The keys of a router: the routers' pair, and the public key of the ranks."""
 
     own: KeyPair
     worker: bytes = field(repr=False)
@@ -40,15 +40,15 @@ class RouterKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetKeys:
-    """What a launcher holds."""
+    """The keys of a launcher."""
 
     workers: KeyPair
     routers: KeyPair
 
     def of_worker(self) -> WorkerKeys:
-        """For every rank."""
+        """Return the keys of every rank."""
         return WorkerKeys(own=self.workers, router=self.routers.public)
 
     def of_router(self) -> RouterKeys:
-        """For every router."""
+        """Return the keys of every router."""
         return RouterKeys(own=self.routers, worker=self.workers.public)

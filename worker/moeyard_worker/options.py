@@ -7,14 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The flag of one field; a field with an empty `help` has none.
+    """The flag of one field. A field with an empty `help` has no flag.
 
-    flag: its name, "" for the field's. group: its section of the help text, "" for that of the field before it.
-    kind: how its text is read, by a function or a name in `moeyard.options.KINDS`; "" for the field's type.
+    flag: its name, "" for the field's name.
+    group: its section of the help text, "" for that of the previous field.
+    kind: the parser of its text: a function, or a name in `moeyard.options.KINDS`. "" for the field's type.
     words: texts that stand for values.
-    text: what is shown and read for an absent flag, "" for the field's default. on_gpu: the default on a GPU.
-    unset: an absent flag leaves the value to the code that builds the configuration. both: the flag has a --no- form.
-    per_rank: `moeyard restart` may change it on one rank. nargs, const and action are argparse's.
+    text: the default as shown and parsed, "" for the field's default.
+    on_gpu: the default on a GPU.
+    unset: whether the code that builds the configuration chooses the value if the flag is absent.
+    both: whether the flag has a --no- form.
+    per_rank: whether `moeyard restart` may change it on one rank.
+    nargs, const, action: as in argparse.
     """
 
     help: str
@@ -35,11 +39,11 @@ class Option:
 
 
 def option(default: Any, help: str, **how: Any) -> Any:
-    """A field of a dataclass with this default and a flag; `how` are fields of `Option`."""
+    """Return a dataclass field with this default and a flag. `how` are fields of `Option`."""
     return field(default=default, metadata={"option": Option(help=help, **how)})
 
 
 def option_of(declared: Field[Any]) -> Option | None:
-    """What `option` was told of a field; None for other fields."""
+    """Return the `Option` of a field, or None."""
     found: Option | None = declared.metadata.get("option")
     return found

@@ -1,7 +1,7 @@
-"""The boundary between a router and a worker: what crosses it, and nothing else.
+"""The boundary between a router and a worker: the messages between them.
 
-A router may know this file and `wire.py`, which makes frames of these messages, and no other of the worker's; it never
-sees a tensor, a page or a rank's memory. Both are stdlib + msgpack only, so importing them loads no torch.
+A router may import this file, `wire.py`, which encodes the messages, and the other files of this folder. It never sees
+a tensor, a page or a rank's memory. They use only the standard library and msgpack, so importing them loads no torch.
 
 Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `PromptLogprobs`, `Tokens`,
 `TokenBatch`, `Done`, `Rejected`, `ExpertLoads`. Every `Submit` is answered by exactly one `Done` or `Rejected`;
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Union, get_args
 
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
-# The most tokens that one `PromptLogprobs` tells of: what a router decodes at once stays below a millisecond or two.
+# The most tokens of one `PromptLogprobs`, so that a router decodes it in a millisecond or two.
 MAX_PROMPT_LOGPROBS = 32
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -31,12 +31,12 @@ REJECT_REASONS: tuple[str, ...] = get_args(RejectReason)
 WORKER_STATES: tuple[str, ...] = get_args(WorkerState)
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 KV_METHODS: tuple[str, ...] = get_args(KvMethod)
-# The most UTF-8 bytes of a grammar's text, a schema of a thousand lines: what a rank spends on one grows with it.
+# The most UTF-8 bytes of a grammar's text (a schema of a thousand lines). A rank's work for a grammar grows with it.
 MAX_GRAMMAR_BYTES = 65536
 
 
 class TokenIds(Sequence[int]):
-    """The ids of a prompt as they are sent, packed once for all choices. `ValueError`: `data` is not whole ids."""
+    """The ids of a prompt, packed once for all choices. Raises ValueError if `data` is not a multiple of 4 bytes."""
 
     __slots__ = ("data",)
 
@@ -47,7 +47,7 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> "TokenIds":
-        """Raises `OverflowError` for an id outside [0, 2**32)."""
+        """Pack ids. Raises OverflowError for an id outside [0, 2**32)."""
         return cls(array("I", ids).tobytes())
 
     def __len__(self) -> int:
@@ -72,11 +72,14 @@ SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What an answer must look like, whole: the worker lets no token through that cannot lead there.
+    """The form of a complete answer. The worker masks every token that cannot lead to it.
 
-    `kind` says what `text` is: "json_object" (any JSON object; `text` is empty), "json_schema" (a schema, as JSON),
-    "regex" (a regular expression that matches the whole answer), "choice" (a JSON list of strings, one of which is the
-    answer), "lark" (a grammar in llguidance's dialect of Lark, which may hold `%json`; GBNF is taken too).
+    kind: the meaning of `text`:
+        "json_object": any JSON object; `text` is empty.
+        "json_schema": a schema, as JSON.
+        "regex": a regular expression that matches the whole answer.
+        "choice": a JSON list of strings, one of which is the answer.
+        "lark": a grammar in llguidance's dialect of Lark, which may hold `%json`, or in GBNF.
     """
 
     kind: str
@@ -85,10 +88,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCompression:
-    """What is kept of a prompt's keys and values once it is computed.
+    """Compression of a prompt's keys and values after the prompt is computed.
 
-    `method` "snapkv" (arXiv 2404.14469): `budget` positions, which each layer chooses by the prompt's last `window`
-    queries; these stay, and 1 <= window <= budget. A prompt of `budget` tokens or fewer is kept whole.
+    method: "snapkv" (arXiv 2404.14469). Each layer keeps `budget` positions that the queries of the prompt's last
+        `window` positions choose. The window is kept, and 1 <= window <= budget. Prompts of at most `budget` tokens are
+        not compressed.
     """
 
     method: str
@@ -98,16 +102,17 @@ class KvCompression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen. The router fills every field; `seed` is always explicit.
+    """The sampling parameters of one request. The router fills every field, and `seed` is always explicit.
 
-    Units and ranges: `temperature` >= 0 (0 is greedy); `top_p` in (0, 1]; `top_k` >= 0 (0 is off); `min_p` in [0, 1];
-    penalties as OpenAI (presence, frequency in [-2, 2]) and CTRL (repetition > 0, 1 is off); `logprobs` None for none,
-    otherwise the number of alternatives reported beside the chosen token, 0 to MAX_LOGPROBS. `prompt_logprobs` is the
-    same for every prompt token but the first. `max_tokens` 0 computes the prompt and ends. `kv_compression` None keeps
-    all of the prompt for the tokens behind it; log-probabilities of the prompt never depend on it.
-
-    With a `grammar` an end-of-sequence token is let through where the answer may end there; where nothing else may
-    follow it ends the answer, whatever `min_tokens` and `ignore_eos` say.
+    temperature: at least 0; 0 is greedy. top_p: in (0, 1]. top_k: at least 0; 0 is off. min_p: in [0, 1].
+    presence_penalty, frequency_penalty: in [-2, 2], as in the OpenAI API. repetition_penalty: above 0, as in CTRL; 1 is
+        off.
+    logprobs: None for none, else the number of alternatives beside the chosen token, 0 to MAX_LOGPROBS.
+    prompt_logprobs: the same for every prompt token but the first.
+    max_tokens: 0 computes the prompt and ends.
+    grammar: it allows an end-of-sequence token where the answer may end. If nothing else may follow, that token ends
+        the answer regardless of `min_tokens` and `ignore_eos`.
+    kv_compression: None keeps the whole prompt. Log-probabilities of the prompt never depend on it.
     """
 
     max_tokens: int
@@ -129,16 +134,16 @@ class SamplingParams:
     kv_compression: KvCompression | None = None
 
     def kept(self, num_prompt: int) -> int:
-        """How many of a prompt's positions are kept for the tokens behind it; all where there are none."""
+        """Return how many of a prompt's positions are kept for the output; all if there is no output."""
         asked = self.kv_compression
         return num_prompt if asked is None or not self.max_tokens else min(asked.budget, num_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (natural log, of the unmodified distribution) of a token and of the `top` likeliest ones.
+    """Natural log-probability, under the unmodified distribution, of a token and of the `top` most likely ones.
 
-    `rank` is 1 for the likeliest token. `top` is sorted by falling log-probability, ties by lower id.
+    rank: 1 for the most likely token. `top` is sorted by falling log-probability, ties by lower id.
     """
 
     logprob: float
@@ -155,10 +160,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Run one sequence. `request_id` is unique per router; `prompt_token_ids` is not empty, decoded it is a tuple.
+    """Run one sequence.
 
-    A sequence whose worker was lost goes on elsewhere: `output_token_ids` are those of its output that have been told,
-    and `num_scored` counts the prompt tokens whose log-probabilities have. The next words about it begin behind these.
+    request_id: unique per router.
+    prompt_token_ids: not empty; a tuple after decoding.
+    output_token_ids, num_scored: for a sequence that continues after the loss of its worker: the output that the client
+        has, and the number of prompt tokens whose log-probabilities it has. Replies begin after these.
     """
 
     type: ClassVar[str] = "submit"
@@ -171,9 +178,9 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Stop a request and free its slot and pages within one step; answered by `Done(finish_reason="abort")`.
+    """Stop a request and free its slot and pages within one step. The answer is `Done(finish_reason="abort")`.
 
-    An abort of an unknown or ended request is ignored: its terminal reply is already on the way.
+    An abort of an unknown or ended request is ignored, because its last reply is already on the way.
     """
 
     type: ClassVar[str] = "abort"
@@ -182,7 +189,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """Asks for one `ExpertLoads`. For people who look: nothing is sent while nobody does."""
+    """Request one `ExpertLoads`."""
 
     type: ClassVar[str] = "inspect"
 
@@ -191,8 +198,8 @@ class Inspect:
 class PromptLogprobs:
     """Log-probabilities of prompt tokens `start`, `start + 1` and so on, each under the tokens before it.
 
-    Sent as the prompt is computed, at most MAX_PROMPT_LOGPROBS at once, each token once and in order. The first has no
-    tokens before it, so `start` is at least 1.
+    Sent while the prompt is computed, at most MAX_PROMPT_LOGPROBS in a message, each token once and in order. The first
+    prompt token has none, so `start` is at least 1.
     """
 
     type: ClassVar[str] = "prompt_logprobs"
@@ -205,8 +212,9 @@ class PromptLogprobs:
 class Tokens:
     """New output tokens of a request. `start` is the index of the first one among the request's output tokens.
 
-    The first ones say `cached_tokens`, as `Done` does: a router that ends a request at a stop string hears no `Done`.
-    Never modified. It is not frozen because one is made for every token there is: 0.4 us instead of 1.4.
+    The first message of a request has `cached_tokens`, as `Done` does, because a router that ends a request at a stop
+    string gets no `Done`. Objects are never modified. The class is not frozen because one object is made per token: 0.4
+    us instead of 1.4.
     """
 
     type: ClassVar[str] = "tokens"
@@ -219,7 +227,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The `Tokens` of one request or more, as a step yields them: one frame and one check of types for all its rows."""
+    """The `Tokens` of a step's requests in one frame, with one check of types for all rows."""
 
     type: ClassVar[str] = "token_batch"
     rows: tuple[Tokens, ...]
@@ -229,9 +237,9 @@ class TokenBatch:
 class Done:
     """The end of a request. Seconds are measured on the worker's monotonic clock.
 
-    `cached_tokens` of the prompt were in the prefix cache when the request started for the first time.
-    `stop_token_id` is set when `finish_reason` is "stop" (the id is the last of the output tokens).
-    `error` names what failed when `finish_reason` is "error"; `retryable` says whether another try may help.
+    cached_tokens: prompt tokens that were in the prefix cache when the request first started.
+    stop_token_id: the last output token if `finish_reason` is "stop".
+    error: the failure if `finish_reason` is "error". `retryable`: whether another try may help.
     """
 
     type: ClassVar[str] = "done"
@@ -249,8 +257,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A request that was never run. `retry_after` (seconds) is set where trying again may help, `param` where one field
-    of the request is at fault."""
+    """A request that was never run.
+
+    retry_after: seconds, if a retry may help. `param`: the field of the request that is at fault, if there is one.
+    """
 
     type: ClassVar[str] = "rejected"
     request_id: str
@@ -264,12 +274,12 @@ class Rejected:
 class Snapshot:
     """A worker's load and state, for the router's choice of rank.
 
-    `step` counts lockstep steps of the fleet; `failure` names what broke when `state` is "failed" or "recovering": then
-    a peer was lost, the rank keeps what it has and takes requests, and goes on when the fleet is whole again.
-    KV pages are counted for this rank; `kv_pages_free` includes pages that only the prefix index holds.
-    From `generation_tokens` on: running totals of this rank since its start, as its own metrics have them, and its
-    expert slots. None where the rank does not know (hits of experts that a device looks up without telling the host) or
-    does nothing of the kind: drafts verified, and those of them that were accepted.
+    step: number of the fleet's lockstep step.
+    failure: the reason if `state` is "failed" or "recovering". A recovering rank has lost a peer. It keeps its
+        requests, takes new ones, and continues when the fleet is complete.
+    kv_pages_total, kv_pages_free: pages of this rank. Pages that only the prefix index holds count as free.
+    generation_tokens and all below: this rank's expert slots, and totals since its start, as in its metrics. None if
+        the rank does not know them (hits that a device counts) or does not do it (drafts).
     """
 
     type: ClassVar[str] = "snapshot"
@@ -302,12 +312,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """What experts have computed since the start, by layer. `layers` are the MoE layers in order, `experts` the global
-    ids that are the rank's in any of them, ascending.
+    """The rows that experts have computed since the start, by layer.
 
-    `rows` [layer, expert] are those that each of these has computed, where the host knows. A GPU counts what the rank's
-    own rows choose instead, `chosen` [layer, every expert there is]. Then `held` [layer, expert] is 1 where an expert
-    is the rank's in that layer and 0 where it is elsewhere; empty if `experts` are the rank's in every layer.
+    layers: the MoE layers in order.
+    experts: global ids of all experts that the rank has in any layer, ascending.
+    rows: [layer, expert] rows that each of them has computed, if the host knows.
+    chosen: [layer, every expert of the model] on a GPU instead: how many of the rank's own rows chose each expert.
+    held: [layer, expert] with `chosen`: 1 if the rank has the expert in that layer. Empty if it has all in every layer.
     """
 
     type: ClassVar[str] = "expert_loads"

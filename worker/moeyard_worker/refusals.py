@@ -1,7 +1,7 @@
-"""What was refused from outside: counted by reason, and said in the log, cut and at most so often. Both sides use it.
+"""Counts and logs what router and workers refuse from outside, with limits on the log.
 
-Whoever may send rubbish may send much of it. A line quotes at most `MAX_QUOTE` characters, and of `LINES` in
-`SECONDS` the rest is only counted; the next line says how many were left out.
+A stranger may send much rubbish. A log line quotes at most `MAX_QUOTE` characters. After `LINES` lines in `SECONDS`,
+refusals are only counted, and the next line says how many were left out.
 """
 
 import logging
@@ -14,16 +14,13 @@ LINES, SECONDS = 5, 10.0
 
 
 def cut(text: object, limit: int = MAX_QUOTE) -> str:
-    """`text`, or its beginning and how much there was."""
+    """Return `text`, or its beginning and its length."""
     said = str(text)
     return said if len(said) <= limit else f"{said[:limit]}... ({len(said)} characters)"
 
 
 class Refusals:
-    """Counts and says. `add` may be called from any thread.
-
-    counts: how often each reason was given so far.
-    """
+    """Counts refusals by reason (`counts`), and logs them. `add` may be called from any thread."""
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: dict[str, int] = {}
@@ -32,7 +29,7 @@ class Refusals:
         self._since, self._said, self._left_out = clock(), 0, 0
 
     def add(self, reason: str, text: object) -> None:
-        """Count one more of `reason` (a metric's label, so one of few), and log `text` unless many were lately."""
+        """Count one more refusal for `reason`, a label of a metric, and log `text` unless there were many lately."""
         with self._lock:
             self.counts[reason] = self.counts.get(reason, 0) + 1
             now = self._clock()

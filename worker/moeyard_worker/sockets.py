@@ -1,8 +1,8 @@
-"""What the ZMQ sockets of a fleet have in common: keys at their doors, heartbeats, and what may come through.
+"""The common part of a fleet's ZMQ sockets: CURVE keys, heartbeats, and monitors.
 
-A bound socket under CURVE shows no stranger more than that it is there: who does not know the server's public key fails
-at the first message, who has a key that is not admitted at the last of the handshake, and nobody reads along
-(CurveZMQ, ZeroMQ's RFC 26). libzmq asks who is admitted over `inproc://zeromq.zap.01` (RFC 27); `Gate` answers.
+A bound socket under CURVE shows a stranger only that it exists (CurveZMQ, ZeroMQ's RFC 26). A client without the
+server's public key fails at the first message of the handshake, one with a key that is not admitted at the last.
+Traffic cannot be read. libzmq asks over `inproc://zeromq.zap.01` which keys are admitted (RFC 27), and `Gate` answers.
 """
 
 import hmac
@@ -16,19 +16,19 @@ from zmq.utils.monitor import recv_monitor_message
 from moeyard_worker.keys import FleetKeys, KeyPair
 from moeyard_worker.refusals import Refusals
 
-# Heartbeats leave this often, or five times in a deadline if that is more often.
+# Longest interval of heartbeats. There are at least five in a deadline.
 MAX_BEAT_SECONDS = 1.0
 BEATS_PER_DEADLINE = 5
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"moeyard"
-# What a monitor of a bound socket says of those who did not get in.
+# Events of a bound socket's monitor for refused connections.
 REFUSED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
 def make_keys() -> FleetKeys:
-    """New keys, of the machine's randomness."""
+    """Return new keys from the system's random generator."""
     workers, routers = (KeyPair(public=public, secret=secret) for public, secret in (_pair(), _pair()))
     return FleetKeys(workers=workers, routers=routers)
 
@@ -39,9 +39,9 @@ def _pair() -> tuple[bytes, bytes]:
 
 
 def set_heartbeats(socket: "zmq.Socket[bytes]", deadline: float) -> None:
-    """A peer that is silent for `deadline` seconds, and at most one heartbeat longer, has its connection ended.
+    """End the connection of a peer that is silent for `deadline` seconds and at most one heartbeat more.
 
-    One that computes is not silent: libzmq's own thread answers.
+    A peer that computes is not silent, because libzmq's own thread answers.
     """
     interval = min(MAX_BEAT_SECONDS, deadline / BEATS_PER_DEADLINE)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(1000 * interval)))
@@ -49,37 +49,37 @@ def set_heartbeats(socket: "zmq.Socket[bytes]", deadline: float) -> None:
 
 
 def lock(socket: "zmq.Socket[bytes]", own: KeyPair) -> None:
-    """What is bound from now on is met under CURVE, by those that the context's `Gate` admits."""
+    """Require CURVE, and a key that the context's `Gate` admits, for addresses that are bound from now on."""
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
 
 
 def unlock(socket: "zmq.Socket[bytes]", own: KeyPair, server: bytes) -> None:
-    """What is connected from now on shows `own`, and talks only to who has the secret of the public key `server`."""
+    """Use the key `own` for connections from now on, and require a server with the secret of the key `server`."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)
 
 
 def lock_in_clear(socket: "zmq.Socket[bytes]") -> None:
-    """As `lock`, without encryption: a password that whoever reads along learns (ZeroMQ's RFC 24)."""
+    """Require a password in clear text, without encryption (ZeroMQ's RFC 24). Eavesdroppers learn it."""
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
 
 def unlock_in_clear(socket: "zmq.Socket[bytes]", password: bytes) -> None:
-    """As `unlock`, for a socket behind `lock_in_clear`."""
+    """Use `password` for connections from now on, to a socket behind `lock_in_clear`."""
     socket.setsockopt(zmq.PLAIN_USERNAME, _DOMAIN)
     socket.setsockopt(zmq.PLAIN_PASSWORD, password)
 
 
 class Gate:
-    """Answers libzmq's questions of one context: admitted are holders of the secret of `key`, or of `password`.
+    """Answers libzmq's authentication requests of one context. It admits holders of `key`'s secret, or of `password`.
 
-    A thread of its own, which sleeps until somebody knocks: a rank deep in a step must not keep routers waiting, and
-    strangers must not keep the rank. It ends with its context. (pyzmq's ThreadAuthenticator runs an event loop for this
-    and says passwords at level debug.)
+    It runs in a thread of its own, because a rank in a step must not delay routers, and strangers must not delay the
+    rank. The thread ends with the context. (pyzmq's ThreadAuthenticator runs an event loop for this and logs passwords
+    at level debug.)
     """
 
     def __init__(
@@ -110,10 +110,11 @@ class Gate:
 
 
 def watch(socket: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes]":
-    """A monitor of `socket`, to be closed after `socket.disable_monitor()`.
+    """Return a monitor of `socket`. Close it after `socket.disable_monitor()`.
 
-    Without a limit: at one, libzmq's thread would wait until somebody takes its news, and carry nothing meanwhile, so
-    that strangers who come and go could stop a rank that is not looking (pyzmq's `get_monitor_socket` leaves 2000).
+    Its queue has no limit. At a limit, libzmq's thread would wait for a reader and carry no messages. Then strangers
+    that connect often could stop a rank that does not read its monitor. (pyzmq's `get_monitor_socket` has a limit of
+    2000.)
     """
     address = f"inproc://monitor-{socket.FD}"
     socket.monitor(address, events)
@@ -125,7 +126,7 @@ def watch(socket: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes]":
 
 
 def next_event(monitor: "zmq.Socket[bytes]") -> dict[str, Any] | None:
-    """The oldest of a monitor's events, without waiting: `event`, `value` and `endpoint`."""
+    """Return a monitor's oldest event (`event`, `value`, `endpoint`), or None. Never waits."""
     try:
         return dict(recv_monitor_message(monitor, zmq.NOBLOCK))
     except zmq.Again:
@@ -133,7 +134,7 @@ def next_event(monitor: "zmq.Socket[bytes]") -> dict[str, Any] | None:
 
 
 def count_refused(event: dict[str, Any], refusals: Refusals, whom: str) -> None:
-    """File one of `REFUSED_EVENTS`."""
+    """Count one of `REFUSED_EVENTS`."""
     known = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     reason = "unknown_key" if known else "handshake"
     why = "a key that is not admitted" if known else "no handshake of this fleet"

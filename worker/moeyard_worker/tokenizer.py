@@ -33,7 +33,7 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str]
 
     def json_within(self, vocab_size: int) -> str:
-        """Return `json` without added tokens that a model of so many ids cannot write; llguidance refuses them."""
+        """Return `json` without added tokens whose ids are at least `vocab_size`, because llguidance refuses them."""
         if all(number < vocab_size for number in self.tokenizer.get_added_tokens_decoder()):
             return self.json
         spec = json.loads(self.json)
@@ -62,7 +62,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
         _named(path, values)  # An error in them names this file.
         path = directory / "special_tokens_map.json"
         values |= read_object(path) or {}
-        # Of the list that special_tokens_map.json has under its older name, transformers makes no token special here.
+        # transformers makes no token special here for the older name of the list in special_tokens_map.json.
         usual = (*(values.get(name) for name in _NAMED), *(values.get("extra_special_tokens") or ()))
         special = {_token(path, "a special token", given).content for given in usual if given is not None}
         added = _legacy(directory / "added_tokens.json", special) | known

@@ -1,9 +1,9 @@
 """Messages of `protocol` as frames: msgpack maps with a version and a type.
 
-Decoding is strict (unknown, missing or mistyped fields raise `ProtocolError`), and nothing is ever unpickled. The rows
-of a `TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens; each of the last two
-is empty if no row has any. The ids of a prompt, and of an output that goes on, are bytes, 4 each (of the little-endian
-machines that there are): a list of 131,072 took 12 ms.
+Decoding is strict: unknown, missing or mistyped fields raise `ProtocolError`. Nothing is ever unpickled. The rows of a
+`TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens. Each of the last two is
+empty if no row has any. The ids of prompts and of continued outputs are little-endian bytes, 4 per id, because a list
+of 131,072 ids took 12 ms.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,21 +44,21 @@ PROTOCOL_VERSION = 6
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
 MAX_ENTRIES = 4096
-# Beside what is counted: names of fields, numbers, and a little for what a later version may add.
+# Room for field names, numbers, and small additions of later versions.
 SLACK_BYTES = 1 << 16
-# Sizes of one reply that no fleet comes near: a row of a batch has 21 log-probabilities of up to 18 bytes for each of
-# the few tokens of a step; the words of a failure are cut far below.
+# Generous sizes of parts of a reply. A row of a batch has 21 log-probabilities of up to 18 bytes for each of the few
+# tokens of a step. Failure messages are cut far below this.
 _ROW_BYTES = 1 << 14
 _LOADS_BYTES = 1 << 22
 
 
 class ProtocolError(ValueError):
-    """A frame that is not a message of this protocol version; says which field and why."""
+    """A frame that is not a message of this protocol version. The message names the field and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a frame may hold, known before any of it is decoded: in all, in one string or bytes, in one list or map."""
+    """Limits that are checked before a frame is decoded: of the frame, of one string, of one list or map."""
 
     frame_bytes: int
     string_bytes: int
@@ -66,7 +66,7 @@ class Limits:
 
 
 def request_limits(max_model_len: int) -> Limits:
-    """Of what a router sends. Prompts and grammars of up to twice what is taken are decoded, to be refused by name."""
+    """Return the limits of a router's messages. Prompts and grammars up to twice the limit get an error by name."""
     prompt, grammar = 8 * max_model_len, 2 * MAX_GRAMMAR_BYTES
     return Limits(
         frame_bytes=prompt + grammar + 16 * MAX_ENTRIES + SLACK_BYTES,
@@ -76,7 +76,7 @@ def request_limits(max_model_len: int) -> Limits:
 
 
 def reply_limits(max_sequences: int) -> Limits:
-    """Of what a worker sends to a router that has at most `max_sequences` there."""
+    """Return the limits of a worker's messages to a router with at most `max_sequences` at that worker."""
     scores = MAX_PROMPT_LOGPROBS * (MAX_LOGPROBS + 1) * 32
     size = _LOADS_BYTES + scores + max_sequences * _ROW_BYTES
     return Limits(frame_bytes=size, string_bytes=SLACK_BYTES, items=size)
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, SamplingParams | Grammar | KvCompression):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        # Numbers, of which there may be tens of thousands, are what they are.
+        # Tuples of integers may have tens of thousands of entries and need no conversion.
         return value if value and type(value[0]) is int else [_plain(v) for v in value]
     return value
 

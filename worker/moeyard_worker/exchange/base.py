@@ -1,7 +1,7 @@
 """The token exchange between ranks: one interface for every transport.
 
-A layer calls `dispatch` and `combine`. The engine's loop drives the life of each step (`Exchange.steps`). What captured
-graphs and padding may rely on is a constant description (`Exchange.traits`). The model alone fixes a step's chain of
+A layer calls `dispatch` and `combine`. The engine's loop drives the life of each step (`Exchange.steps`). A constant
+description (`Exchange.traits`) serves captured graphs and padding. The model alone fixes a step's chain of
 collectives: one `dispatch` and one `combine` per MoE layer, on every rank, in layer order, also for a rank without a
 token. All transports return the same bits.
 """
@@ -27,7 +27,7 @@ class ExchangeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTraits:
-    """What captured graphs and padding may rely on; constant for the life of an exchange.
+    """Constant properties of an exchange, for captured graphs and padding.
 
     capturable: CUDA graphs can hold its launches, because no phase needs the host.
     local: rows stay on this rank, and expert ids are not read before the experts run.

@@ -20,14 +20,14 @@ from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
 from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 from moeyard_worker.exchange.transports.zmq_exchange import CPU, ZmqExchange
 
-# Exchanges that do not move rows over the mesh, and want nothing of it that is sized by them.
+# Exchanges that do not move rows over the mesh, so it needs no room for rows.
 _BESIDE_MESH = ("local", "nvlink", "nccl")
 
 
 def resolve_kind(kind: str, world_size: int) -> ExchangeKind:
-    """What "auto" stands for: "local" for one rank, otherwise "zmq" (shared memory within a host, TCP between hosts).
+    """Return the meaning of "auto": "local" for one rank, else "zmq" (shared memory within a host, TCP between hosts).
 
-    GPUs do better (`engine/assembly/topology.py`).
+    `engine/assembly/topology.py` chooses faster ones for GPUs.
 
     Raises ValueError for an unknown kind, or for "local" with more than one rank.
     """

@@ -56,8 +56,10 @@ def what_fits(plan: Planner, config: EngineConfig, available: int) -> str:
 
 
 def _kv_memory(plan: Planner, config: EngineConfig, available: int, as_is: MemoryPlan | None) -> str | None:
-    """The most that pages may take beside the slots that experts have without a size for pages; or beside slots for all
-    experts; or, where there is no room for these, beside one at least."""
+    """Return the largest `--kv-memory` that fits beside the expert slots of the default plan, or slots for all experts.
+
+    If there is no room for these, it fits beside at least one slot.
+    """
     given = config.kv_memory
     unit, name = next((each for each in _UNITS if (given or available) >= _MANY * each[0]), (1, ""))
 

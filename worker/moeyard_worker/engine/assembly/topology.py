@@ -59,9 +59,9 @@ def patience(config: EngineConfig) -> float:
 def host_patience(config: EngineConfig) -> float:
     """Seconds that a rank's host waits for a frame of a peer that lives and has not said that it is compiling.
 
-    One deadline where hosts of GPUs meet in the exchanges of every step (for `Mesh` only where no rows go over TCP). On
-    a CPU a layer may take long, as it reads cold experts; over nvlink a peer's plan may come only when its device has
-    waited for others, which ends by itself.
+    It is one deadline if hosts of GPUs meet in the exchanges of every step (for `Mesh`, only if no rows go over TCP).
+    On a CPU a layer may take long, because it reads cold experts. Over nvlink, a peer's plan may come only after its
+    device has waited for others, and that wait ends by itself.
     """
     meet = config.device != "cpu" and config.exchange != "nvlink"
     return config.step_deadline * (1 if meet else STALL)

@@ -1,9 +1,10 @@
 """One rank of the fleet: builds the parts in order and runs the engine. Ray (deploy) or a test drives it.
 
-Life: construct (sockets bound, nothing loaded) -> `endpoints` -> `connect` (meet the peers) -> `load` (weights, caches)
--> `start` -> `wait` until the engine ends, or has lost a peer: then `rebind` (a mesh of the next epoch) -> `connect` ->
-`prepare` if it has other experts then -> `rejoin` -> `wait` again. `progress` and `stop` may be called at any time, in
-any thread. A rank that joins others later loads before it meets them. All that crosses a method is plain values.
+Life: construct (sockets bound, nothing loaded), `endpoints`, `connect` (meet the peers), `load` (weights and caches),
+`start`, `wait`. `wait` returns when the engine ends or has lost a peer. After a loss: `rebind` (a mesh of the next
+epoch), `connect`, `prepare` if the rank gets other experts, `rejoin`, and `wait` again. `progress` and `stop` may be
+called at any time, in any thread. A rank that joins later loads before it meets its peers. Arguments and results are
+plain values.
 """
 
 import logging
@@ -46,7 +47,7 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-# Peers construct their sockets before anyone is told to connect, so this is long (seconds).
+# Seconds for peers to answer. This is long, because all have bound their sockets before any of them connects.
 MEET_SECONDS = 20.0
 
 
@@ -258,8 +259,11 @@ class Worker:
         self._engine.end_epoch(reason)
 
     def room(self) -> dict[str, Any]:
-        """Return what other experts could use here: bytes of memory and of a slot; whether all own experts have a
-        slot, whether experts can come or go (a recording is of one shard), and whether fewer ranks can meet."""
+        """Return whether and how this rank can take other experts.
+
+        Values: free bytes, bytes of a slot, whether all own experts have slots, whether experts can move (not while
+        routing is recorded), and whether fewer ranks can meet.
+        """
         return {
             "available": self._device.available(),
             "slot_bytes": self._form.blob_bytes,

@@ -1,11 +1,11 @@
 """The loop of one rank: messages in, lockstep steps, messages out.
 
-With `max_in_flight` 2 a step is planned, agreed on and launched while the one before runs; then that one's results are
-taken, one step late. With 1 they are taken at once, through the same code.
+With `max_in_flight` 2, a step is planned, agreed on and launched while the previous one runs. Then the results of the
+previous one are taken, one step late. With 1 they are taken at once, through the same code.
 
 A rank with work sends its plan and waits for the others'. An idle rank blocks on its sockets until a request or a
-peer's plan arrives, so nothing spins and there is no coordinator. A peer that is lost or late ends the epoch: the steps
-in flight are rolled back, and the rank keeps its requests and takes more until it is given the mesh of the next epoch.
+peer's plan arrives, so nothing spins and there is no coordinator. A peer that is lost or late ends the epoch. The steps
+in flight are rolled back. The rank keeps its requests and takes more, and waits for the mesh of the next epoch.
 """
 
 import logging
@@ -96,8 +96,10 @@ class Poller:
 
 
 class Engine:
-    """Owns the loop; everything it drives is handed in. `run` is called in one thread, `rejoin` and `stop` from any.
-    `on_loss` is told in the loop of what ended an epoch; then the loop waits for `rejoin`. `mesh` is the epoch's.
+    """The loop over the parts of a rank. `run` is called in one thread, `rejoin` and `stop` from any thread.
+
+    on_loss: called in the loop with the loss that ended an epoch. Then the loop waits for `rejoin`.
+    mesh: the mesh of the epoch.
     """
 
     def __init__(

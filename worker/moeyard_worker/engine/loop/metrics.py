@@ -207,24 +207,25 @@ class WorkerMetrics:
             self._gauge("expert_load_imbalance", max(stats.load_imbalance.values()))
 
 
-# By door, what may be refused there: known from the start, so that the first one is an increase.
+# Reasons of refusals by socket (the label "door"). All series exist from the start, so that the first refusal counts as
+# an increase.
 REFUSALS = MappingProxyType(
     {"router": ("unknown_key", "handshake", "message", "frames"), "peer": ("unknown_key", "handshake")}
 )
 
 
 class _Refused(Collector):
-    """`moeyard_refused_total`: connections and frames that were not let in."""
+    """`moeyard_refused_total`: refused connections and frames."""
 
     def __init__(self, metrics: WorkerMetrics, own: tuple[str, str]) -> None:
         self._metrics, self._own = metrics, own
 
     def describe(self) -> Iterable[Metric]:
-        """Its name, for views of a part of the registry."""
+        """Return its name, for views of a part of the registry."""
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        """A sample for each door and reason."""
+        """Yield a sample for each socket and reason."""
         text = "Connections and frames that were not let in"
         family = CounterMetricFamily("moeyard_refused", text, labels=[*LABELS, "door", "reason"])
         for door, reasons in REFUSALS.items():

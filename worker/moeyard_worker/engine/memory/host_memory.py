@@ -16,11 +16,12 @@ def available_memory() -> int:
 
 
 def cgroup_available(root: Path, own: str) -> int | None:
-    """Bytes left in the tightest of our control groups (version 2, mounted at `root`), None without a limit.
+    """Return the bytes left in the tightest control group of this process (version 2), None without a limit.
 
-    `own` is the text of /proc/self/cgroup. A group's limit binds its descendants, so all up to the root are looked at.
-    Format: docs.kernel.org/admin-guide/cgroup-v2.html. memory.current counts the page cache too, which the kernel gives
-    up before it kills anyone (a served checkpoint is mapped, so this is most of it): files' pages count as available.
+    root: where the groups are mounted. `own`: the text of /proc/self/cgroup. A group's limit binds its descendants, so
+    all groups up to the root are read. Format: docs.kernel.org/admin-guide/cgroup-v2.html. Pages of files count as
+    available: `memory.current` includes the page cache, which the kernel frees before it kills a process. A served
+    checkpoint is mapped, so the page cache is most of it.
     """
     path = next((line[3:] for line in own.splitlines() if line.startswith("0::/")), "/")
     # In a container's own namespace the path is "/"; one that leads out of it is not visible below `root`.

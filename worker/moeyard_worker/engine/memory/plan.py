@@ -115,19 +115,24 @@ def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints) -> int:
-    """Estimate the peak bytes of the largest step's tensors; the prefix is `prefix_bytes`.
+    """Estimate the peak bytes of the largest step's tensors. `prefix_bytes` has those of a reused prefix.
 
-    Values per row, in fp32: the residual, its norm, a block's input and output (4 H) beside the larger of attention
-    (`Footprint.per_row`) and MLP: gate, up, activation and product (4 I), the experts' outputs sorted and back in place
-    (2 K H), and with peers the rows gathered from all of them, in a buffer that grows by doubling, and frames both ways
-    (4 W H), or with room for all (row, k) of all ranks, W K I in the served dtype, and with nccl results twice, all
-    rows twice and what comes home twice, as these travel as tensors of the step; with drafts a step's states stay
-    beside the pair that joins them with tokens (3 H). Then the logits of all sampled rows and of SCORED_ROWS, twice,
-    and one row of the sampler's fp64 scratch; with drafts on a GPU the sampled rows' logits once more, and what
-    penalties know of every token for each of these rows (engine/sampling/edit_counts.py). In bf16 a step takes half of
-    it at most (docs/gpu.md), so that captured ones, whose memory stays theirs, have as much room as one that is
-    launched.
-    tests/engine/test_memory.py measures the peak against it.
+    Values per row, in fp32:
+
+    - residual, its norm, a block's input and output: 4 H
+    - the larger of attention (`Footprint.per_row`) and MLP, which is gate, up, activation and product: 4 I
+    - the experts' outputs, sorted and in place: 2 K H
+    - with peers, the gathered rows, in a buffer that grows by doubling, and frames in both directions: 4 W H
+    - over nvlink and nccl instead, room for all (row, k) of all ranks: W K I in the served dtype
+    - over nccl also results, all rows and returned rows, each twice, because they are tensors of the step
+    - with drafts, the step's hidden states beside the pair that joins them with tokens: 3 H
+
+    Then come the logits of all sampled rows and of SCORED_ROWS, twice, and a row of the sampler's fp64 scratch. With
+    drafts on a GPU, the sampled rows' logits count once more, and so do the penalties' counts of every token for these
+    rows (engine/sampling/edit_counts.py).
+
+    In bf16 a step takes at most half of this (docs/gpu.md). The other half is for captured steps, which keep their
+    memory. tests/engine/test_memory.py compares the estimate with the measured peak.
     """
     hidden, peers = model.hidden_size, config.num_workers
     attention = max(kind.footprint(footprints).per_row for kind in model.attention_kinds())
@@ -149,8 +154,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
 def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """Return the bytes of decode attention's partial sums, in one layer at a time (`SplitSums`).
 
-    Of captured steps, all of one pool, the widest: every sequence with all its drafts over tables of the longest.
-    A launched step comes on top, whose rows may all be output that is computed again.
+    Captured steps share a pool, so the widest one counts: every sequence with all drafts over the longest tables. A
+    launched step is added. All its rows may be recomputed output.
     """
     longest, rows = config.max_model_len or model.max_position, 1 + config.num_drafts
     if config.kv_memory is not None:

@@ -40,7 +40,7 @@ _OF_LAYER = (Phase.DISPATCH, Phase.FETCH, Phase.COMBINE)
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Finding:
-    """What ended an epoch, ordered by its fields: the earliest step, the earliest place, the lowest ranks, the words.
+    """The end of an epoch. Findings are ordered by their fields: step, place, ranks, reason.
 
     Several ranks may find one loss at different places, or even two losses. All name the smallest finding.
 
@@ -160,7 +160,7 @@ class Agreement:
         self._ended = False
 
     def hear(self, peer: int, poison: PoisonFrame) -> None:
-        """A peer's word, in the order it was sent. Of a peer that was given up only what is settled counts."""
+        """Take a peer's frames in order. From a peer that was given up, only a settled finding counts."""
         if self.settled is not None:
             return
         if poison.round == SETTLED:
@@ -170,15 +170,15 @@ class Agreement:
             self._spoke.setdefault(poison.round, set()).add(peer)
 
     def leave(self, peer: int) -> None:
-        """A peer whose connection ended, after all it had sent was heard."""
+        """Note that a peer's connection ended, after all its frames were heard."""
         self._gone.add(peer)
 
     def give_up(self) -> None:
-        """This round's time has passed: whoever has not spoken in it is not waited for any more."""
+        """Note that the round's time has passed. Peers that did not speak in it are not awaited any more."""
         self._gone |= self._missing()
 
     def advance(self) -> list[PoisonFrame]:
-        """What to send to every peer now, in this order; also to those that are gone, who may only be slow."""
+        """Return the frames to send to every peer now, in this order. Peers that seem gone may only be slow."""
         frames: list[PoisonFrame] = []
         if self._ended:
             return frames

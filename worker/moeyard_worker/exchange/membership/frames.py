@@ -28,7 +28,7 @@ class FrameError(ValueError):
 
 
 class Phase(IntEnum):
-    """What a frame is for, in the order of a rank's life and of a step.
+    """The purpose of a frame, in the order of a rank's life and of a step.
 
     FETCH, between dispatch and combine, happens on devices only and has no frame. BUSY and WAITING are signs of life
     (liveness.py), which come at any time.
@@ -47,7 +47,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """Who sent a frame and which one it is. `layer` is None outside dispatch and combine."""
+    """The source and the identity of a frame. `layer` is None outside dispatch and combine."""
 
     epoch: int
     step: int

@@ -15,8 +15,11 @@ from moeyard_worker.exchange.membership.mesh import Frame, Mesh
 
 
 class Agreed(NamedTuple):
-    """What a step will be: the rows of each rank, by rank (0: it is away), how many passes of drafting all make, and
-    what ranks bring to its exchanges.
+    """The agreed step.
+
+    num_tokens: rows of each rank, by rank; 0 for an absent one.
+    num_drafts: number of drafting passes.
+    peers: rows that ranks bring to the step's exchanges.
     """
 
     num_tokens: tuple[int, ...]
@@ -78,10 +81,9 @@ class Lockstep:
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
 
-        For use between steps, and while this rank waits for one that it takes part in. Raises ExchangeError when a peer
-        is gone, told of a failure, or sent something else.
-        A peer that waits for others' rows hears that this rank waits, too: it may be through with a step that another
-        holds up for that peer.
+        Call it between steps, and while this rank waits for a step that it takes part in. Raises ExchangeError if a
+        peer is gone, reports a failure, or sent something else. If a peer waits for rows, this rank answers that it
+        waits, too, because it may have finished a step that a third rank delays for that peer.
         """
         if not self.mesh.peers:
             return False

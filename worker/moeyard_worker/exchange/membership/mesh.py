@@ -248,7 +248,7 @@ class Mesh:
         return self._wires.sockets() if self._wires else []
 
     def check_peers(self, at: tuple[int, int, Phase] | None = None) -> None:
-        """Raise ExchangeError if a peer is gone or tells of a failure. Never blocks. `at`: step, layer, phase."""
+        """Raise ExchangeError if a peer is gone or reports a failure. Never blocks. `at`: step, layer, phase."""
         if self.failure is not None:
             raise ExchangeError(self.failure)
         if self._wires is None:

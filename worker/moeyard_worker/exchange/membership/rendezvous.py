@@ -18,11 +18,12 @@ _CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect ther
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshEndpoint:
-    """What a rank's peers must know to reach it. Plain values only: it may be pickled, or sent as a msgpack map.
+    """The addresses by which peers reach a rank, as plain values that can be pickled or sent as a msgpack map.
 
-    `tcp[j]` and `ipc[j]` are the addresses bound for rank j ("" where j does not connect: the higher rank of a pair
-    connects to the lower), `pulse` answers heartbeats ("" in a fleet of one). `slab_path` is "" when the rank shares no
-    memory. `token` proves possession of this object.
+    tcp, ipc: the addresses bound for each rank; "" for one that does not connect. The higher rank of a pair connects.
+    pulse: address that answers heartbeats; "" in a fleet of one.
+    slab_path: "" if the rank shares no memory.
+    token: proof of possession of this object.
     """
 
     rank: int
@@ -66,7 +67,7 @@ def handshake_for(peer: MeshEndpoint, own: MeshEndpoint) -> bytes:
 
 
 def check_handshake(frame: bytes | memoryview, peer: int, own: MeshEndpoint) -> str | None:
-    """What is wrong with the first frame of the connection to `peer`, or None. Leaves out the token, a secret."""
+    """Return why the first frame of the connection to `peer` is wrong, or None. The text omits the secret token."""
     try:
         handshake = decode_handshake(bytes(frame))
     except FrameError as error:
@@ -88,7 +89,7 @@ def greet(
 ) -> tuple[Iterable[int], str] | None:
     """Exchange handshakes with all peers, whose connections are being made; return None when all have answered.
 
-    Otherwise return the ranks at fault and the reason. `poisoned` raises the failure that a first frame tells of.
+    Otherwise return the ranks at fault and the reason. `poisoned` raises the failure that a first frame reports.
     """
     limit = perf_counter() + timeout
     unsent, unheard = set(wires.peers), set(wires.peers)

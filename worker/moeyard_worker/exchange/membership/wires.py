@@ -36,14 +36,14 @@ from moeyard_worker.sockets import (
     watch,
 )
 
-# At most two frames of a source are ever unread (of this phase and, when it already has ours, of the next), plus a
-# handshake, a plan, a poison frame and signs (`Signs`). A source sends two signs for each of up to twelve deadlines of
-# the receiver's absence; more only if it is slow and waits by turns. A PAIR blocks at its mark; it never drops.
+# At most two frames of a source are unread: one of this phase and one of the next. A handshake, a plan, a poison frame
+# and signs (`Signs`) come on top. A source sends two signs for each of up to twelve deadlines of the receiver's
+# absence; more only if it is slow and waits by turns. A PAIR blocks at its mark; it never drops.
 HIGH_WATER_MARK = 64
 # A wait first blocks in `recv` this long, one system call in the usual case; only then it polls everything.
 RECV_SLICE_MS = 2
-# A day, by which time the fleet has long failed. With -1, and with IMMEDIATE too, libzmq 4.3 drops what a peer had sent
-# and we had not read when its connection ends, which is where a peer says why it ends (measured: 1 time in 10).
+# A day, by which time the fleet has long failed. With -1, and with IMMEDIATE too, libzmq 4.3 drops unread frames when a
+# connection ends. The last of these says why a peer ends (measured: lost 1 time in 10).
 RECONNECT_NEVER_MS = 86_400_000
 # How long closing waits for frames already sent to leave; nothing waits when they have.
 CLOSE_LINGER_MS = 500

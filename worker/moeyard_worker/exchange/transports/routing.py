@@ -1,8 +1,8 @@
 """The index work of a dispatch: which token rows a rank needs, and the local expert of each of their pairs. Pure numpy.
 
 A pair is one (token, k) of the tokens of all sources stacked in rank order: pair = token * top_k + k. In a decode step
-every array here holds a few dozen integers, so that the cost is the number of numpy calls, and each counts several
-times over when its code is cold after a wait.
+every array here has a few dozen integers, so the number of numpy calls decides the cost. Each call costs several times
+as much when its code is cold after a wait.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from moeyard_worker.config.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a rank has to compute. R rows, P pairs of its experts, N sources; all index arrays int64.
+    """The rows that a rank computes: R rows, P pairs of its experts, N sources. All index arrays are int64.
 
     row_tokens: [R] the stacked token of each row, ascending.
     row_bounds: N + 1 offsets; rows of source s are [row_bounds[s], row_bounds[s + 1]).
@@ -37,11 +37,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class LayerTables:
-    """Who computes the E experts of one layer, as one rank looks it up by `keys`. An id of -1 reads the end of both.
+    """The owners of one layer's E experts as lookup tables of one rank, indexed by `keys`. An id of -1 reads the end.
 
-    owner: [E + 1] int32 the rank of each expert, -1 at the end. local: [E + 1] int64 its local id on this rank, -1
-    where it is elsewhere. Where experts have copies both are twice as long, the second half for every second
-    ROWS_PER_TURN rows of a source.
+    owner: [E + 1] int32, the rank of each expert, and -1.
+    local: [E + 1] int64, its local id on this rank or -1.
+
+    If experts have copies, both tables are twice as long. The second half is for every second ROWS_PER_TURN rows of a
+    source.
     """
 
     owner: np.ndarray

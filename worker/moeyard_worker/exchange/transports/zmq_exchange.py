@@ -1,17 +1,17 @@
 """The portable exchange: rows through shared memory on one host and TCP frames between hosts; ZMQ says when.
 
-In both phases every rank sends every peer exactly one frame. For a peer of the same host the frame is a doorbell of a
-few bytes: the rank has written its ids and rows once into its slab, each peer picks the rows it needs, and in `combine`
-the owners of the experts write the outputs straight to their places in the source's slab. For other peers the frame
+In both phases every rank sends every peer exactly one frame. For a peer of the same host, the frame is a doorbell of a
+few bytes. The rank has written its ids and rows into its slab, and each peer reads the rows it needs. In `combine`, the
+owners of the experts write the outputs directly to their places in the source's slab. For other peers, the frame
 carries the ids, the distinct rows that the peer needs, and later the outputs, pair by pair. Both sides derive the same
 routing from the same ids (routing.py), so rows need no addresses. Bits are only moved.
 
 One slab per rank is enough, because the chain of a layer orders every access:
 
-- a rank rewrites its ids and rows in the dispatch of the next layer, which it reaches only after every peer has sent
-  its combine frame for this layer, and a peer sends that only when it has read them;
-- a peer writes outputs in the combine of the next layer, after it has this rank's dispatch frame for that layer, which
-  this rank sends only when the result of `combine` for this layer has been used (it feeds that dispatch).
+- A rank rewrites its ids and rows in the dispatch of the next layer. Before that, every peer has sent its combine frame
+  for this layer, which a peer sends after it has read them.
+- A peer writes outputs in the combine of the next layer. Before that, it has received this rank's dispatch frame for
+  that layer, and the result of this layer's `combine` has been used to make that frame.
 
 Ranks that compute on GPUs use it too: rows go to the host and back. The host then waits for the GPU in both phases of
 every layer, so no step can be captured in a graph.
@@ -33,7 +33,7 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.transports.routing import Routing, pairs_of, route, tables_of
 
-# pyzmq copies anything smaller even when told not to (zmq.COPY_THRESHOLD), so there is nothing to track.
+# pyzmq copies smaller messages even with copy=False (zmq.COPY_THRESHOLD), so there is nothing to track.
 COPY_BELOW_BYTES = 1 << 16
 CPU = torch.device("cpu")
 _COUNTS = Struct("<II")

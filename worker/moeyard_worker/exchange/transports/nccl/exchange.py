@@ -1,6 +1,6 @@
 """The exchange of GPUs of several hosts, or of one host without peer access: collectives of torch.distributed.
 
-Every rank sends its rows and ids to all ranks; the plan frames have told the sizes. The rows of a member lie behind
+Every rank sends its rows and ids to all ranks. The plan frames contain the sizes. The rows of a member lie behind
 those of the members before it. With few rows each member returns all (row, k) of a source, the source takes each from
 its owner, and the host does not wait. With prompts or many rows the host looks once per layer how many results there
 are, and only these travel. All ranks choose alike, by the agreed rows.

@@ -161,7 +161,7 @@ class TorchGroup:
             try:
                 found.append(self._connect(store, place, self._world, one_host=mesh.one_host))
                 through.append(Through())
-            except Exception as error:  # boundary: all ranks are told
+            except Exception as error:  # boundary: the error goes to all ranks
                 through.append(Through(str(error).strip().split("\n", 1)[0][:300] or repr(error)))
 
         # `connect` waits for peers, while only this thread may use the mesh.
@@ -234,7 +234,7 @@ class TorchGroup:
             return
         self._ended.append((backend, self._store))
         if not self.host_waits:
-            # The device is told first; then NCCL waits until no graph holds its communicator.
+            # The device is signalled first. Then NCCL waits until no graph holds its communicator.
             self._ending = threading.Thread(target=_quietly(backend.abort), name="abort-group", daemon=True)
             self._ending.start()
 

@@ -1,8 +1,8 @@
 """The life of steps whose collectives only the host can end: which ranks wait, too, and which do not.
 
-A device that waits in a collective knows nothing of others. So hosts tell each other (`Mesh.say`): a host that has
-waited for half a deadline says so, and repeats it; a host that hears this and waits, too, answers at once. After a
-deadline, a peer that has neither said so nor is compiling has not come to the collective.
+A device that waits in a collective knows nothing of others. So hosts exchange signs (`Mesh.say`). A host that has
+waited for half a deadline sends a sign, repeatedly. A host that receives it and waits, too, answers at once. A peer
+that has sent no sign within a deadline and does not compile has not come to the collective.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The exchange of GPUs of one host: launches write rows straight into the memory of peers, and graphs can hold them.
 
 The kernels own the window, the packets and the wait (`moeyard_kernels.types.peer_window`, `experts/peer_exchange.py`).
-This file is the host's side: the room for rows, the step and the name of a failure, and how ranks meet again in another
-epoch while captured graphs go on.
+This file is the host's side: room for rows, steps, names of failures, and the start of a new epoch while captured
+graphs stay valid.
 """
 
 from dataclasses import replace

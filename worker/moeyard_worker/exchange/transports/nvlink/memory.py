@@ -15,8 +15,8 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 class MeshStore(Store):
     """A store over the mesh: every rank sets keys that end in "/" and its number, and reads those of the same round.
 
-    torch's own stores want a port or a file and wait for minutes. torch also numbers its keys by what a process has met
-    before, so a rank that took another's place would wait for keys that no rank sets. The caller keeps the store alive.
+    torch's own stores need a port or a file and wait for minutes. Also, torch numbers its keys by the meetings of a
+    process. A rank that replaced another would wait for keys that no rank sets. The caller keeps the store alive.
     """
 
     def __init__(self, mesh: Mesh) -> None:
