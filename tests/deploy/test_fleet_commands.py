@@ -407,5 +407,5 @@ def test_ray_that_ends_takes_ranks_that_come_with_it() -> None:
     world.turns(2)
     world.ray_ends("raylet")
     world.turn()
-    assert world.finish(asked).startswith("1: Ray has ended, and the ranks that were to come with it")
+    assert world.finish(asked).startswith("1: Ray has ended, and the new ranks with it")
     assert world.serving == [0, 1]

@@ -359,7 +359,7 @@ def test_other_weights_end_it() -> None:
     world.kill(1)
     world.turn()
     (said,) = world.given_up
-    assert "model.safetensors is another for rank 1 than for the fleet before" in said
+    assert "model.safetensors of rank 1 differs from the fleet's" in said
 
 
 # GPUs of a cluster.

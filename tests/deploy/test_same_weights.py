@@ -34,7 +34,7 @@ def test_on_one_host_times_count_and_content_everywhere(node: str, found: dict[s
     world.facts[1] = {"node": node, "weights": found}
     world.kill(1)
     world.turns(2)
-    assert ("m is another for rank 1 than for the fleet before: " in str(world.given_up)) != same
+    assert ("m of rank 1 differs from the fleet's: " in str(world.given_up)) != same
     assert (world.given_up == []) == same
 
 
@@ -61,10 +61,10 @@ def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
     assert answer() == before
     told = served.run("restart", "--worker", "1")
     assert told.returncode == 1
-    named = "model.safetensors is another for rank 1 than for the fleet before"
+    named = "model.safetensors of rank 1 differs from the fleet's"
     assert f"the next process of rank 1 does not start: {named}" in told.stderr
     assert answer() == before
     served.workers()[1].kill()
     assert served.process.wait(HANG_SECONDS) == 1, served.report("another end")
     last = served.err.read_text().strip().splitlines()[-1]
-    assert "model.safetensors is another for rank" in last, served.report("unnamed")
+    assert "model.safetensors of rank" in last, served.report("unnamed")

@@ -1,6 +1,6 @@
-"""What people do to a running fleet: drain ranks, give them back, restart them one after the other, have more or fewer.
+"""Operator commands of a running fleet: drain, undrain, rolling restart and scale.
 
-One command is carried out at a time, between losses: a loss goes first, and both are never under way at once. Pure.
+One command runs at a time. A loss goes first, and a command pauses until the fleet has recovered. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,20 +22,19 @@ from moeyard_router.fleet.orders import UNKNOWN, Drain
 
 
 class GivenBack(FleetError):
-    """A person takes the command back."""
+    """The operator cancels the command."""
 
 
 class RankReplaced(FleetError):
-    """A rank that the command is about was lost, and is replaced."""
+    """A rank of the command was lost and has been replaced."""
 
 
 @dataclass(slots=True)
 class Task:
-    """A command on its way. `rank` is drained or restarted now; `done` were; `leaving` are drained to leave.
+    """A command under way. `rank` drains or restarts now, `done` ranks are finished, `leaving` ranks drain to leave.
 
-    `drained`: ranks that were drained before. `committed`: the command cannot be taken back any more. `thrown` is
-    raised in its script at the next tick. `since`: when leaving ranks began to drain; `left`: their last known number
-    of sequences.
+    `drained`: ranks that were drained before the command. `committed`: it is too late to cancel. `thrown` is raised in
+    the script at the next tick. `since`: when leaving ranks began to drain; `left`: their last known sequence count.
     """
 
     command: Command
@@ -51,11 +50,11 @@ class Task:
 
 
 class Commands:
-    """`take` commands; `resume` the one under way now and then; `close`.
+    """The commands of a fleet: `take` a command, `resume` the current one, `close`.
 
-    `recover(rank)` replaces a rank on purpose, `switch()` has all ranks of another size meet. Both return whether the
-    fleet continues; `switch` raises FleetError if it does as before. `beside`: a rank's next process can start while
-    the rank serves. `standby`: processes that have imported everything are kept.
+    `recover(rank)` replaces a rank on purpose, and `switch()` changes to the prepared size. Both return whether the
+    fleet continues; `switch` raises FleetError if it continues with the old size. `beside`: a rank's next process can
+    start while the rank serves. `standby`: spare processes have imported everything.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Commands:
         return None if self.task is None else self._script
 
     def take(self, command: Command) -> None:
-        """Begin a command, or answer it at once."""
+        """Begin a command, or finish it at once."""
         try:
             text = self._begin(command)
         except Refused as error:
@@ -92,7 +91,7 @@ class Commands:
             self._emit(Finish(command.number, text))
 
     def resume(self, value: int | str | None) -> Instruction | None:
-        """Continue the command with the answer to its question, if it asked one; returns its next question."""
+        """Continue the command with the answer to its question, if any. Returns its next question."""
         task = self.task
         assert task is not None, "a command is under way"
         thrown, task.thrown = task.thrown, None
@@ -109,7 +108,7 @@ class Commands:
         self._standby_ready, self._standby_problem = True, problem or ""
 
     def replaced(self, ranks: frozenset[int]) -> None:
-        """Note that these ranks were lost and have new processes."""
+        """Tell the current command that these ranks were lost and have new processes."""
         task = self.task
         if task is None or task.committed or not ranks:
             return
@@ -117,13 +116,13 @@ class Commands:
             task.thrown = RankReplaced()
 
     def failed(self, rank: int) -> None:
-        """Note that the rank's new process did not come up: its next one has the flags of before."""
+        """Note that the rank's new process failed to start. The next one gets the old flags."""
         self._ranks.abandon(rank)
         if self.task is not None:
             self._say(self.task, f"rank {rank}: its new process failed; another starts with the flags as before")
 
     def close(self, reason: str) -> None:
-        """Carry nothing out any more."""
+        """Refuse the current command and all later ones."""
         self._closed = reason
         if self.task is not None:
             self._finish(self.task, reason, 1)
@@ -139,7 +138,7 @@ class Commands:
         assert not self._ranks.spares or restarting or self._closed is not None, "next processes come by a command"
 
     def _begin(self, command: Command) -> str | None:
-        """Return the answer of a command that is over at once, or begin its task. Raises Refused."""
+        """Begin the task of a command, or return the text of one that finishes at once. Raises Refused."""
         size, task = self._ranks.size, self.task
         for rank in command.ranks:
             if not 0 <= rank < size:
@@ -171,7 +170,7 @@ class Commands:
         first = None if command.name == "scale" else (command.ranks or (0,))[0]
         self.task = Task(command, self._ranks.now, first)
         self._script = scripts[command.name](self.task)
-        next(self._script)  # up to its first wait, where it can be taken back
+        next(self._script)  # up to its first wait, where it can be cancelled
         return None
 
     def _finish(self, task: Task, text: str, exit_code: int | None) -> None:
@@ -187,7 +186,7 @@ class Commands:
         return Order(Drain(ranks=drained, rank=rank, carry=carry, leaves=leaves, size=size))
 
     def _release(self, rank: int) -> None:
-        """Let a rank take requests."""
+        """Let a rank take requests again."""
         self.drained -= {rank}
         self._emit(Order(self._order(rank).drain, answered=False))
 
@@ -201,7 +200,7 @@ class Commands:
         return f"rank {rank} takes requests"
 
     def _settle(self, task: Task, rank: int) -> Script[None]:
-        """Wait until the fleet is whole, for routers."""
+        """Wait until routers are connected to the whole fleet."""
         waits = False
         while (yield self._order(rank)) == UNKNOWN:
             if not waits:
@@ -210,7 +209,7 @@ class Commands:
             yield None
 
     def _empty(self, task: Task, rank: int) -> Script[None]:
-        """Drain a rank, until it has nothing more or its time is over."""
+        """Drain a rank until it has no sequences or its time is over."""
         self.drained |= {rank}
         since, before = self._ranks.now, UNKNOWN
         while left := (yield self._order(rank)):
@@ -261,7 +260,7 @@ class Commands:
 
     def _restart_rank(self, task: Task, rank: int) -> Script[None]:
         yield from self._settle(task, rank)
-        # Standby processes may have older code than the disk.
+        # Standby processes may hold older code than the disk.
         self._emit(RenewStandby())
         self._standby_ready, self._standby_problem = not self._standby, ""
         self._ranks.prepare(rank, task.command.changes, beside=self._beside)
@@ -287,7 +286,7 @@ class Commands:
                     yield from self._prepare_resize(task, size)
                     break
                 except RankReplaced:
-                    # Ranks that stay read the experts again.
+                    # Start again: the new process must read its experts, too.
                     self._ranks.end_resize()
             yield self._order(size=size)
             task.committed, now = True, self._ranks.now
@@ -304,7 +303,7 @@ class Commands:
         return f"{counted(size)} in place of {before}, after {self._ranks.now - task.began:.1f} s"
 
     def _prepare_resize(self, task: Task, size: int) -> Script[None]:
-        """Prepare another number of ranks beside those that serve, and empty those that leave."""
+        """Prepare a new size while the ranks serve, and drain the ranks that leave."""
         yield None
         yield from self._settle(task, 0)
         while not (yield from self._ranks.begin_resize(size)):
@@ -325,7 +324,7 @@ class Commands:
             yield None
 
     def _emptied(self, task: Task, *, ready: bool) -> Script[bool]:
-        """Return whether leaving ranks have nothing more; after their time, once all is `ready`, the rest moves."""
+        """Return whether leaving ranks have no sequences. After their time, once `ready`, move the rest elsewhere."""
         leaving = sorted(task.leaving)
         left = yield from self._held(leaving, carry=False)
         if left == UNKNOWN:
@@ -354,19 +353,19 @@ class Commands:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence."""
+    """Format ranks for a sentence."""
     if len(ranks) < 2:
         return "".join(f"rank {rank}" for rank in ranks)
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
 
 
 def counted(size: int) -> str:
-    """A number of workers in a sentence."""
+    """Format a number of workers for a sentence."""
     return "one worker" if size == 1 else f"{size} workers"
 
 
 def doing(task: Task) -> str:
-    """A task in a sentence."""
+    """Describe a task in a sentence."""
     if task.command.name == "scale":
         return f"the fleet is to have {counted(task.command.size)}"
     rank = task.rank if task.rank is not None else next(iter(task.command.ranks), 0)

@@ -1,4 +1,4 @@
-"""Pure decisions of a fleet: one more restart, serving without a rank, another number of ranks."""
+"""Pure decisions of a fleet: whether to restart, to serve without a rank, and how to resize."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ TAKEOVERS: tuple[str, ...] = ("auto", "always", "never")
 
 
 class RestartBudget:
-    """At most `limit` restarts in any `seconds`, so that a fault that comes back at once does not go on for ever."""
+    """At most `limit` restarts in any `seconds`, so that a permanent fault does not cause endless restarts."""
 
     def __init__(self, limit: int = LIMIT, seconds: float = WINDOW_SECONDS) -> None:
         self.limit, self.seconds = limit, seconds
@@ -29,11 +29,11 @@ class RestartBudget:
         return sum(at > now - self.seconds for at in self._taken)
 
     def renew(self, now: float) -> None:
-        """Count all restarts so far as if they were now."""
+        """Set the time of all counted restarts to `now`."""
         self._taken = deque([now] * len(self._taken))
 
     def take(self, now: float) -> bool:
-        """Count one more if there is one left."""
+        """Count a restart and return True, unless the budget is spent."""
         while self._taken and self._taken[0] <= now - self.seconds:
             self._taken.popleft()
         if len(self._taken) >= self.limit:
@@ -43,9 +43,9 @@ class RestartBudget:
 
 
 class RankBudgets:
-    """The budgets of a fleet's ranks: a rank that is lost `limit` times within `seconds` is not replaced any more.
+    """Restart budgets by rank: a rank that is lost `limit` times within `seconds` is not replaced again.
 
-    Time passes only while a rank serves, so processes that each take long to fail count as too many, too.
+    Only time in service counts, so a rank whose processes each fail slowly also spends its budget.
     """
 
     def __init__(self, limit: int, seconds: float) -> None:
@@ -54,7 +54,7 @@ class RankBudgets:
         self._unproven: set[int] = set()  # ranks that were replaced and have not served since
 
     def take(self, rank: int, now: float) -> str | None:
-        """Count a loss of `rank`, which is replaced; or return why it is not."""
+        """Count a loss of `rank`. Returns None if it may be replaced, else the reason why not."""
         budget = self._budgets.setdefault(rank, RestartBudget(self._limit - 1, self._seconds))
         lost = f"rank {rank} was lost {self._limit} times"
         if budget.used(now) >= self._limit - 1:
@@ -65,15 +65,15 @@ class RankBudgets:
         return None if budget.take(now) else f"{lost} without serving in between"
 
     def serves(self, rank: int) -> None:
-        """Note that the process in the place of a lost one serves."""
+        """Note that the rank's new process serves."""
         self._unproven.discard(rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """A rank's room for more experts: bytes `available` on its host, bytes of one slot, and how it keeps experts.
+    """A rank's room for more experts: bytes `available` on its host, bytes of one slot, and how it stores experts.
 
-    all_resident: each of its experts has a slot; otherwise it takes no more slots. movable: experts come and go.
+    all_resident: every expert has a slot; otherwise the rank takes no extra slots. movable: its experts can change.
     regroups: its exchange works with fewer ranks.
     """
 
@@ -86,7 +86,7 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takeover:
-    """`slots`: how many more each survivor may take; None if the fleet waits. `reason`: text for the log."""
+    """`slots`: extra slots by survivor; None if the fleet waits. `reason`: text for the log."""
 
     slots: Mapping[int, int] | None
     reason: str
@@ -103,12 +103,13 @@ def decide(
     read_rate: float | None,
     start_seconds: float,
 ) -> Takeover:
-    """Decide whether the ranks of `after` serve by it, or wait for the ranks that only `before` has.
+    """Decide whether the ranks of `after` serve with it, or wait for the ranks that only `before` has.
 
-    `rooms` and `nodes` (hosts) are the survivors'; `kept_free`: bytes per host for ranks that start there again.
-    auto: each survivor that keeps every expert in a slot must have room for those that come, and to read them, at
-    `read_rate` bytes/s per rank (None: unknown), must take less than the `start_seconds` of a rank. A survivor that
-    does not hold all its experts needs no room: it reads what it needs from the host's store. always: room or not.
+    `rooms` and `nodes` (hosts) describe survivors. `kept_free`: bytes per host reserved for ranks that restart there.
+    Mode "auto" has two conditions. A survivor with every expert in a slot needs room for the experts it gains. It must
+    also read them, at `read_rate` bytes/s per rank (None: unknown), faster than a rank starts (`start_seconds`).
+    A survivor that does not hold all its experts needs no room: it reads experts from the host's store on demand.
+    Mode "always" ignores both conditions.
     """
     if mode == "never":
         return Takeover(slots=None, reason="--expert-takeover never")
@@ -144,13 +145,13 @@ def without(
     reports: Sequence[Mapping[str, Any]],
     start_seconds: float,
 ) -> tuple[Placement, Mapping[int, int]]:
-    """Return the next placement and how many more slots its ranks may take: without those `away`, or `whole`.
+    """Return the next placement and the extra slots of its ranks: without ranks `away`, or `whole` if the fleet waits.
 
-    `reports` are those of all ranks when they first loaded; `nodes` says where each rank is, or was.
+    `reports` are the load reports of all ranks at their first start. `nodes`: the present or last host of each rank.
     """
     kept_free: Counter[str] = Counter()
     for rank in away:
-        # Its successor is set up at its place.
+        # The rank's next process starts on the same host.
         kept_free[nodes[rank]] += reports[rank]["held_bytes"]
     rates = [each["loaded_bytes"] / each["seconds"]["weights"] for each in reports if each["seconds"]["weights"]]
     after = whole.without(away)
@@ -170,17 +171,16 @@ def without(
 
 
 class Impossible(FleetError):
-    """A number of ranks that this fleet can never have."""
+    """This fleet can never have that number of ranks."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizePlan:
-    """`size` ranks with experts by `placement`. `slots`: how many more each rank that stays may take.
+    """A fleet of `size` ranks with experts by `placement`. `slots`: extra slots by remaining rank.
 
-    `config` is that of ranks that come. `reports` are the later reports of ranks that stay: those of their start, but
-    for the slots that they have by then.
+    `config` is for new ranks. `reports` are the remaining ranks' load reports with their new number of slots.
     """
 
     size: int
@@ -213,12 +213,11 @@ def plan_resize(
     reports: Sequence[Mapping[str, Any]],
     mode: str,
 ) -> ResizePlan:
-    """Plan the way from `whole` to `size` ranks. `rooms`, `nodes` (hosts) and `reports` are those of today's ranks.
+    """Plan the change from `whole` to `size` ranks. `rooms`, `nodes` (hosts) and `reports` describe the present ranks.
 
-    `mode` is --expert-takeover. With "always" experts that find no slot are read on demand. Otherwise a rank that
-    holds all its experts must have room for those that come, beside all that is there now. No rank takes more slots
-    than --expert-slots or --expert-memory say. Raises FleetError where there is no room, Impossible where experts are
-    fixed.
+    `mode` is --expert-takeover. With "always", experts without a slot are read on demand. Otherwise a rank that holds
+    all its experts needs room for new ones next to its present ones. --expert-slots and --expert-memory limit the
+    slots. Raises FleetError without room, Impossible if experts are fixed.
     """
     placement = placement_for(size, whole=whole, config=config)
     stay = range(min(size, len(reports)))
@@ -244,7 +243,7 @@ def plan_resize(
         size=size,
         placement=placement,
         slots=slots,
-        # Sequences of the length that routers promise must fit everywhere.
+        # Every rank must fit sequences of the length that routers accept.
         config=dataclasses.replace(
             config, num_workers=size, max_model_len=min(report["max_model_len"] for report in reports)
         ),
@@ -255,7 +254,7 @@ def plan_resize(
 
 
 def _allowed(config: EngineConfig, room: Headroom, now: int) -> int:
-    """Return the slots that a rank with all its `now` experts in slots may take beside them, by its flags."""
+    """Return the extra slots that the flags allow a rank whose `now` experts all have slots."""
     most = config.expert_slots
     if most is None and config.expert_memory is not None:
         most = config.expert_memory // room.slot_bytes
@@ -263,7 +262,7 @@ def _allowed(config: EngineConfig, room: Headroom, now: int) -> int:
 
 
 def _after(report: Mapping[str, Any], room: Headroom, owned: int, owns: int, gained: int) -> dict[str, Any]:
-    """Return a rank's report once it has `owns` experts in place of `owned`, and may have `gained` more slots."""
+    """Return a rank's report after its experts change from `owned` to `owns`, with up to `gained` extra slots."""
     before = owned if room.all_resident else report["expert_slots"]
     slots = min(owns, before + (gained if room.all_resident else 0))
     return {**report, "expert_slots": slots, "held_bytes": report["held_bytes"] + (slots - before) * room.slot_bytes}

@@ -1,7 +1,7 @@
-"""The state machine of a fleet: events in, instructions out. Pure: the time comes with the event.
+"""The state machine of a fleet: events in, instructions out. Pure: each event carries its time.
 
-Ranks that are lost are fenced and replaced, and the fleet continues in another epoch. A rank that is lost too often
-ends the fleet: then a restart policy acts.
+The machine fences and replaces lost ranks, and the fleet continues in a new epoch. A rank that is lost too often fails
+the fleet, so that an outer restart policy can act.
 """
 
 import logging
@@ -37,15 +37,16 @@ from moeyard_worker.config.placement import Placement
 
 log = logging.getLogger(__name__)
 
-# The last words of a rank come through Ray, 5 to 50 ms after its connections end on a machine at rest.
+# Ray delivers a rank's last error 5 to 50 ms after its connections close (measured on an idle machine).
 LAST_WORD_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class FleetIncident:
-    """One loss and its outcome: `reports` of survivors, reasons and last seen processes (`ends`) of `lost` ranks.
+    """One loss and its outcome.
 
-    `purpose`: why no rank was lost.
+    `lost` maps ranks to reasons, `ends` to their processes as last seen. `reports` come from survivors. `purpose`:
+    the reason of an incident without a lost rank.
     """
 
     began: float
@@ -56,13 +57,13 @@ class FleetIncident:
 
     @property
     def reason(self) -> str:
-        """The reason that the ranks agreed on, or else the first that was heard."""
+        """The survivors' reason, else the first reason of a lost rank, else the purpose."""
         if self.reports:
             return str(self.reports[0]["reason"])
         return next(iter(self.lost.values()), self.purpose)
 
     def facts(self, seconds: float, spent: Mapping[str, float]) -> dict[str, Any]:
-        """For people, as JSON."""
+        """Return the incident as JSON."""
         lost = [{"rank": r, "reason": reason, "process": self.ends.get(r)} for r, reason in sorted(self.lost.items())]
         return {
             "reason": self.reason,
@@ -74,9 +75,9 @@ class FleetIncident:
 
 
 class FleetMachine:
-    """Recovery, restart and scaling of a fleet. `handle` events one after the other, and carry out what it returns.
+    """Recovery, restart and scaling of a fleet. Pass events to `handle`, then carry out the instructions it returns.
 
-    `failure` is set once the fleet is given up, as a rank was lost `limit` times within `window` seconds, or cannot be
+    `failure` is set once the fleet has failed: a rank was lost `limit` times within `window` seconds, or cannot be
     replaced.
     """
 
@@ -93,9 +94,10 @@ class FleetMachine:
         seats: bool = False,
         first_epoch: int = 0,
     ) -> None:
-        """`standby`: processes wait to become ranks. `fixed_ports`: two processes of a rank cannot run at once.
+        """Create the machine of a fleet that has not started.
 
-        `seats`: Ray gives out GPUs. Epochs are numbered behind `first_epoch`.
+        `standby`: spare processes have imported everything. `fixed_ports`: two processes of a rank cannot run at once.
+        `seats`: Ray assigns the GPUs. The first epoch is `first_epoch + 1`.
         """
         self._out: list[Instruction] = []
         emit = self._out.append
@@ -107,7 +109,7 @@ class FleetMachine:
             emit=emit,
             recover=self._restart,
             switch=self._switch,
-            # A GPU has no room for two.
+            # A GPU cannot hold two processes of a rank.
             beside=config.device == "cpu" and not fixed_ports,
             standby=standby,
         )
@@ -116,14 +118,14 @@ class FleetMachine:
         self._launched = self._all_ended = False
         self._missed: dict[int, str] = {}
         self._last_word = 0.0
-        self._main: Script[Any] | None = self._launch()  # or a recovery or an admission
-        self._asker: Script[Any] | None = None  # the main script or the command's that waits for an Answered
+        self._main: Script[Any] | None = self._launch()  # the launch, a recovery or an admission
+        self._asker: Script[Any] | None = None  # the script that waits for Answered: the main one or a command's
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take an event that happened at `now` (seconds); returns instructions, to be carried out in order."""
+        """Handle an event that happened at `now` (seconds). Carry out the returned instructions in order."""
         self.ranks.now = now
         if isinstance(event, Returned | Failed):
-            self.ranks.heard(event)
+            self.ranks.end_call(event)
         elif isinstance(event, Silent):
             self.ranks.silent(event.processes, event.seconds)
         elif isinstance(event, Missed):
@@ -148,7 +150,7 @@ class FleetMachine:
         assert self.failure is None or (self._asker is None and self.commands.task is None), "a failed fleet is at rest"
 
     def _miss(self, event: Missed) -> None:
-        """Note a rank that a router misses, unless the rank is known to be away, to have left, or to recover."""
+        """Note a rank that a router misses. Ignore ranks that are away, have left or already recover."""
         if self.ranks.forming or event.rank >= self.ranks.size or event.rank in {p.rank for p in self.ranks.away}:
             return
         if not self._missed:
@@ -164,7 +166,7 @@ class FleetMachine:
         self.ranks.ray_ended, self._all_ended = event.daemon, event.all_ranks
 
     def _run(self, event: Event) -> None:
-        """Resume scripts until each waits: a loss goes first, and commands take their turns at ticks."""
+        """Resume scripts until all wait. Losses go before commands, which advance at ticks only."""
         resumed: list[Script[Any]] = []
         if isinstance(event, Answered) and self._asker is not None:
             script, self._asker = self._asker, None
@@ -196,17 +198,17 @@ class FleetMachine:
             self._asker = script
 
     def _urgent(self) -> Script[Any] | None:
-        """Return the script for losses, or else for ranks that may join the others."""
+        """Return the script that handles losses, else the one that admits ranks that are ready, else None."""
         incident = FleetIncident(began=self.ranks.now)
         incident.lost, incident.reports = self.ranks.losses()
         if self.ranks.ray_ended is not None and self._all_ended:
             reason = f"Ray's {self.ranks.ray_ended} has ended, and all ranks with it"
             incident.lost = dict.fromkeys(range(self.ranks.size), reason)
         if incident.lost or self.ranks.now >= self._last_word:
-            # A router knows that a rank is gone; the rank itself may say why.
+            # A router knows only that the rank is gone. The wait gives the rank's own error time to arrive.
             incident.lost, self._missed = self._missed | incident.lost, {}
         if incident.lost or incident.reports:
-            # An epoch that has ended without a loss is followed by another, too.
+            # An epoch can end without a lost rank. It needs a successor, too.
             return self._recover(incident)
         return self._admit() if self.ranks.ready else None
 
@@ -225,16 +227,17 @@ class FleetMachine:
         self._out.append(HandOver(recovered.ranks, frozenset(), None))
 
     def _restart(self, rank: int) -> Script[bool]:
-        """Replace a rank on purpose; returns whether the fleet continues. It counts as no loss."""
-        return self._recover(FleetIncident(began=self.ranks.now, lost={rank: f"rank {rank} is restarted"}), asked=rank)
+        """Replace a rank on purpose and return whether the fleet continues. The budget does not count it."""
+        incident = FleetIncident(began=self.ranks.now, lost={rank: f"rank {rank} is restarted"})
+        return self._recover(incident, restarted=rank)
 
-    def _recover(self, incident: FleetIncident, *, asked: int | None = None) -> Script[bool]:
-        """Replace lost ranks, and those lost meanwhile, until the fleet continues (True) or is given up.
+    def _recover(self, incident: FleetIncident, *, restarted: int | None = None) -> Script[bool]:
+        """Replace lost ranks, also those lost meanwhile, until the fleet continues (True) or has failed (False).
 
-        The loss of the rank that was `asked` for is on purpose.
+        `restarted`: the rank that a restart command replaces on purpose.
         """
         dead = frozenset(incident.lost)
-        purpose: frozenset[int] = frozenset() if asked is None else frozenset((asked,))
+        purpose: frozenset[int] = frozenset() if restarted is None else frozenset((restarted,))
         self.ranks.forming = True
         try:
             while True:
@@ -244,10 +247,10 @@ class FleetMachine:
                     if (refused := self._budgets.take(rank, self.ranks.now)) is not None:
                         self._give_up(f"{refused}: {incident.lost[rank]}{'' if end is None else f'; {end}'}")
                         return False
-                self._log_loss(incident, dead, asked if dead == purpose else None)
+                self._log_loss(incident, dead, restarted if dead == purpose else None)
                 try:
-                    # A rank that is replaced on purpose is back in a moment: no rank takes over.
-                    recovered = yield from self.ranks.replace(dead, whole=asked is not None)
+                    # A restarted rank is back soon, so no other rank takes over its experts.
+                    recovered = yield from self.ranks.replace(dead, whole=restarted is not None)
                     break
                 except RanksLost as error:
                     for rank in purpose & error.ranks:
@@ -262,14 +265,14 @@ class FleetMachine:
         if recovered is None:
             log.warning("%s starts once more; the others serve", named(dead))
         else:
-            self._hand_over(recovered, incident, planned=set(incident.lost) == {asked})
+            self._hand_over(recovered, incident, planned=set(incident.lost) == {restarted})
         if self.commands.task is not None:
-            self.commands.replaced(frozenset(incident.lost) - {asked})
+            self.commands.replaced(frozenset(incident.lost) - {restarted})
         return True
 
-    def _log_loss(self, incident: FleetIncident, dead: frozenset[int], asked: int | None) -> None:
-        if asked is not None:
-            log.info("replacing rank %d, as it was asked for; the others will say that it is lost", asked)
+    def _log_loss(self, incident: FleetIncident, dead: frozenset[int], restarted: int | None) -> None:
+        if restarted is not None:
+            log.info("replacing rank %d on request; the other ranks will report it as lost", restarted)
         elif not dead:
             log.warning("going on as before: %s", incident.reason)
         else:
@@ -277,7 +280,7 @@ class FleetMachine:
             log.warning("lost %s: %s; replacing%s", named(dead), incident.reason, ends)
 
     def _admit(self) -> Script[None]:
-        """Have ranks that were away join the others, and give them their experts back."""
+        """Admit ranks that were away, and give them their experts back."""
         incident = FleetIncident(began=self.ranks.now)
         self.ranks.forming = True
         try:
@@ -294,9 +297,9 @@ class FleetMachine:
         self._hand_over(recovered, incident)
 
     def _switch(self) -> Script[bool]:
-        """Have all ranks of another size meet; returns whether the fleet continues.
+        """Change to the prepared number of ranks and return whether the fleet continues.
 
-        Raises RanksLost with the reason if it continues as before.
+        Raises RanksLost with the reason if the fleet continues with its old size.
         """
         incident = FleetIncident(began=self.ranks.now, purpose="the number of workers was changed")
         self.ranks.forming = True
@@ -317,12 +320,12 @@ class FleetMachine:
         return True
 
     def _hand_over(self, recovered: Recovered, incident: FleetIncident, *, planned: bool = False) -> None:
-        """Have routers continue with these ranks."""
+        """Give routers the ranks of the new epoch, and log the outcome."""
         away = [rank.rank for rank in recovered.ranks if not rank.frontend]
         for rank in recovered.ranks:
             if rank.frontend:
                 self._budgets.serves(rank.rank)
-        # Routers have missed the ranks that were replaced.
+        # These reports concern processes that have been replaced.
         self._missed = {}
         seconds = self.ranks.now - incident.began
         incident.reports = incident.reports if planned else list(recovered.losses)
@@ -335,7 +338,7 @@ class FleetMachine:
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
-        # A rank that computes, or reads cold experts, beyond the deadline in one layer looks dead to its peers.
+        # A rank that needs longer than the deadline for one layer (cold experts, say) looks dead to its peers.
         slow = "; if it was only slow, raise --step-deadline or lower --prefill-chunk" if "silent" in reason else ""
         log.error("the fleet has failed: %s%s", reason, slow)
         self.commands.close(f"the fleet has failed: {reason}")

@@ -1,4 +1,4 @@
-"""Events that the fleet machine takes, instructions that it gives, and the errors of a fleet. Pure."""
+"""Events and instructions of the fleet machine, and the errors of a fleet. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,31 +12,31 @@ class FleetError(ValueError):
 
 
 class FleetLost(FleetError):
-    """The same, where another attempt may succeed: a node or a worker went away meanwhile."""
+    """A FleetError where another attempt may succeed: a node or a worker has left."""
 
     exit_code = 1
 
 
 class Unrecoverable(FleetError):
-    """Ranks cannot be replaced any more in the life of this process; those that live continue."""
+    """This launcher process can replace no more ranks. Live ranks continue."""
 
     exit_code = 1
 
 
 class RanksLost(FleetError):
-    """Some ranks have to be replaced before the fleet can continue.
+    """Some ranks must be replaced before the fleet can continue.
 
-    `said`: a process that lives has raised it, about itself or about a peer that it misses; another attempt to start
-    the fleet changes nothing then.
+    `reported`: a live process raised it, about itself or a missing peer. Another attempt to start the fleet would fail
+    in the same way.
     """
 
-    def __init__(self, ranks: Iterable[int], reason: str, *, said: bool = False) -> None:
+    def __init__(self, ranks: Iterable[int], reason: str, *, reported: bool = False) -> None:
         super().__init__(reason)
-        self.ranks, self.said, self.exit_code = frozenset(ranks), said, 2 if said else 1
+        self.ranks, self.reported, self.exit_code = frozenset(ranks), reported, 2 if reported else 1
 
 
 class Refused(ValueError):
-    """A command that is not carried out, or not to its end. `exit_code` 2: another attempt changes nothing."""
+    """A command was refused or stopped. `exit_code` 2: another attempt would fail in the same way."""
 
     def __init__(self, reason: str, exit_code: int = 1) -> None:
         super().__init__(reason)
@@ -45,9 +45,9 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A rank as routers and Prometheus reach it, and what it decided while it loaded.
+    """A rank as routers and Prometheus reach it, and its load report.
 
-    An empty `frontend` means that it is away: the others serve without it.
+    An empty `frontend` means that the rank is away and the others serve without it.
     """
 
     rank: int
@@ -61,12 +61,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. The first one starts the fleet."""
+    """Time has passed. The first tick starts the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The call of that number has returned `value`."""
+    """Call `call` has returned `value`."""
 
     call: int
     value: Any
@@ -74,9 +74,9 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The call of that number has failed: the process `raised` it, has `ended`, or Ray did not run it (`unrun`).
+    """Call `call` has failed: the process `raised` an error or has `ended`, or Ray did not run the call (`unrun`).
 
-    `unplaced`: the cluster has given the process no place in time.
+    `unplaced`: the cluster did not place the process in time.
     """
 
     call: int
@@ -86,7 +86,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Processes with open calls gave no sign of life for so many seconds."""
+    """Processes with open calls have sent no heartbeat for `seconds`."""
 
     processes: frozenset[int]
     seconds: float
@@ -117,14 +117,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class StandbyReady:
-    """The renewed standby processes have imported everything, or cannot, for `problem`."""
+    """The renewed standby processes have imported everything; `problem`: why they cannot."""
 
     problem: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A person's order. `number` names it in Tell and Finish; no `ranks` of a restart: all, one after the other."""
+    """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn."""
 
     number: int
     name: Literal["drain", "undrain", "restart", "scale"]
@@ -142,7 +142,7 @@ Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answered | Stand
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Make a process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
+    """Create a process in a rank's place. With `beside` it does not wait for the CPU of the rank's present process."""
 
     process: int
     rank: int
@@ -151,7 +151,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of a process; its end is Returned or Failed. Calls that are `watched` may end in silence."""
+    """Call a method of a process. Returned or Failed follows. A `watched` call can also cause Silent."""
 
     number: int
     process: int
@@ -162,28 +162,28 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """End a process with SIGKILL, also one that is stopped and hears nothing."""
+    """Kill a process with SIGKILL, which also works on a stopped process."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Let processes that are in no epoch put away what they hold, and end them. Give back places of no rank."""
+    """Let processes outside any epoch release their resources, then end them. Release places without a rank."""
 
     processes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Answer how a process was last seen, as text; None where that is not known."""
+    """Ask for a text on how a process was last seen; the answer is None if that is unknown."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Have all routers take an order; answer their number of sequences at its rank, or UNKNOWN, if `answered`."""
+    """Send an order to all routers. If `answered`, the answer is their sequences at its rank, or UNKNOWN."""
 
     drain: Drain
     answered: bool = True
@@ -191,7 +191,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ReservePlaces:
-    """Ask for the places of ranks that come, for a fleet of `size`; answer what the cluster lacks, or None."""
+    """Request places for new ranks of a fleet of `size`. The answer is what the cluster lacks, or None."""
 
     ranks: tuple[int, ...]
     size: int
@@ -199,19 +199,19 @@ class ReservePlaces:
 
 @dataclass(frozen=True, slots=True)
 class StartRay:
-    """End what is left of the private Ray and all its processes; start another. Answer why it does not, or None."""
+    """End the private Ray with all its processes and start another. The answer is the reason of a failure, or None."""
 
     ended: str
 
 
 @dataclass(frozen=True, slots=True)
 class RenewStandby:
-    """Start the standby processes again, with the code of now. The answer is StandbyReady, later."""
+    """Restart the standby processes with the code now on disk. StandbyReady follows later."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The fleet serves: give routers these ranks, which of them are drained, and the incident, None at the start."""
+    """The fleet serves. Send routers its ranks, the drained ones among them, and the incident (None at the start)."""
 
     ranks: tuple[Rank, ...]
     drained: frozenset[int]
@@ -220,7 +220,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell a command's progress."""
+    """Report a command's progress."""
 
     command: int
     text: str
@@ -228,7 +228,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A command's last word. `exit_code` None: it is done; otherwise it is refused."""
+    """End a command. `exit_code` None: it succeeded; otherwise it was refused."""
 
     command: int
     text: str
@@ -237,7 +237,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class FleetFailed:
-    """The fleet has failed. `exit_code` is the command line's, if the fleet never served."""
+    """The fleet has failed. The command line exits with `exit_code` if the fleet never served."""
 
     reason: str
     exit_code: int
@@ -261,10 +261,10 @@ Instruction = (
 
 
 def parts(seconds: Mapping[str, float]) -> str:
-    """Seconds by name as text."""
+    """Format seconds by name."""
     return ", ".join(f"{name} {each:.1f} s" for name, each in seconds.items())
 
 
 def named(ranks: Collection[int]) -> str:
-    """Ranks as text."""
+    """Format ranks, sorted."""
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))

@@ -1,10 +1,10 @@
 """The processes of a fleet's ranks, and the epochs in which they serve. Pure.
 
-An epoch is the life of one mesh. When ranks are lost, the others keep their processes and all that they hold. The lost
-ranks get new processes, every rank binds a mesh of the next epoch, and all continue together. A failure on the way
-names ranks (RanksLost): `replace` may be called again with these, and continues with what is sound.
+An epoch is the life of one mesh. When ranks are lost, survivors keep their processes and state. Lost ranks get new
+processes, every rank binds a mesh for the next epoch, and all continue together. A failure on the way raises RanksLost:
+call `replace` again with its ranks, and it continues with the healthy ones.
 
-A method that waits is a script: a generator that yields a question of the machine, or None until the next event.
+A method that waits is a script: a generator that yields a question to the machine, or None to wait for the next event.
 """
 
 import dataclasses
@@ -42,17 +42,17 @@ Script = Generator[Instruction | None, Any, T]
 
 log = logging.getLogger(__name__)
 
-# Time for a call of a rank that lives, beyond the step deadline: its host may be busy starting another.
+# Time limit of a call to a live rank, beyond the step deadline. Its host may be busy with the start of another rank.
 CALL_SECONDS = 15.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
-# Calls without a time limit: their processes have to give signs of life instead.
+# Calls without a time limit. Their processes send heartbeats instead.
 WATCHED = frozenset(("seat", "setup", "load", "prepare"))
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A call of a process: its value, or the error in its place, once it is `over`."""
+    """A call to a process. Once it is `over`, it has a value or an error."""
 
     process: "Process"
     method: str
@@ -63,11 +63,11 @@ class Pending:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process of a rank, and how far it has come.
+    """One process of a rank and its progress towards serving.
 
-    `epoch` and `placement` are those of its setup. `wait` is the call that ends when it ends or loses a peer, and
-    `loss` its report of that, until it rejoins. `has`: the experts that it serves with, or will when it starts;
-    `read`: those that it has read for an epoch to come. `silent`: seconds without a sign of life, if too many.
+    `epoch` and `placement` are those of its setup. The call `wait` returns when the process stops or loses a peer;
+    `loss` is that report until the process rejoins. `has`: experts that it serves, or will serve when it starts.
+    `read`: experts that it has read for a later epoch. `silent`: seconds without a heartbeat, 0 while within limits.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Process:
 
     @property
     def error(self) -> FleetError | None:
-        """Why it cannot come, or has ended."""
+        """The reason that it cannot start, or has ended; None while it is healthy."""
         calls = (self.wait,) if self.started else (self.setting_up, self.loading)
         found = next((call.error for call in calls if call is not None and call.error is not None), None)
         return found or (silence([self]) if self.silent and not self.started else None)
@@ -101,9 +101,9 @@ class Process:
 
 @dataclass(slots=True)
 class Resizing:
-    """Another number of ranks that is being prepared: `coming` ranks start, ranks that stay are `reading` experts.
+    """A resize in preparation: `coming` ranks start, and ranks that stay are `reading` experts.
 
-    `asked`: ranks that have come are asked whether they are still there, until `limit`.
+    `asked`: the last liveness calls to coming ranks, which must return before `limit`.
     """
 
     plan: ResizePlan
@@ -115,10 +115,7 @@ class Resizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A fleet in a new epoch: all its ranks, and the survivors' reports of the loss.
-
-    `seconds` went to each part of the way, by name, in order.
-    """
+    """A fleet in a new epoch: all ranks, the survivors' loss reports, and the seconds of each phase in order."""
 
     ranks: tuple[Rank, ...]
     losses: tuple[dict[str, Any], ...]
@@ -126,13 +123,13 @@ class Recovered:
 
 
 def silence(processes: Collection[Process]) -> RanksLost:
-    """Return the loss of processes that gave no sign of life."""
+    """Return the loss of processes that sent no heartbeat."""
     ranks, seconds = [process.rank for process in processes], max(process.silent for process in processes)
     return RanksLost(ranks, f"{named(ranks)} gave no sign of life for {seconds:.0f} s while starting")
 
 
 class Ranks:
-    """Owner of all processes. `emit` takes instructions. `now` is the time of the event that is being handled."""
+    """Owner of all processes. `emit` receives instructions. `now` is the time of the current event."""
 
     def __init__(
         self,
@@ -144,8 +141,8 @@ class Ranks:
         first_epoch: int,
         emit: Callable[[Instruction], None],
     ) -> None:
-        """`placement` is that of the whole fleet. `seats`: ranks tell their GPUs before any is set up."""
-        # A fleet that began with peers keeps an exchange that allows them. Ranks on GPUs find out what theirs can do.
+        """Create ranks without processes. `placement` covers the whole fleet. `seats`: query GPUs before any setup."""
+        # A fleet that starts with peers keeps an exchange between ranks. GPU ranks choose theirs at setup.
         if config.num_workers > 1 and config.exchange == "auto" and config.device == "cpu":
             config = dataclasses.replace(config, exchange="zmq")
         self.config, self._takeover, self._emit = config, takeover, emit
@@ -153,18 +150,18 @@ class Ranks:
         self.members: list[Process] = []
         self.spares: dict[int, Process] = {}  # the next process of a rank that still serves
         self.resizing: Resizing | None = None
-        self.whole = self.placed = placement  # of all ranks, and of the epoch that runs or ran last
+        self.whole = self.placed = placement  # placement of all ranks, and of the current or last epoch
         self.runs = self.forming = False
         self.ray_ended: str | None = None
-        self._reports: list[dict[str, Any]] = []  # of the first start
-        self._start_seconds = math.inf  # from the making of a rank to its first step
-        self._outside: tuple[Process, ...] = ()  # processes that have left
-        self._late_readings: tuple[Pending, ...] = ()  # of a resize that was given up
+        self._reports: list[dict[str, Any]] = []  # load reports of each rank's first start
+        self._start_seconds = math.inf  # from a rank's creation to its first step
+        self._outside: tuple[Process, ...] = ()  # processes that a resize removed
+        self._late_readings: tuple[Pending, ...] = ()  # reads for a resize that was cancelled
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
-        self._nodes: dict[int, str] = {}  # the node of each rank, also of one that is lost
-        self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # the first identity, by node, and "" of all
+        self._nodes: dict[int, str] = {}  # the node of each rank, lost ranks included
+        self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # first identity by node; "": of the fleet
         self._changes: dict[int, Mapping[str, Any]] = {}  # how the config of a rank differs from the fleet's
-        self._unused: dict[int, Mapping[str, Any]] = {}  # the changes before, of ranks whose new ones are not in use
+        self._unused: dict[int, Mapping[str, Any]] = {}  # old changes of ranks that do not use new ones yet
         self._open: dict[int, Pending] = {}
         self._calls = self._processes = 0
         self._epoch = first_epoch
@@ -176,26 +173,26 @@ class Ranks:
 
     @property
     def starting(self) -> bool:
-        """Whether a process is on its way into the fleet."""
+        """Whether any process is still starting."""
         return not self.runs or self.resizing is not None or bool(self.spares) or bool(self.away)
 
     @property
     def serving(self) -> list[int]:
-        """Numbers of the processes whose epoch runs."""
+        """Numbers of the processes that serve."""
         return [process.number for process in list(self.members) if process.started] if self.runs else []
 
     @property
     def away(self) -> list[Process]:
-        """New processes of ranks without which the others serve."""
+        """New processes of absent ranks; the other ranks serve without them."""
         return [process for process in list(self.members) if not process.started] if self.runs else []
 
     # Calls.
 
-    def heard(self, event: Returned | Failed) -> None:
-        """Take the end of a call."""
+    def end_call(self, event: Returned | Failed) -> None:
+        """Record the result of a call."""
         pending = self._open.pop(event.call, None)
         if pending is None:
-            return  # of a process that was fenced
+            return  # the process was fenced
         process, pending.over, pending.process.silent = pending.process, True, 0.0
         if isinstance(event, Failed):
             pending.error = failure(pending, event)
@@ -217,13 +214,13 @@ class Ranks:
             pending.error = error
 
     def silent(self, processes: Collection[int], seconds: float) -> None:
-        """Note processes that give no sign of life."""
+        """Note processes that send no heartbeat."""
         for pending in self._open.values():
             if pending.process.number in processes:
                 pending.process.silent = seconds
 
     def check(self) -> None:
-        """Raise RanksLost naming all ranks when Ray has ended, Unrecoverable where that is in the first start."""
+        """Raise RanksLost with all ranks when Ray has ended, or Unrecoverable during the first start."""
         if self.ray_ended is not None and not self._reports:
             raise Unrecoverable(f"Ray's {self.ray_ended} has ended while the fleet was starting; start it again")
         if self.ray_ended is not None:
@@ -232,9 +229,9 @@ class Ranks:
     def gather(self, calls: Mapping[int, Pending], timeout: float | None = None) -> Script[dict[int, Any]]:
         """Return the results of one call per rank. Raises RanksLost with the reason of one that failed.
 
-        The first start ends with the first failure. Otherwise all calls are waited for, so that sound ranks need not
-        repeat theirs. A rank that ends or does not answer is then named before a rank that misses a peer, as it may be
-        that peer. Calls without a `timeout` may take any time while their processes give signs of life.
+        The first start fails with the first failure. Later, wait for all calls, so that healthy ranks need not repeat
+        theirs. Blame a rank that ended or timed out before a rank that misses a peer, because it may be that peer.
+        Calls without a `timeout` may take any time while their processes send heartbeats.
         """
         waiting, lost = dict(calls), list[RanksLost]()
         limit = math.inf if timeout is None else self.now + timeout
@@ -256,7 +253,7 @@ class Ranks:
             self.check()
             yield None
         if lost:
-            raise next((each for each in lost if not each.said), lost[0])
+            raise next((each for each in lost if not each.reported), lost[0])
         return {rank: call.value for rank, call in calls.items()}
 
     def _call(self, process: Process, method: str, *args: Any) -> Pending:
@@ -273,7 +270,7 @@ class Ranks:
         return Process(self._processes, rank, self.whole)
 
     def _set_up(self, process: Process, epoch: int, plan: ResizePlan | None = None) -> Process:
-        """Have a process begin its setup. It decides as the first process of the rank did, which its report says."""
+        """Start the setup of a process. It repeats the decisions in the report of the rank's first process."""
         rank, config = process.rank, self.config if plan is None else plan.config
         process.epoch, process.placement = epoch, self.whole if plan is None else plan.placement
         if plan is None and self._reports:
@@ -291,16 +288,16 @@ class Ranks:
 
     def _was_set_up(self, process: Process, facts: dict[str, Any]) -> None:
         if "moved" in facts:
-            # All were on one node, which was lost. All have to tell their GPUs again, as peers know each other's.
-            raise RanksLost(range(self.size), f"rank {process.rank} has come to {facts['moved']}")
+            # The node of all ranks was lost. Query every rank's GPU again, because peers store each other's GPU ids.
+            raise RanksLost(range(self.size), f"rank {process.rank} has moved to {facts['moved']}")
         process.setup = now = (process.setup or {}) | facts
         self._nodes[process.rank] = now["node"]
         for node in ("", now["node"]):
             first = self._weights.setdefault(node, now["weights"])
             if name := difference(first, now["weights"], one_host=bool(node)):
                 raise Unrecoverable(
-                    f"{name} is another for rank {process.rank} than for the fleet before: it has changed since it was "
-                    "loaded, and answers cannot go on with other weights; start moeyard serve again"
+                    f"{name} of rank {process.rank} differs from the fleet's: it has changed since it was loaded, and "
+                    "answers cannot continue with other weights; start moeyard serve again"
                 )
 
     def _load(self, process: Process, ranks_on_host: int) -> Pending:
@@ -312,20 +309,20 @@ class Ranks:
         self._forget([process])
 
     def _forget(self, processes: Collection[Process]) -> None:
-        """Wait for no call of processes that end."""
+        """Fail all open calls to processes that end."""
         for number in [number for number, pending in self._open.items() if pending.process in processes]:
             pending = self._open.pop(number)
             rank = pending.process.rank
             pending.over, pending.error = True, RanksLost([rank], f"rank {rank} was lost")
 
     def tend(self) -> None:
-        """Have ranks that are away, and are set up, load beside the others' steps."""
+        """Start the load of absent ranks that are set up, while the others serve."""
         for process in self.away:
             if process.setup is not None and process.loading is None:
                 self._load(process, 1)
 
     def losses(self) -> tuple[dict[int, str], list[dict[str, Any]]]:
-        """Return the ranks of a running epoch that are lost, with reasons, and the survivors' reports."""
+        """Return the lost ranks of the running epoch with reasons, and the survivors' reports."""
         lost = {process.rank: str(process.error) for process in self.members if process.error is not None}
         reports = [process.loss for process in self.members if process.loss is not None]
         for report in reports:
@@ -336,7 +333,7 @@ class Ranks:
     # Epochs.
 
     def launch(self) -> Script[Recovered]:
-        """Make all ranks and take them to their first step. Raises FleetError naming the first at fault."""
+        """Create all ranks and bring them to their first step. Raises FleetError that names the first failure."""
         begun = self.now
         self.members = [self._make(rank) for rank in range(self.size)]
         recovered = yield from self._form((self.whole, {}), meet=MEET_SECONDS)
@@ -345,10 +342,10 @@ class Ranks:
         return recovered
 
     def replace(self, dead: Collection[int], *, whole: bool) -> Script[Recovered | None]:
-        """Give `dead` new processes and form another epoch: of all ranks if `whole`, else of those that can take over.
+        """Give `dead` ranks new processes and form a new epoch: of all ranks if `whole`, else survivors may take over.
 
-        Returns None if no other epoch is needed, as they were away. A private Ray that has ended is started again with
-        all ranks. Raises RanksLost: call it again; Unrecoverable if Ray does not start again.
+        Returns None if all of them were away, which needs no new epoch. Restarts a private Ray that has ended, with all
+        ranks. Raises RanksLost (call again with its ranks), or Unrecoverable if Ray does not restart.
         """
         if self.ray_ended is not None:
             yield from self._start_ray(self.ray_ended)
@@ -376,11 +373,11 @@ class Ranks:
 
     @property
     def ready(self) -> list[int]:
-        """Ranks that are away and have loaded their experts."""
+        """Absent ranks that have loaded their experts."""
         return [process.rank for process in self.away if process.report is not None]
 
     def admit(self) -> Script[Recovered]:
-        """Give `ready` ranks their experts back, between steps, in another epoch. Raises RanksLost: call `replace`."""
+        """Form an epoch that includes `ready` ranks, between steps. Raises RanksLost: call `replace`."""
         ready, missing = self.ready, [process.rank for process in self.away if process.report is None]
         self.check()
         yield from self._end_epoch(f"{named(ready)} is back")
@@ -393,10 +390,10 @@ class Ranks:
         try:
             yield from self.gather({first: self._call(self.members[first], "end_epoch", reason)}, CALL_SECONDS)
         except RanksLost:
-            self.check()  # a rank that has ended is found by the others
+            self.check()  # the other ranks report a rank that has ended
 
     def _next_epoch(self) -> int:
-        """Return a number that is no other epoch's; 0 is none."""
+        """Return the next epoch's number. 0 means no epoch."""
         self._epoch = self._epoch % (2**31 - 1) + 1
         return self._epoch
 
@@ -407,10 +404,10 @@ class Ranks:
         meet: float = REMEET_SECONDS,
         planned: bool = False,
     ) -> Script[Recovered]:
-        """Take every rank of the next epoch from where it is to its first step in it.
+        """Bring every rank of the next epoch from its present state to its first step there.
 
-        `to`: its placement, and how many more slots ranks may take; None: decided once losses are known. `planned`:
-        the last epoch was ended.
+        `to`: the placement and extra slots by rank; None: decide once losses are known. `planned`: the last epoch was
+        ended on purpose.
         """
         self.runs = False
         epoch, patience = self._next_epoch(), self.config.step_deadline + CALL_SECONDS
@@ -425,12 +422,12 @@ class Ranks:
             self._seats = yield from self.gather(asked)
             lap("places")
         self._set_all_up(epoch)
-        # A survivor may still be in its step. Where the epoch was ended on purpose a long step may take any time; the
-        # others name a rank that hangs in it.
+        # A survivor may still be in its step. After a planned end a step may take any time, because peers report a rank
+        # that hangs.
         losses = yield from self._hear_losses(math.inf if planned else STALL * self.config.step_deadline + CALL_SECONDS)
         lap("losses")
         placement, slots = to if to is not None else (yield from self._take_over())
-        # No rank meets others while it still loads on its own.
+        # A rank must finish a load that is under way before it meets others.
         loading = {p.rank: p.loading for p in self.members if p.loading is not None and p.report is None}
         yield from self.gather({rank: call for rank, call in loading.items() if rank in placement.ranks})
         members = {rank: self.members[rank] for rank in placement.ranks}
@@ -438,7 +435,7 @@ class Ranks:
         old = {r: self._call(p, "rebind", epoch, placement) for r, p in members.items() if r not in new}
         yield from self.gather(old, patience)
         yield from self.gather(new)
-        # Ranks that were being set up while another epoch began.
+        # Ranks whose setup began in an earlier epoch.
         late = {r: self._call(members[r], "rebind", epoch, placement) for r in new if members[r].epoch != epoch}
         yield from self.gather(late, patience)
         lap("processes")
@@ -454,7 +451,7 @@ class Ranks:
         step = max((process.loss["steps"] for process in members.values() if process.loss is not None), default=0)
         begun = {r: self._call(p, "rejoin" if p.started else "start", step) for r, p in members.items()}
         for rank, process in members.items():
-            # Before it is known whether all have begun: those that have will report those that have not.
+            # Set this before all have started: ranks that have started report those that have not.
             process.started, process.loss, process.wait = True, None, self._call(process, "wait")
             process.has, process.read = placement.experts(rank), None
         self.placed = placement
@@ -469,7 +466,10 @@ class Ranks:
                 self._set_up(process, epoch)
 
     def _hear_losses(self, patience: float) -> Script[tuple[dict[str, Any], ...]]:
-        """Wait until started ranks have reported losses. Raises RanksLost for one that ends, is named or is silent."""
+        """Wait for the loss reports of all started ranks.
+
+        Raises RanksLost for a started rank that ends, is named by another's report, or reports nothing in time.
+        """
         limit, started = self.now + patience, [process for process in self.members if process.started]
         while silent := [process for process in started if process.loss is None]:
             for process in silent:
@@ -482,23 +482,23 @@ class Ranks:
             yield None
         losses = tuple(process.loss for process in started if process.loss is not None)
         for loss in losses:
-            # A rank that was named and still stands is fenced before it meets anybody again.
-            if there := {process.rank for process in started}.intersection(loss["ranks"]):
-                raise RanksLost(there, loss["reason"])
+            # Fence a live rank that a peer has named before it meets others again.
+            if named_alive := {process.rank for process in started}.intersection(loss["ranks"]):
+                raise RanksLost(named_alive, loss["reason"])
         return losses
 
     def _take_over(self) -> Script[tuple[Placement, Mapping[int, int]]]:
-        """Return the placement to serve with, and how many more slots its ranks may take."""
-        there = [process for process in self.members if process.started]
+        """Return the placement to serve with, and the extra slots that its ranks may take."""
+        survivors = [process for process in self.members if process.started]
         away = {process.rank for process in self.members if not process.started}
-        if not away or not there:
+        if not away or not survivors:
             return self.whole, {}
         return without(
             away,
             mode=self._takeover,
             whole=self.whole,
             before=self.placed,
-            rooms=(yield from self._rooms(there)),
+            rooms=(yield from self._rooms(survivors)),
             nodes=self._nodes,
             reports=self._reports,
             start_seconds=self._start_seconds,
@@ -509,36 +509,36 @@ class Ranks:
         return {rank: Headroom(**room) for rank, room in found.items()}
 
     def _meet(self, calls: Mapping[int, Pending], timeout: float) -> Script[None]:
-        """Let all meet. A rank that misses a peer says so itself, so where none has ended the new ones are named."""
+        """Connect all ranks. If ranks miss a peer and none has ended, blame the ranks that have not served yet."""
         try:
             yield from self.gather(calls, timeout)
         except RanksLost as lost:
             fresh = {rank for rank in calls if not self.members[rank].started}
-            if not lost.said or not fresh:
+            if not lost.reported or not fresh:
                 raise
-            raise RanksLost(fresh, str(lost), said=True) from lost
+            raise RanksLost(fresh, str(lost), reported=True) from lost
 
-    # Processes that are prepared beside the ranks that serve.
+    # Processes that start while the ranks serve.
 
     def prepare(self, rank: int, changes: Mapping[str, Any], *, beside: bool) -> None:
-        """Have the rank's next processes differ by `changes` (fields of EngineConfig); start one now if `beside`."""
+        """Apply `changes` (EngineConfig fields) to the rank's next processes. Start one now if `beside`."""
         self.check()
         self._unused[rank] = self._changes.get(rank, {})
         self._changes[rank] = {**self._unused[rank], **changes}
         if beside:
-            # The epoch of its mesh is not known yet.
+            # Epoch 0: the epoch that it will join is not known yet.
             self.spares[rank] = self._set_up(self._make(rank, beside=True), 0)
 
     def prepared(self, rank: int) -> bool:
         """Return whether the rank's next process is set up. Raises FleetError if it cannot be."""
         self.check()
-        spare = self.spares.get(rank)  # None once Ray and all ranks were started again
+        spare = self.spares.get(rank)  # None after a restart of Ray and all ranks
         if spare is not None and spare.error is not None:
             raise spare.error
         return spare is None or spare.setup is not None
 
     def abandon(self, rank: int) -> None:
-        """End the rank's next process and undo its changes, unless they are in use."""
+        """End the rank's next process. Undo its changes unless they are in use."""
         if (spare := self.spares.pop(rank, None)) is not None:
             self._end([spare])
         if rank in self._unused:
@@ -548,16 +548,16 @@ class Ranks:
         self._forget(processes)
         self._emit(End(tuple(process.number for process in processes)))
 
-    # Another number of ranks. Without `resize` all stays as it was.
+    # Resizing. Nothing takes effect before `resize`.
 
     def begin_resize(self, size: int) -> Script[bool]:
-        """Start ranks that come, and have those that stay read the experts of those that leave.
+        """Start new ranks, or have ranks that stay read the experts of ranks that leave.
 
-        Returns False if it has to be asked again, as ranks still read for a resize that was given up. Raises
-        FleetError for a size that cannot be.
+        Returns False while ranks still read for a cancelled resize: call again. Raises FleetError for an impossible
+        size.
         """
         self.check()
-        # A size that can never be is refused before what is missing now.
+        # Report a permanently impossible size before a temporary shortage.
         placement_for(size, whole=self.whole, config=self.config)
         come = tuple(range(self.size, size))
         if not all(call.over for call in self._late_readings):
@@ -580,11 +580,11 @@ class Ranks:
         return True
 
     def resize_stage(self) -> str | None:
-        """Return what a resize waits for, "" for a moment, None if nothing any more. Raises FleetError."""
+        """Return the stage of a resize as text, "" during a liveness check, None when ready. Raises FleetError."""
         self.check()
         resizing = self.resizing
         if resizing is None:
-            raise FleetError("Ray has ended, and the ranks that were to come with it")
+            raise FleetError("Ray has ended, and the new ranks with it")
         coming, plan = resizing.coming, resizing.plan
         if error := next((p.error for p in coming.values() if p.error is not None), None):
             raise error
@@ -606,7 +606,7 @@ class Ranks:
         return None if self._all_here(resizing) else ""
 
     def _all_here(self, resizing: Resizing) -> bool:
-        """Return whether all that come have just answered, so that others may stop for them."""
+        """Return whether all new ranks have just answered, so that the others may stop for them."""
         if not resizing.asked:
             resizing.asked = {rank: self._call(process, "progress") for rank, process in resizing.coming.items()}
             resizing.limit = self.now + CALL_SECONDS
@@ -620,9 +620,9 @@ class Ranks:
         return not silent
 
     def resize(self) -> Script[Recovered]:
-        """End the epoch between steps, and form another with the planned number of ranks.
+        """End the epoch between steps, and form one with the planned number of ranks.
 
-        Raises RanksLost with all as it was before, for `replace`: no rank has left, and those that come do not.
+        Raises RanksLost after a rollback to the old size: call `replace`.
         """
         resizing, self.resizing = self.resizing, None
         assert resizing is not None, "it was begun, and is ready"
@@ -639,14 +639,14 @@ class Ranks:
             self.members, self.whole, self.config, self._reports = before
             self._outside = ()
             for process in come:
-                # Some of them may serve by now.
+                # Fence, not End: some may serve already.
                 self._fence(process)
             raise RanksLost(error.ranks.intersection(range(self.size)), str(error)) from error
         self._changes = {rank: changes for rank, changes in self._changes.items() if rank < plan.size}
         return recovered
 
     def end_resize(self) -> None:
-        """End ranks that have left; or give up, and end those that were to come. Give their places back."""
+        """End ranks that have left, or cancel the resize and end its new ranks. Release their places."""
         ended, self._outside = [*self._outside], ()
         if self.resizing is not None:
             ended += self.resizing.coming.values()
@@ -680,19 +680,19 @@ class Ranks:
 
 
 def failure(pending: Pending, event: Failed) -> RanksLost:
-    """Return the loss of a rank whose call failed, in its own words if it has any."""
-    rank, reason, said = pending.process.rank, event.reason, event.how == "raised"
+    """Return the loss of a rank whose call failed, with the rank's own error if there is one."""
+    rank, reason, reported = pending.process.rank, event.reason, event.how == "raised"
     if pending.method == "wait" and event.how == "ended":
         reason = f"the process of rank {rank} has ended"
     elif event.how == "ended":
         reason = f"worker {rank} died while starting: {reason}"
     elif event.how == "unrun" and pending.method != "wait":
         reason = f"Ray could not run worker {rank}: {reason}"
-    return RanksLost([rank], reason, said=said)
+    return RanksLost([rank], reason, reported=reported)
 
 
 def rank_of(process: Process) -> Rank:
-    """Return a rank as routers and Prometheus are told of it."""
+    """Return a rank as routers and Prometheus see it."""
     if not process.started:
         return Rank(rank=process.rank, frontend="", metrics_url="", report={})
     facts = process.facts

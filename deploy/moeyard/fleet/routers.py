@@ -1,4 +1,4 @@
-"""The routers before one fleet: a process each, one port, one end."""
+"""The router processes in front of one fleet. They share one port and stop together."""
 
 import dataclasses
 import logging
@@ -39,17 +39,17 @@ from moeyard_router.http.process import (
 )
 from moeyard_worker.exchange.membership.shared_files import Folder
 
-# A router that ends by itself is started again: three times a minute, then it is no accident.
+# A router that ends by itself is restarted, at most three times a minute.
 _LIMIT, _WINDOW_SECONDS = 3, 60.0
-# What a router takes to end, beyond what its streams are given. One that stands still hears of no end.
+# Time limit for a router's exit, beyond the grace of its streams. A stopped router receives no message.
 _END_SECONDS = 10.0
-# Routers have so long to take an order; one that is busy for longer is asked again.
+# Time limit for the answer to an order. The caller asks a busy router again.
 ORDER_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
 def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
-    """Return where a router finds these ranks, some of which take no new requests."""
+    """Return the router's addresses of these ranks. `drained` ranks take no new requests."""
     return tuple(
         WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
         for r in ranks
@@ -57,14 +57,14 @@ def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[Wor
 
 
 def run_logged(config: RouterConfig, seat: Seat, pipe: Connection, log: LogConfig | None) -> None:
-    """The life of a process: its log lines are as the others'."""
+    """Run a router process with the launcher's log format."""
     if log is not None:
         logs.start(log, context=log_context)
     run_router_process(config, seat, pipe)
 
 
 class _Router:
-    """One process, the pipe to it, and what it has said."""
+    """One router process, its pipe, and its state as last reported."""
 
     def __init__(self, config: RouterConfig, seat: Seat, log: LogConfig | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,13 +72,13 @@ class _Router:
         self.seat = seat
         self.ready = False
         self.replacing = False
-        self.drained: int | None = 0  # what it said to the last `Drain`, None: nothing yet
-        self.owed = 0  # answers to `Drain`s: one that is busy answers late, but in turn
+        self.drained: int | None = 0  # its answer to the last `Drain`, None: none yet
+        self.owed = 0  # answers to `Drain` outstanding; a busy router answers late, but in order
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
         )
-        # Ctrl-C in a terminal reaches it too, before it can say that it does not listen. (The tracker, started with the
-        # first process, would unblock what is blocked here.)
+        # Ctrl-C in a terminal also reaches the new process before it installs its handlers, so block signals. Start the
+        # tracker first: its own start would unblock them.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
@@ -88,7 +88,7 @@ class _Router:
         theirs.close()
 
     def say(self, message: Replace | Drain | GiveUp | Stop) -> None:
-        """Nothing is heard by a process that has ended; `RouterProcesses` notices that by itself."""
+        """Send a message. A process that has ended misses it; `RouterProcesses` notices the exit separately."""
         try:
             self.pipe.send(message)
             self.owed += isinstance(message, Drain)
@@ -97,12 +97,11 @@ class _Router:
 
 
 class RouterProcesses:
-    """`count` routers of one config, which stand in `RouterServer`'s place: same callbacks, `run` instead of `serve`.
+    """`count` routers with one config. Same callbacks as `RouterServer`, with `run` in place of `serve`.
 
-    Every router has its own connections to the workers, sees the whole fleet, and admits by what the workers say; a
-    request lives and dies with the router that took it. `sock` is bound to the port, does not listen, and keeps it.
-    `on_lost` is called once per lost worker, however many routers lose it. `failure` is set when the fleet was given
-    up, or routers ended by themselves more often than they are started again.
+    Every router has its own connections to all workers and admits by the workers' reports. A request ends with the
+    router that accepted it. `sock` is bound to the port and reserves it without listening. `on_lost` is called once per
+    lost worker, even if several routers lose it. `failure` is set when the fleet fails or the restarts are used up.
     """
 
     def __init__(
@@ -122,14 +121,14 @@ class RouterProcesses:
         self._count = count
         self._on_ready: Callable[[], None] | None = on_ready
         self._on_lost = on_lost
-        self._lost: set[str] = set()  # endpoints that were told
+        self._lost: set[str] = set()  # endpoints already passed to `on_lost`
         self._budget = RestartBudget(_LIMIT, _WINDOW_SECONDS)
         self._routers: list[_Router] = []
         self._heard, self._tell = multiprocessing.Pipe(duplex=False)
         self._then: Callable[[], None] | None = None
         self._drained: Callable[[int], None] | None = None
         self._stopping = False
-        self._until = math.inf  # when those are killed that have not ended by then
+        self._until = math.inf  # when remaining routers are killed
 
     def replace_workers(
         self,
@@ -146,7 +145,7 @@ class RouterProcesses:
         self.replace_workers(addresses(ranks, drained), lambda: None, incident)
 
     def ordered(self, order: Drain) -> int:
-        """Return the sum of what all routers answer to an order, or UNKNOWN. Waits, in another thread than theirs."""
+        """Return the sum of all routers' answers to an order, or UNKNOWN. Blocks: not for the thread of `run`."""
         answers: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.drain(order, answers.put)
         try:
@@ -164,19 +163,19 @@ class RouterProcesses:
         self._tell.send(GiveUp(reason))
 
     def stop(self) -> None:
-        """Begin an orderly end; a second call ends open streams at once. From any thread.
+        """Begin a graceful shutdown; a second call ends open streams at once. From any thread.
 
-        A router that is still there `_END_SECONDS` after its streams had to end is killed.
+        A router that has not exited `_END_SECONDS` after the grace of its streams is killed.
         """
         self._tell.send(Stop())
 
     def run(self) -> None:
-        """Until `stop`, SIGINT, SIGTERM or SIGHUP (which only the main thread hears), then to an orderly end."""
+        """Run until `stop`, SIGINT, SIGTERM or SIGHUP (main thread only), then shut down gracefully."""
 
-        def heard(signum: int, frame: FrameType | None) -> None:
+        def on_signal(signum: int, frame: FrameType | None) -> None:
             self.stop()
 
-        before = {number: signal.signal(number, heard) for number in ending_signals()}
+        before = {number: signal.signal(number, on_signal) for number in ending_signals()}
         folder = Folder()
         try:
             self._routers = [
@@ -202,7 +201,7 @@ class RouterProcesses:
         )
 
     def _turn(self) -> None:
-        """Take whatever happens next."""
+        """Wait for the next event and handle it."""
         sources: dict[Any, _Router | None] = {self._heard: None}
         sources |= {router.pipe: router for router in self._routers}
         sources |= {router.process.sentinel: router for router in self._routers}
@@ -217,7 +216,7 @@ class RouterProcesses:
             if router is None:
                 self._told(self._heard.recv())
             elif router not in self._routers:
-                continue  # its end was noticed in this turn
+                continue  # its exit was noticed in this turn
             elif isinstance(source, Connection):
                 self._take(router)
             else:
@@ -240,7 +239,7 @@ class RouterProcesses:
             router.say(message)
 
     def _order(self, order: Drain) -> None:
-        """All routers take it, and those that are started later know of it."""
+        """Send the order to all routers, and note it for routers that start later."""
         workers = tuple(dataclasses.replace(w, draining=w.rank in order.ranks) for w in self._config.workers)
         self._config = dataclasses.replace(self._config, workers=workers)
         for router in self._routers:
@@ -277,7 +276,7 @@ class RouterProcesses:
                 self._all_drained()
 
     def _take_loss(self, loss: WorkerLost) -> None:
-        """Pass on what no other router has told; a worker that was replaced meanwhile is nobody's loss."""
+        """Report each loss once. Ignore a worker that has been replaced since."""
         if loss.endpoint not in self._lost and loss.endpoint in {w.endpoint for w in self._config.workers}:
             self._lost.add(loss.endpoint)
             self._on_lost(loss.rank, loss.reason)

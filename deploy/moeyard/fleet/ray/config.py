@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from moeyard_worker.config.cpu_config import CPU_ENVIRONMENT
 
-# Longest start of a private Ray. Ray's own 30 s are too few for a slow or a busy machine.
+# Time limit for the start of a private Ray. Ray's own 30 s are too short for a slow or busy machine.
 START_SECONDS = 180.0
 
-# Whatever it is told not to print, Ray says of every process that ends, on stdout, that memory may have run out. What
-# ends is said by the supervisor; of Ray's own lines those that match are skipped.
+# Ray prints a line on stdout about every process that ends and suspects a lack of memory; no setting stops it. The
+# launcher reports ended processes itself, so this pattern skips all of Ray's lines.
 QUIET: Mapping[str, str] = MappingProxyType({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."})
 
 LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -24,15 +24,15 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes ray.init bind 127.0.0.1 only
         "RAY_USAGE_STATS_ENABLED": "0",
         **QUIET,
-        # Ray gives its workers niceness 15: whatever else runs would go before a step, and before all other ranks.
+        # Ray's default niceness of 15 lets any other process delay a step, and with it all ranks.
         "RAY_worker_niceness": "0",
         "RAY_gcs_server_port_wait_time_s": f"{START_SECONDS:.0f}",
-        # The driver gets SIGTERM to stop: no stack trace for it.
+        # SIGTERM stops the driver normally, so print no stack trace.
         "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Ranks and the launcher would end themselves a minute after Ray's head, which they do not need to serve.
+        # By default ranks and the launcher exit a minute after Ray's head ends, but they can serve without it.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "2000000",
-        # Ray's own metrics and task history: nobody looks at them here, and idle processes would wake to send them.
+        # Ray's own metrics and task history are unused here, and they wake idle processes.
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",
         "RAY_event_stats": "0",
@@ -48,53 +48,53 @@ REMOTE_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Ray would show each worker of a cluster only the GPU that it gave it; but rows go straight into the memory of other
-# GPUs, which a process must see for that. Which of them is its own, the process asks Ray (`RankActor.seat`).
+# By default a Ray worker of a cluster sees only its assigned GPU. The exchange writes to memory of peer GPUs, so a
+# process must see them, too. It asks Ray which GPU is its own (`RankActor.seat`).
 CLUSTER_GPU: Mapping[str, str] = MappingProxyType({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
 
 
 def prepare_local(threads: int) -> None:
-    """Environment for a private Ray on this machine with `threads` OpenMP threads per worker. Before `import ray`."""
-    # Processes inherit it from this one, so that actors take the workers that Ray starts beforehand.
+    """Set the environment of a private Ray with `threads` OpenMP threads per worker. Call it before `import ray`."""
+    # Set it in this process: actors can then use the workers that Ray starts in advance.
     os.environ.update({**LOCAL_ENVIRONMENT, **worker_environment(threads)})
-    # A driver whose raylet has ended ends itself if "its raylet", by default its parent process, lives no more. A
-    # launcher that systemd started (its parent is process 1) could start no other Ray. Ray's workers get another value.
+    # A driver checks whether "its raylet", by default its parent process, lives, and exits if not. With systemd as
+    # parent (process 1) a launcher could not start a second Ray. Ray sets another value for its workers.
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ["RAY_AUTH_MODE"] = "token"
-        # Only this process and its children need it; a token of the user's own is respected.
+        # Only this process and its children need the token. A token set by the user takes precedence.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def prepare_remote() -> None:
-    """Environment for joining a running cluster, whose token comes from the operator. Must run before `import ray`."""
+    """Set the environment to join a cluster; the operator provides its token. Call it before `import ray`."""
     os.environ.update(REMOTE_ENVIRONMENT)
 
 
 def ray_logs() -> Path:
-    """The folder of what the daemons of the last Ray on this machine have logged."""
+    """Return the log folder of the latest Ray on this machine."""
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "session_latest" / "logs"
 
 
 def uses_tls() -> bool:
-    """Whether the operator has Ray's own connections encrypted."""
+    """Return whether the operator has enabled TLS for Ray's own connections."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Environment of each worker process."""
-    # One OpenMP thread per worker as a rule: two collapse beside any busy process (libgomp spins).
-    # GPUs put into each other's memory one by one; torch would also bind theirs to the switches' multicast, which can
-    # fail for want of rights and is not used.
+    """Return the environment of each worker process."""
+    # The default is one OpenMP thread per worker: two become very slow next to any busy process, as libgomp spins.
+    # The exchange writes to peer GPUs directly. Torch would also bind memory to NVLink multicast, which is unused and
+    # fails without the rights for it.
     threaded = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return {**threaded, **CPU_ENVIRONMENT, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def own_gpu(given: Sequence[str]) -> int:
-    """Which of the GPUs that this process sees is the one that Ray gave it (`get_accelerator_ids`).
+    """Return the index of the GPU that Ray assigned (`get_accelerator_ids`) among this process's visible GPUs.
 
-    Ray names them as the node's CUDA_VISIBLE_DEVICES does, by number where that is not set. Raises ValueError, in one
-    line, where that does not tell which, as in a process that was shown others than its node has.
+    Ray uses the names in the node's CUDA_VISIBLE_DEVICES, or numbers if it is not set. Raises ValueError with one line
+    if the assigned GPU is not visible here.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = visible.split(",") if visible else None

@@ -1,4 +1,4 @@
-"""The fleet on Ray: carries out what the fleet machine says, and reports what happens.
+"""The fleet on Ray: carries out the fleet machine's instructions and reports events to it.
 
 A private local Ray or a running cluster, one actor per process of a rank. Ray is the control plane only: it places,
 starts and watches the workers. Requests, tokens and activations never cross it.
@@ -69,21 +69,20 @@ log = logging.getLogger(__name__)
 
 LISTEN_SECONDS = 0.2
 STOP_SECONDS = 3.0
-# Processes with open calls are asked for a sign of life so long after their last.
+# Interval between heartbeat requests to processes with open calls.
 ASK_SECONDS = 1.0
-# A process that starts may be silent for so long: in the fleet's first start, when files may be cold, and later. To
-# import torch, or to read it from a cold disk, holds the interpreter's lock for many seconds. So later it is at least
-# as long as the whole first start took.
+# Longest silence of a starting process: in the first start, when files may be cold, and later. An import of torch
+# from a cold disk holds the GIL for many seconds, so the later limit is at least the duration of the first start.
 FIRST_SIGN_SECONDS, SIGN_SECONDS = 300.0, 60.0
 
 
 class Stopped(Exception):
-    """The fleet is being stopped."""
+    """The fleet stops."""
 
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """The actor of a process. `place` is the node, number and start of the process, once known."""
+    """The actor of a process. `place`: node, pid and start time of the process, once known."""
 
     handle: Any
     rank: int
@@ -95,7 +94,7 @@ class Actor:
 class RayFleet:
     """Owns the Ray session and the actors. Life: construct, `start`, `serve`, `stop`, which leaves no process behind.
 
-    `failure` is set once the fleet has been given up.
+    `failure` is set once the fleet has failed.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class RayFleet:
         window: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Note how to start; nothing is started.
+        """Store the settings without starting anything.
 
-        `standby`: how many processes wait for a lost rank's place; None: one where starts take longest. `device`: the
-        workers' device, for people (default: that of `config`). `model_name` labels the workers' metrics. `limit`:
-        losses of a rank within `window` seconds that end the fleet.
+        `standby`: number of standby processes; None: one on GPUs, where starts take longest. `device`: the workers'
+        device in messages (default: that of `config`). `model_name` labels the workers' metrics. `limit`: losses of a
+        rank within `window` seconds that fail the fleet.
         """
         self._config, self._address, self._cluster_wait, self._clock = config, address, cluster_wait, clock
         self._device, self._metrics_port_base = device or config.device, metrics_port_base
@@ -133,7 +132,7 @@ class RayFleet:
             "model_name": model_name,
         }
         self._places = Places(config, local=address is None)
-        # In a cluster a process without a place has no node, and no GPU.
+        # In a cluster a process without a place has no node and no GPU, so no standbys.
         few = int(config.device != "cpu") if standby is None else standby
         self._standby = Standby(self._places.standby, few if address is None else 0)
         self._machine = FleetMachine(
@@ -148,14 +147,14 @@ class RayFleet:
             first_epoch=secrets.randbits(31),
         )
         self._local, self._vitals = LocalRay(), Vitals()
-        # Actors are made, heard and ended within its calls.
+        # All use of Ray goes through the guard.
         self.guard = Guard(self._local, starting=lambda: self._machine.ranks.starting, serving=self._serving)
         self._check: Callable[[], None] = self._check_stop
         self._actors: dict[int, Actor] = {}
-        self._refs: dict[Any, tuple[int, Call | None]] = {}  # open calls, with their processes; None: a sign of life
+        self._refs: dict[Any, tuple[int, Call | None]] = {}  # open calls with their processes; None: heartbeat
         self._patience = FIRST_SIGN_SECONDS
-        self._renewed = False  # standby processes, which the machine waits for
-        self._placing: tuple[float, tuple[int, ...]] | None = None  # until when ranks that come must have their places
+        self._renewed = False  # whether the machine waits for renewed standbys
+        self._placing: tuple[float, tuple[int, ...]] | None = None  # deadline for the places of new ranks
         self._ended: str | None = None  # the daemon whose end was reported
         self._ranks: list[Rank] | None = None
         self._routers: RouterProcesses | None = None
@@ -195,19 +194,19 @@ class RayFleet:
                 self._check()
                 self._tell_progress(progress)
         finally:
-            # From here on only `stop` ends what is going on.
+            # From here on only `stop` ends the fleet.
             self._check = self._check_stop
         self._patience = max(SIGN_SECONDS, self._clock() - begun)
         return self._ranks
 
     def serve(self, routers: RouterProcesses) -> None:
-        """Watch from a thread, with these routers before the fleet."""
+        """Watch the fleet in a thread, with these routers in front of it."""
         self._routers = routers
         self.guard.on_stuck = routers.give_up
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def lost(self, rank: int, reason: str) -> None:
-        """Take from a router that it has lost a rank for good. From any thread."""
+        """Note that a router has lost a rank for good. From any thread."""
         self._missed.put(Missed(rank, reason))
 
     def command(
@@ -220,7 +219,7 @@ class RayFleet:
         seconds: float = 0.0,
         changes: Mapping[str, Any] | None = None,
     ) -> str:
-        """Carry out a person's command to its end, from any thread but the fleet's; returns its last word.
+        """Run an operator's command to its end and return its final text. From any thread but the fleet's.
 
         Raises Refused.
         """
@@ -239,7 +238,7 @@ class RayFleet:
         return word.text
 
     def _close(self, reason: str) -> None:
-        """Refuse commands, also those under way."""
+        """Refuse all commands, also those under way."""
         with self._lock:
             self._closed = self._closed or reason
             for words in self._words.values():
@@ -255,12 +254,12 @@ class RayFleet:
                 self.turn()
         except Stopped:
             return
-        except Exception as error:  # boundary: a fleet that is not watched any more must not look as if it were
+        except Exception as error:  # boundary: an unwatched fleet must not look healthy
             log.exception("the supervisor failed")
             self._give_up(FleetFailed(f"{type(error).__name__}: {error}", 1))
 
     def turn(self) -> None:
-        """Report what has happened within a moment."""
+        """Wait briefly for events and report them."""
         for event in (*self._events(), Tick()):
             self._handle(event)
 
@@ -268,12 +267,12 @@ class RayFleet:
         before, ended = self._ended, self._local.ended()
         self._ended = ended
         if ended is not None:
-            # Ray answers nothing more, or not for long.
+            # Ray no longer answers, or will stop soon.
             return [RayEnded(ended, ended == RAYLET)] if ended != before else self._hear(headless=True)
         return self._hear()
 
     def _hear(self, *, headless: bool = False) -> list[Event]:
-        """Return the ends of calls, and what routers and people say."""
+        """Return finished calls, routers' losses and operators' commands as events."""
         events: list[Event] = []
         for said in (self._missed, self._asked):
             while not said.empty():
@@ -286,7 +285,7 @@ class RayFleet:
             if not refs:
                 time.sleep(LISTEN_SECONDS)
                 return events
-            # One at a time: what it leads to may end others.
+            # One at a time: its instructions may end others.
             for ref in ray.wait(refs, num_returns=1, timeout=0 if events else LISTEN_SECONDS)[0]:
                 events += self._end_of(ref)
             self._vitals.look(self._pids(self._actors.values()))
@@ -298,7 +297,7 @@ class RayFleet:
         try:
             value = ray.get(ref)
         except RayError as error:
-            # The end of a process is a sign, too: other calls tell of it.
+            # A failed heartbeat counts as an answer: other calls report the end of the process.
             actor.answered = True
             return [] if call is None else [failed(call, error)]
         if call is None or (call.method == "setup" and "pid" in value):
@@ -306,7 +305,7 @@ class RayFleet:
         return [] if call is None else [Returned(call.number, value)]
 
     def _ask_for_signs(self) -> list[Event]:
-        """Ask processes with open calls whether they live, each again a second after its last answer."""
+        """Send heartbeat requests to processes with open calls, each a second after its last answer."""
         now, silent = self._clock(), set()
         for process in {process for process, call in self._refs.values() if call is not None and call.watched}:
             actor = self._actors[process]
@@ -318,9 +317,9 @@ class RayFleet:
         return [Silent(frozenset(silent), self._patience)] if silent else []
 
     def _late(self) -> list[Event]:
-        """Return news of standby processes and of places that the machine waits for."""
+        """Return events of standbys and places that the machine waits for."""
         events: list[Event] = []
-        # On CPUs a standby that starts would slow a recovery down; during a GPU rank's captures there is time.
+        # On CPUs the start of a standby would slow a recovery. A GPU rank's graph capture leaves CPU time for it.
         if self._config.device != "cpu" or self._ranks is None or not self._machine.ranks.starting:
             self._standby.fill()
         if self._renewed:
@@ -357,7 +356,7 @@ class RayFleet:
         return None
 
     def _carry_out(self, instruction: Instruction) -> Event | None:
-        """Do what the machine says; returns the answer to its question, or the failure of its call."""
+        """Carry out an instruction. Returns the answer to its question, or the failure of its call."""
         match instruction:
             case Order():
                 assert self._routers is not None, "commands come when routers serve"
@@ -415,7 +414,7 @@ class RayFleet:
         return None
 
     def _fence(self, process: int) -> None:
-        """End a process, also one that is stopped and hears nothing: when it wakes it must harm no other."""
+        """Kill a process, even a stopped one, so that it cannot disturb others when it resumes."""
         self._refs = {ref: each for ref, each in self._refs.items() if each[0] != process}
         if (actor := self._actors.pop(process, None)) is not None:
             ray.kill(actor.handle)
@@ -423,7 +422,7 @@ class RayFleet:
                 fence_process(actor.place["node"], actor.place["pid"], actor.place["began"])
 
     def _end_all(self, processes: Collection[int]) -> None:
-        """Let processes put away what they have in shared memory, for a while each, and end them."""
+        """Let processes release their shared memory within a time limit, then end them."""
         setups = [ref for ref, (p, call) in self._refs.items() if p in processes and call and call.method == "setup"]
         self._refs = {ref: each for ref, each in self._refs.items() if each[0] not in processes}
         actors = [actor.handle for p in processes if (actor := self._actors.pop(p, None)) is not None]
@@ -434,18 +433,18 @@ class RayFleet:
             ray.kill(actor)
 
     def _pids(self, actors: Collection[Actor]) -> list[int]:
-        """Return the numbers of those of these processes that are of this host."""
+        """Return the pids of those processes that run on this host."""
         here = ray.get_runtime_context().get_node_id() if any(actor.place for actor in actors) else None
         return [actor.place["pid"] for actor in actors if actor.place is not None and actor.place["node"] == here]
 
     def _serving(self) -> set[int]:
-        """Return the pids of the ranks whose epoch runs."""
+        """Return the pids of the serving ranks."""
         actors = [self._actors.get(process) for process in self._machine.ranks.serving]
         return {actor.place["pid"] for actor in actors if actor is not None and actor.place is not None}
 
     def _start_again(self) -> str | None:
-        """End what is left of a private Ray, and start another, without ranks; returns why it does not start."""
-        # References to the old Ray's actors go before it does.
+        """End a private Ray and start a new one without ranks. Returns the reason of a failure, or None."""
+        # Drop references to the old Ray's actors first.
         self._standby.stop(kill=False)
         self._local.kill()
         places = [actor.place for actor in self._actors.values() if actor.place is not None]
@@ -463,7 +462,7 @@ class RayFleet:
         return None
 
     def _tell_progress(self, progress: Callable[[int, int], None]) -> None:
-        """Ask those that load how far they are, and tell `progress` the sums."""
+        """Query the progress of loading ranks and pass the sums to `progress`."""
         loads = [self._actors[process.number].handle for process in self._machine.ranks.members if process.loading]
         if loads:
             with self.guard.call(), contextlib.suppress(RayError):  # boundary: the load itself fails, too
@@ -471,7 +470,7 @@ class RayFleet:
                 progress(sum(done for done, _ in found), sum(total for _, total in found))
 
     def _hand_over(self, new: HandOver) -> None:
-        # Routers have missed the ranks that were replaced.
+        # Routers' reports concern ranks that have been replaced.
         while not self._missed.empty():
             self._missed.get()
         self._ranks = list(new.ranks)
@@ -499,7 +498,7 @@ class RayFleet:
         Ends the whole process, with code 1, if a call of Ray's never returns.
         """
         self._close("the server is stopping")
-        # The thread notices at its next check. A call after `shutdown` would start another Ray.
+        # The thread notices at its next check. Wait for it: a call after `shutdown` would start another Ray.
         with self.guard.end():
             self._end()
 
@@ -510,21 +509,21 @@ class RayFleet:
             self._end_all([*self._actors])
             self._places.close()
         if self._local.ended() is not None:
-            # Ray's own end would wait for its daemon for ever, where others still run.
+            # Ray's own shutdown would wait for its dead daemon forever.
             self._local.kill()
-        # Once more, while Ray lives: it may have been starting a rank's process.
+        # Repeat while Ray lives: it may have been starting a rank's process.
         children = [*{*children, *psutil.Process().children(recursive=True)}]
         trackers = [process for process in children if is_tracker(process)]
-        # Also ends what an interrupted ray.init had started.
+        # This also ends processes of an interrupted ray.init.
         ray.shutdown()
-        # Ray leaves its agents to notice the end by themselves, half a minute later.
+        # Ray's agents would notice the end only half a minute later.
         _, alive = psutil.wait_procs([p for p in children if p not in trackers], timeout=STOP_SECONDS)
         for process in (*alive, *trackers):
             with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it ended meanwhile
                 process.kill()
-        # What they hold is theirs until they are gone.
+        # Wait: processes hold ports and memory until they are gone.
         psutil.wait_procs(alive, timeout=STOP_SECONDS)
-        # Ranks that were killed before they met leave names on this host.
+        # Ranks killed before they connected leave shared-memory names on this host.
         sweep()
 
 

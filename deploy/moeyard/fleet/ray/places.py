@@ -1,4 +1,4 @@
-"""Where Ray puts ranks: one placement group for the start, one for each rank that comes later; and standbys."""
+"""Places of ranks in Ray: one placement group for the first ranks, one for each later rank; and standbys."""
 
 import time
 from collections.abc import Callable, Collection
@@ -16,34 +16,34 @@ from moeyard_worker.config.engine_config import EngineConfig
 
 PLACEMENT_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
-# Time for a process that has imported everything to say so.
+# Time limit for the answer of a process that has imported everything.
 ANSWER_SECONDS = 2.0
 
 
 class Places:
-    """Makes actors in the places of ranks. `local`: Ray is the launcher's own, on this machine."""
+    """Creates actors in the places of ranks. `local`: the launcher started a private Ray on this machine."""
 
     def __init__(self, config: EngineConfig, *, local: bool) -> None:
         self._config, self._local = config, local
-        # A private Ray hands out no GPUs and hides none: --device says which. A cluster's gives each worker one.
+        # A cluster assigns each worker a GPU. A private Ray assigns and hides none; --device selects them.
         self.gpus = 0 if config.device == "cpu" or local else 1
         self._group: Any = None
         self._later: dict[int, Any] = {}
         self._remote_class: Any = None
 
     def reserve(self, *, wait: float, stage: Callable[[str], None], check: Callable[[], None]) -> None:
-        """Take places for the ranks of the start, in a cluster that may need `wait` seconds to have them.
+        """Reserve places for the first ranks. Wait up to `wait` seconds for a cluster to grow.
 
-        `stage` is told what is waited for; `check` ends the wait by an exception. Raises FleetError.
+        `stage` receives a text on what is missing. `check` can end the wait by an exception. Raises FleetError.
         """
         count = self._config.num_workers
-        deadline, told = time.monotonic() + (0.0 if self._local else wait), ""
+        deadline, shown = time.monotonic() + (0.0 if self._local else wait), ""
         while (problem := self.lacks(count)) is not None:
             if time.monotonic() >= deadline:
                 raise FleetError(problem)
-            if problem != told:
+            if problem != shown:
                 stage(f"waiting for the cluster: {problem}")
-                told = problem
+                shown = problem
             check()
             time.sleep(PAUSE_SECONDS)
         cpus = ray.cluster_resources().get("CPU", 0)
@@ -58,26 +58,26 @@ class Places:
         self._remote_class = ray.remote(max_concurrency=8, num_cpus=1, num_gpus=self.gpus)(RankActor)
 
     def lacks(self, count: int) -> str | None:
-        """Return what the cluster lacks for so many ranks, or None. A private Ray counts as many CPUs as it is told."""
+        """Return what the cluster lacks for `count` ranks, or None. A private Ray never lacks anything."""
         return None if self._local else too_small(ray.cluster_resources(), count, gpus=self.gpus)
 
     def add(self, ranks: Collection[int]) -> None:
-        """Ask a cluster for places for these, which are none of the start's. Actors wait for them by themselves."""
+        """Request places from a cluster for ranks added after the start. Ray queues their actors until then."""
         for rank in ranks:
             if not self._local and rank >= self._config.num_workers and rank not in self._later:
                 self._later[rank] = placement_group([{"CPU": 1, "GPU": self.gpus}])
 
     def waits(self, ranks: Collection[int]) -> list[int]:
-        """Return those of these ranks whose places the cluster has not given yet."""
+        """Return the ranks that the cluster has not placed yet."""
         return [r for r in ranks if r in self._later and not self._later[r].wait(timeout_seconds=0)]
 
     def give_back_from(self, first: int) -> None:
-        """Give back the places of this rank and those behind it, but for those of the start, which are one group."""
+        """Release the places of rank `first` and above. The first ranks share one group, which stays."""
         for rank in [rank for rank in self._later if rank >= first]:
             remove_placement_group(self._later.pop(rank))
 
     def actor(self, rank: int, *, beside: bool = False) -> Any:
-        """Make a process for a rank, at its place; one `beside` the rank's own does not wait for that one's CPU."""
+        """Create a process in a rank's place. With `beside` it does not wait for the CPU of the present process."""
         # Nodes of a cluster do not inherit the launcher's environment (config.prepare_local).
         options: dict[str, Any] = {"runtime_env": None, "max_restarts": 0}
         if not self._local:
@@ -89,18 +89,18 @@ class Places:
             )
         elif rank in self._later:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._later[rank])
-        # A private Ray has as many CPUs as the fleet began with ranks; nothing else runs there.
+        # A private Ray has as many CPUs as the fleet had ranks at its start, so later ranks request none.
         elif self._local:
             beside = True
         return self._remote_class.options(**options, **({"num_cpus": 0} if beside else {})).remote()
 
     def standby(self) -> Any:
-        """Make a process for whichever rank is next, of a private Ray."""
-        assert self._local, "a cluster gives processes to places"
+        """Create a process for the next rank that needs one. Private Ray only."""
+        assert self._local, "standbys need a private Ray"
         return self._remote_class.options(num_cpus=0, max_restarts=0).remote()
 
     def close(self) -> None:
-        """Give all places of a cluster back."""
+        """Release all places of a cluster."""
         if self._local:
             return
         self.give_back_from(0)
@@ -109,7 +109,7 @@ class Places:
 
 
 def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | None:
-    """Return what a cluster lacks for so many workers of one CPU and `gpus` GPUs each, or None."""
+    """Return what a cluster lacks for `workers` workers with one CPU and `gpus` GPUs each, or None."""
     if (cpus := resources.get("CPU", 0)) < workers:
         return f"{workers} workers need one CPU each, the Ray cluster has {cpus:g}; use fewer --workers"
     if (found := resources.get("GPU", 0)) < gpus * workers:
@@ -118,10 +118,10 @@ def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | 
 
 
 class Standby:
-    """Keeps `count` actors of `make()` that have imported what a rank runs, for whichever rank is lost next.
+    """A pool of `count` actors from `make()` with all imports done, ready to replace a lost rank.
 
-    Starting Python and importing torch takes seconds (6 of the 14 in which a rank on a GPU was replaced, see
-    docs/reliability.md) and is the same for every rank. Such a process has touched no GPU and no checkpoint.
+    Starting Python and importing torch takes 6 of the 14 s of a GPU rank's replacement (docs/reliability.md). It is the
+    same for every rank. A standby has touched no GPU and no checkpoint.
     """
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
@@ -129,13 +129,13 @@ class Standby:
         self._actors: list[tuple[Any, Any]] = []  # each with the call that imports
 
     def fill(self) -> None:
-        """Start as many as are missing; returns at once."""
+        """Start missing actors without waiting for them."""
         while len(self._actors) < self.count:
             actor = self._make()
             self._actors.append((actor, actor.warm.remote()))
 
     def ready(self) -> bool:
-        """Return whether the next one has imported everything, or is gone; raises RayError with what it said."""
+        """Return whether the next actor has finished its imports, or none is left. Raises RayError if it failed."""
         if not self._actors:
             return True
         _, warming = self._actors[0]
@@ -145,21 +145,21 @@ class Standby:
         return True
 
     def take(self) -> Any | None:
-        """Return one that still answers, or is not ready yet; None if there is none."""
+        """Return an actor that still answers or is still importing, or None."""
         while self._actors:
             actor, warming = self._actors.pop(0)
             try:
                 if ray.wait([warming], timeout=0)[0]:
-                    # Again: it may have ended since.
+                    # Call again: it may have ended since.
                     ray.get([warming, actor.warm.remote()], timeout=ANSWER_SECONDS)
-            except RayError:  # boundary: it has ended, so there is one less
+            except RayError:  # boundary: it has ended, so try the next
                 ray.kill(actor)
                 continue
             return actor
         return None
 
     def stop(self, *, kill: bool = True) -> None:
-        """End them, or drop them where Ray has ended. `fill` starts others, with the code that is on the disk then."""
+        """Kill all actors, or just forget them if Ray has ended. `fill` starts new ones with the code then on disk."""
         for actor, _ in self._actors if kill else ():
             ray.kill(actor)
         self._actors = []

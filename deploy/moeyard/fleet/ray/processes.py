@@ -1,6 +1,6 @@
-"""Processes of this host: how ranks were last seen, the end of one that hears nothing, and Ray's daemons.
+"""Processes of this host: the last sight of ranks, the kill of stopped processes, and Ray's daemons.
 
-The launcher is not the parent of the ranks' processes (Ray's raylet is), so it is not told how they end.
+Ray's raylet is the parent of the ranks' processes, so the launcher does not learn their exit codes.
 """
 
 import contextlib
@@ -26,41 +26,41 @@ from moeyard_worker.exchange.membership.shared_files import sweep
 
 log = logging.getLogger(__name__)
 
-# The head has all that Ray knows in its memory. The raylet starts the ranks' processes, which end with it.
+# The head holds Ray's state in memory. The raylet starts the ranks' processes, which end with it.
 HEAD, RAYLET = "gcs_server", "raylet"
-# A process that SIGSTOP has stopped for so long is killed. Nothing else can end it: it hears nothing.
+# A process stopped by SIGSTOP for this long is killed. It can handle no other signal.
 STOPPED_SECONDS = 5.0
-# What the kernel may take to give back what a process had: its ports, and tens of gigabytes of a GPU.
+# Time limit for the kernel to release a process's ports and tens of gigabytes of GPU memory.
 GONE_SECONDS = 10.0
 RAY_GONE_SECONDS = 3.0
 LOOK_SECONDS = WATCH_SECONDS = 1.0
-# A call that is still there so long after the end of a daemon waits inside Ray's own code, for ever.
+# A call still open this long after a daemon's end is stuck inside Ray's own code.
 STUCK_SECONDS = 20.0
-# Time for the last call to notice that the fleet is stopped. Ray may be starting, which cannot be interrupted.
+# Time limit for the last call to notice that the fleet stops. A start of Ray cannot be interrupted.
 LAST_SECONDS = 45.0
 VMSTAT = Path("/proc/vmstat")
 
 
 def began_of(pid: int) -> int:
-    """Return when a process of this host began, in ticks since the host did, which no set clock changes.
+    """Return a process's start time in clock ticks since boot, independent of the wall clock.
 
-    With its number it names a process for good. Raises FileNotFoundError or ProcessLookupError where there is none.
+    The pid and this value together identify a process. Raises FileNotFoundError or ProcessLookupError if there is none.
     """
-    # The 22nd field (proc_pid_stat(5)); the second is a name in parentheses, which may hold anything.
+    # Field 22 (proc_pid_stat(5)). Field 2 is a name in parentheses with arbitrary characters.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def kill_process(pid: int, began: int) -> None:
-    """Kill a process of this host, unless its number is another's by now: `began` is the result of `began_of`.
+    """Kill a process of this host unless its pid was reused. `began` is the result of `began_of`.
 
-    Returns when it holds nothing any more that its successor needs, or after GONE_SECONDS.
+    Returns once its ports and memory are free, or after GONE_SECONDS.
     """
     with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # boundary: it has ended
         process = psutil.Process(pid)
         if began_of(pid) == began:
             os.kill(pid, signal.SIGKILL)
             limit = time.monotonic() + GONE_SECONDS
-            # Its parent may leave it as a zombie a while. A zombie holds ports and memory until its last thread ends.
+            # The parent may reap it late. A zombie holds ports and memory until its last thread ends.
             while not (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1):
                 if time.monotonic() >= limit:
                     break
@@ -68,7 +68,7 @@ def kill_process(pid: int, began: int) -> None:
 
 
 def fence_process(node: str, pid: int, began: int) -> None:
-    """`kill_process` on one of Ray's nodes; does not wait for it where that is another host."""
+    """Run `kill_process` on one of Ray's nodes. Does not wait if that is another host."""
     if node == ray.get_runtime_context().get_node_id():
         kill_process(pid, began)
         return
@@ -108,14 +108,14 @@ class Vitals:
         self._next = float("-inf")
 
     def look(self, pids: Iterable[int]) -> None:
-        """See how these are, and forget all others; at most once in LOOK_SECONDS."""
+        """Record the state of these processes and forget all others, at most once in LOOK_SECONDS."""
         now = self._clock()
         if now < self._next:
             return
         self._next = now + LOOK_SECONDS
         kills = self._kills()
         sizes = {pid: _resident(pid) for pid in pids}
-        # A process that has ended is remembered as it was.
+        # Keep the last record of a process that has ended.
         self._looks = {
             pid: _Look(now, size, kills) if size else self._looks[pid]
             for pid, size in sizes.items()
@@ -137,14 +137,14 @@ class Vitals:
 
 
 def _resident(pid: int) -> int:
-    """Return bytes of memory of a process; 0 when it has ended, or is about to and has given them back."""
+    """Return a process's resident bytes; 0 if it has ended or has released its memory."""
     with contextlib.suppress(psutil.Error):  # boundary: it has ended
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 class LocalRay:
-    """The daemons that `find` has found. `ended` and `kill_stopped` may be called from different threads."""
+    """Ray's daemons on this host. `ended` and `kill_stopped` may be called from different threads."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -152,19 +152,19 @@ class LocalRay:
         self._stopped: dict[int, float] = {}  # pid -> since when it has been seen stopped
 
     def find(self) -> None:
-        """Look for the daemons among the launcher's children, once `ray.init` has started them."""
+        """Find the daemons among the launcher's children. Call it after `ray.init`."""
         self._daemons, self._stopped = daemons(), {}
 
     def ended(self) -> str | None:
-        """Return the name of a daemon that has ended; the raylet's, if both have. Nothing brings them back."""
+        """Return the name of a daemon that has ended, the raylet first, or None. Daemons do not restart."""
         gone = (name for name in (RAYLET, HEAD) if name in self._daemons and not _lives(self._daemons[name]))
         return next(gone, None)
 
     def kill_stopped(self, *, starting: bool, spare: Collection[int] = ()) -> list[str]:
-        """Kill daemons and worker processes that are stopped for too long, while ranks are `starting`.
+        """Kill daemons and workers that are stopped for too long while ranks are `starting`. Call it every second.
 
-        Ray then reports their end as any other. `spare` are the pids of ranks that serve: their peers miss them after
-        the step deadline, and they need no daemon. Returns the names of the killed processes. Call it every second.
+        Ray then reports their end as usual. `spare` holds the pids of serving ranks: their peers miss them after the
+        step deadline, and they need no daemon. Returns the names of the killed processes.
         """
         now, killed = self._clock(), []
         stopped: dict[int, float] = {}
@@ -184,11 +184,11 @@ class LocalRay:
         yield from self._daemons.values()
         if (raylet := self._daemons.get(RAYLET)) is not None:
             with contextlib.suppress(psutil.Error):  # boundary: it has ended
-                # The raylet ends with its agents, and serves without their answers.
+                # Skip agents: the raylet works without their answers, but ends when they end.
                 yield from (each for each in raylet.children(recursive=True) if not each.name().endswith("Agent"))
 
     def kill(self) -> None:
-        """Kill every process of Ray. Routers, and Python's tracker of what they share, are the launcher's own."""
+        """Kill every process of Ray. Keep routers and Python's resource tracker."""
         self._daemons = {}
         roots = [child for child in psutil.Process().children() if not is_own(child)]
         family = list(roots)
@@ -198,7 +198,7 @@ class LocalRay:
             end_tree(root.pid)
             with contextlib.suppress(psutil.Error):  # boundary: it has ended
                 root.kill()
-        # They hold ports and memory until they are gone.
+        # Processes hold ports and memory until they are gone.
         limit = self._clock() + RAY_GONE_SECONDS
         while any(_lives(process) for process in family) and self._clock() < limit:
             time.sleep(0.01)
@@ -228,24 +228,24 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether it runs, and its number is not another's by now."""
+    """Return whether the process still runs; false if its pid was reused."""
     with contextlib.suppress(psutil.NoSuchProcess):  # boundary: it has ended, which is the question
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def end_at_once(reason: str) -> None:
-    """End this process where nothing else can: its main thread is inside Ray's code."""
+    """End this process when its main thread is stuck inside Ray's code."""
     print(f"moeyard: {reason}; start it again", file=sys.stderr, flush=True)
     end_now(1)
 
 
 class Guard:
-    """One call of Ray at a time, and an eye on processes that stand still and on calls that never return.
+    """Serializes calls of Ray, and watches for stopped processes and for calls that never return.
 
-    Life: construct; `watch` a private Ray; `call`, from any thread; `end`. `starting`: whether ranks are on their way
-    in; `serving`: the pids of those that serve. `on_stuck` is called once if a call never returns. By default the
-    process then ends.
+    Life: construct; `watch` a private Ray; `call` from any thread; `end`. `starting`: whether ranks are starting.
+    `serving`: the pids of serving ranks. `on_stuck` is called once if a call never returns; by default it ends this
+    process.
     """
 
     def __init__(
@@ -255,12 +255,12 @@ class Guard:
         self.stopping = threading.Event()
         self._local, self._starting, self._serving = local, starting, serving
         self._lock = threading.Lock()
-        self._entered: float | None = None  # when the call began that holds the lock
-        self._missed: tuple[float, float] | None = None  # such a call, and when a daemon was first missed in it
+        self._entered: float | None = None  # start of the call that holds the lock
+        self._missed: tuple[float, float] | None = None  # such a call, and when its daemon was first missed
         self._stuck = False
 
     def watch(self) -> None:
-        """Look every second from a thread of its own."""
+        """Call `look` every second from a separate thread."""
 
         def run() -> None:
             while not self._stuck and not self.stopping.wait(WATCH_SECONDS):
@@ -269,7 +269,7 @@ class Guard:
         threading.Thread(target=run, name="ray-watch", daemon=True).start()
 
     def look(self, now: float) -> None:
-        """Kill processes that stand still; notice a call that a dead daemon holds up."""
+        """Kill stopped processes, and notice a call that waits for a dead daemon."""
         for name in self._local.kill_stopped(starting=self._starting(), spare=self._serving()):
             log.error("%s of Ray was stopped for %g s, and is killed", name, STOPPED_SECONDS)
         ended, entered = self._local.ended(), self._entered
@@ -285,7 +285,7 @@ class Guard:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Enter a block that has Ray to itself."""
+        """Enter a block with exclusive use of Ray."""
         with self._lock:
             self._entered = time.monotonic()
             try:
@@ -295,7 +295,7 @@ class Guard:
 
     @contextlib.contextmanager
     def end(self) -> Iterator[None]:
-        """Enter the last block. If a call before it never returns, the process ends here, with code 1."""
+        """Enter the last block. If an earlier call never returns, end the process here with code 1."""
         self.stopping.set()
         if self._stuck or not self._lock.acquire(timeout=LAST_SECONDS):
             self._local.kill()
