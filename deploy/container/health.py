@@ -4,7 +4,7 @@
     python health.py worker ADDRESS ROUTER_URL    this node is there, and so is every rank that belongs here
     python health.py router URL                   a request that is sent now would be answered
 
-What is asked is alive, not merely there: a process that was stopped still accepts connections.
+Each check needs an answer, because a stopped process still accepts connections.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Ends a launcher that cannot end itself. A process of its own while Ray starts (`signals.last_resort`).
+"""A helper process that ends a launcher which cannot end itself while Ray starts (`signals.last_resort`).
 
-While ray.init waits for a daemon that never answers it may hold the interpreter's lock, so no handler and no thread of
-the launcher runs (seen where the machine had no ports left). What still runs is the C part of Python's signal handling,
-which writes each signal's number to a descriptor (signal.set_wakeup_fd): here, the pipe on this process's stdin.
+ray.init may hold the GIL while it waits for a daemon that never answers (seen on a machine without free ports). Then
+no handler and no thread of the launcher runs. The C part of Python's signal handling still writes each signal's number
+to a descriptor (signal.set_wakeup_fd). That descriptor is the pipe on this process's stdin.
 
-With an exit code as its argument it stands in the launcher's own place (`signals.end_now`), and ends its children.
+With an exit code as argument, this program has replaced the launcher (`signals.end_now`) and ends its children.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ import sys
 
 import psutil
 
-# Signals that end a launcher: of a keyboard, of a service manager, and of a terminal that is closed.
+# Signals that end a launcher: from the keyboard, a service manager and a closed terminal.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# What a launcher that can end itself gets for it.
+# Time for a launcher to end by itself.
 GRACE_SECONDS = 1.0
 
 
 def end_tree(pid: int, *, spare: int = 0) -> None:
-    """Kill all that descend from process `pid`, but not `spare`."""
-    # Stopped first, so that none starts another between the look and the end.
+    """Kill all descendants of process `pid` except `spare`."""
+    # Stop them first, so that none starts another process meanwhile.
     for act in (psutil.Process.suspend, psutil.Process.suspend, psutil.Process.kill):
         with contextlib.suppress(psutil.Error):  # boundary: the launcher ended by itself
             for process in psutil.Process(pid).children(recursive=True):
@@ -33,7 +33,7 @@ def end_tree(pid: int, *, spare: int = 0) -> None:
 
 
 def main() -> None:
-    """Wait for a signal of the launcher, or for the end of the pipe: then there is nothing to do."""
+    """Wait for a signal to the launcher. Return if the pipe closes first."""
     launcher = os.getppid()
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""Log lines on stderr, as text or JSON, written by a thread of their own.
+"""Log lines on stderr, as text or JSON, written by a separate thread.
 
-Whoever serves must not wait for a terminal or a pipe that nobody reads: lines are queued, and what does not fit, or
-comes faster than `LINES_PER_SECOND`, is left out and counted. Lines never hold prompts or keys; of an exception they
-hold its type and where it came from, and its words (which may quote a request) only at level debug.
+Serving must not block on a terminal or pipe that is not read. Lines are queued. Lines beyond the queue's size or
+`LINES_PER_SECOND` are dropped and counted. Lines never hold prompts or keys. An exception is logged with its type and
+traceback; its message may quote a request, so it appears only at level debug.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from moeyard_worker.options import option
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# An access-log line costs some 50 us of CPU (2026-11-22, on cores that others used): 2.5 % of one at the most.
+# An access-log line costs about 50 us of CPU (2026-11-22, on shared cores), so at most 2.5 % of one core.
 LINES_PER_SECOND = 500
 QUEUE_LINES = 4096
 OURS = ("moeyard", "moeyard_router", "moeyard_worker")
-# Control characters, C1 and Unicode's line breaks: nothing that a client sends can end a line or move a cursor.
+# Escape control characters, C1 and Unicode line breaks, so that client text cannot end a line or move a cursor.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# A full disk, a quota, `ulimit -f`, a disk that breaks. A pipe whose reader has left is another matter.
+# A full disk, a quota, `ulimit -f` and a broken disk. A pipe without a reader is not among these.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """`level` of our own lines (others' begin at warning), and how lines are spelled."""
+    """`level` of moeyard's lines (other libraries log from warning), and the format."""
 
     level: str = option("info", "of router and workers", flag="--log-level", choices=LEVELS, group="keys, TLS and logs")
     format: str = option("text", "of log lines", flag="--log-format", choices=FORMATS)
@@ -47,7 +47,7 @@ def start(
 ) -> None:
     """Send every log record of this process to stderr (or `stream`) from now on.
 
-    `context` is asked with every record for fields that it carries, in the thread and task that logs.
+    `context` returns extra fields for each record. It runs in the thread and task that logs.
     """
     level = logging.getLevelNamesMapping()[config.level.upper()]
     handler = _QueuedLines(_Formatter(config), context, stream or sys.stderr)
@@ -62,7 +62,7 @@ def start(
 
 
 class _Formatter(logging.Formatter):
-    """One line per record: time in UTC, level, logger, message, fields. Text has a traceback in lines below."""
+    """One line per record: UTC time, level, logger, message, fields. In text format traceback lines follow."""
 
     def __init__(self, config: LogConfig) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Formatter(logging.Formatter):
         if self._json:
             line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
             more = {"traceback": trace} if trace else {}
-            # An access line's message says the fields once more.
+            # The message of an access line repeats the fields.
             said = {} if fields else {"message": message}
             return json.dumps({**line, **said, **context, **fields, **more})
         if not fields:
@@ -99,7 +99,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class _QueuedLines(logging.Handler):
-    """Formats where the record is made, writes in a thread."""
+    """Formats in the caller's thread, writes in a separate one."""
 
     def __init__(
         self, formatter: logging.Formatter, context: Callable[[], Mapping[str, str | int]], stream: TextIO
@@ -114,7 +114,7 @@ class _QueuedLines(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called under the handler's lock."""
+        """Queue a record. Logging calls this under the handler's lock."""
         try:
             if int(record.created) != self._second:
                 self._second, self._count = int(record.created), 0
@@ -127,7 +127,7 @@ class _QueuedLines(logging.Handler):
                 return
             record.context = self._context()
             self._put(record)
-        except Exception:  # boundary: a line that cannot be written must not end what it is about
+        except Exception:  # boundary: a failed log line must not end the caller
             self.handleError(record)
 
     def _put(self, record: logging.LogRecord) -> None:
@@ -142,21 +142,21 @@ class _QueuedLines(logging.Handler):
                 self._stream.write(line + "\n")
                 if self._lines.empty():
                     self._stream.flush()
-            except (OSError, ValueError):  # nobody reads it any more, or it is closed
+            except (OSError, ValueError):  # the reader has left, or the stream is closed
                 pass
             finally:
                 self._lines.task_done()
 
     def flush(self) -> None:
-        """Wait until what is queued is written, for a second at most."""
+        """Wait up to a second for queued lines to be written."""
         until = time.monotonic() + 1.0
         while self._lines.unfinished_tasks and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Write what is queued and end the thread, unless nobody reads."""
+        """Write queued lines and end the thread, unless the stream is blocked."""
         self.flush()
-        with contextlib.suppress(queue.Full):  # boundary: nobody reads, so the thread ends with the process
+        with contextlib.suppress(queue.Full):  # boundary: the stream is blocked; the thread ends with the process
             self._lines.put_nowait(None)
         super().close()
 
@@ -167,18 +167,18 @@ def _left_out(count: int) -> logging.LogRecord:
 
 
 def outlive_full_disk() -> None:
-    """From now on a line on stdout or stderr that finds no room ends nothing: Python's own would raise OSError."""
+    """Drop output on stdout and stderr that does not fit on a full disk, instead of raising OSError."""
     sys.stdout, sys.stderr = (cast(TextIO, _Lossy(stream)) for stream in (sys.stdout, sys.stderr))
 
 
 class _Lossy:
-    """A text stream that loses what finds no room."""
+    """A text stream that drops output when the disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As the stream's; the length of a text that is lost."""
+        """Write to the stream, and return the full length also for dropped text."""
         try:
             return self._stream.write(text)
         except OSError as error:

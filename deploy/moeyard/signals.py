@@ -19,9 +19,9 @@ _SLICE_SECONDS = 0.1
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end what runs here: none outside the main thread, and none that was ignored from the start.
+    """Return the signals that end this process; none outside the main thread. Ignored signals are left out.
 
-    `nohup` ignores SIGHUP, a script's `&` SIGINT, so that what they start goes on.
+    `nohup` ignores SIGHUP and a script's `&` ignores SIGINT, so that the process continues.
     """
     if threading.current_thread() is not threading.main_thread():
         return ()
@@ -29,12 +29,12 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Interrupts:
-    """Signals that end us are noted, and acted upon where it is safe: at `check`, never in the middle of Ray's code.
+    """Ending signals, noted on arrival and acted on at `check`, where it is safe.
 
-    An exception thrown into Ray while it starts or stops its native threads is the likely cause of starts that ended by
-    SIGSEGV or SIGABRT when they were interrupted three times (docs/architecture.md has the drill).
+    An exception must not interrupt Ray's code while it starts or stops native threads. That is the likely cause of
+    SIGSEGV and SIGABRT in starts that were interrupted three times (docs/architecture.md has the drill).
 
-    A third signal, at least `patience` seconds after the first, ends the process at once, with its children.
+    A third signal, at least `patience` seconds after the first, kills the process and its children.
     """
 
     def __init__(self, *, patience: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class Interrupts:
         self.count += 1
         if self.count == 1:
             self._first = self._clock()
-            # Not print: a handler may run while the same stream is being written to.
+            # Not print: the handler may interrupt a write to the same stream.
             os.write(2, b"stopping\n")
         if self._at_once or (self.count >= 3 and self._clock() - self._first > self._patience):
             end_now(INTERRUPTED)
@@ -60,10 +60,10 @@ class Interrupts:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """A block that can neither be unwound nor waited for, before there is anything to put in order: ray.init.
+        """Enter a block in which a signal ends the process at once: ray.init, before anything needs cleanup.
 
-        A signal that reaches Ray's daemons too leaves ray.init looking for them for a quarter of a minute. It runs
-        apart (`run_apart`), so that the handler is called while Ray's code waits.
+        If a signal also reaches Ray's daemons, ray.init looks for them for 15 s. It runs in another thread
+        (`run_apart`), so that the handler runs while Ray's code waits.
         """
         self.check()
         self._at_once = True
@@ -75,12 +75,12 @@ class Interrupts:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process and all that descend from it, without another line of its Python.
+    """End this process and all its descendants without running more of its Python code.
 
-    Another program takes its place, its number and its children. Killing them from here would not do: once a daemon of
-    Ray's is stopped, Ray's own code, which waits for it, may hold the interpreter's lock for half a minute.
+    Another program replaces it with exec and inherits its pid and children. This process must not kill them itself:
+    Ray's code may wait for a stopped daemon and hold the GIL for half a minute.
     """
-    # The program that follows inherits what is ignored. Only the main thread may say so.
+    # The new program inherits ignored signals. Only the main thread may set them.
     for number in ENDING if threading.current_thread() is threading.main_thread() else ():
         signal.signal(number, signal.SIG_IGN)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "moeyard.last_resort", str(code)])
@@ -88,14 +88,14 @@ def end_now(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def last_resort() -> Iterator[None]:
-    """A block in which a signal ends this process within two seconds, even if no Python runs in it any more.
+    """Enter a block in which a signal ends this process within two seconds, even if its Python code is blocked.
 
-    Nothing outside the main thread, which alone may set the wake-up descriptor.
+    Has no effect outside the main thread, because only that thread may set the wake-up descriptor.
     """
     if not ending_signals():
         yield
         return
-    # Not a pipe made by Popen: Python wants the descriptor of its handlers not to block.
+    # Not a pipe from Popen: set_wakeup_fd needs a non-blocking descriptor.
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
     helper = subprocess.Popen([sys.executable, "-P", "-m", "moeyard.last_resort"], stdin=theirs, start_new_session=True)
@@ -111,9 +111,9 @@ def last_resort() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Interrupts]:
-    """Signals of this block are noted; those after it are ignored, because the process is ending.
+    """Note signals in this block. Ignore them after it, because the process ends.
 
-    Only the main thread may set handlers; elsewhere nothing is changed and nothing is noted.
+    Only the main thread may set handlers; elsewhere this has no effect.
     """
     interrupts = Interrupts()
     signals = ending_signals()
@@ -122,19 +122,19 @@ def noted() -> Iterator[Interrupts]:
     try:
         yield interrupts
     finally:
-        # The interpreter runs no handlers while it ends. The system's default would kill a process that has already
-        # stopped in good order.
+        # The interpreter runs no handlers during its exit. The default action would kill a process after its orderly
+        # shutdown.
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
 
 
 def run_apart(call: Callable[[], object]) -> None:
-    """Run `call`, which starts Ray, in a thread of its own, so that the main thread stays free for signals.
+    """Run `call`, which starts Ray, in a separate thread, so that the main thread can handle signals.
 
-    In a thread Ray leaves the handler of SIGTERM alone, and no handler's exception can unwind its code. The thread then
-    stays until the process ends: Ray has the kernel kill its daemons when the thread that started them is gone
-    (PR_SET_PDEATHSIG). Its children inherit that SIGHUP is blocked: a terminal that closes ends this process, which
-    ends them in order, as Ctrl-C does (Ray itself blocks SIGINT there). Raises what `call` raises.
+    Outside the main thread Ray does not replace the SIGTERM handler, and no handler's exception can unwind its code.
+    The thread stays alive: Ray asks the kernel to kill its daemons when their parent thread exits (PR_SET_PDEATHSIG).
+    Children inherit the blocked SIGHUP. When the terminal closes, this process ends them in order, as it does after
+    Ctrl-C (Ray itself blocks SIGINT there). Raises the exception of `call`.
     """
     done, errors = threading.Event(), list[BaseException]()
 
@@ -148,7 +148,7 @@ def run_apart(call: Callable[[], object]) -> None:
         threading.Event().wait()
 
     threading.Thread(target=run, name="ray-init", daemon=True).start()
-    # In slices: a signal that another thread was given does not wake this one.
+    # Wait in slices: a signal delivered to another thread does not wake this one.
     while not done.wait(_SLICE_SECONDS):
         pass
     if errors:

@@ -1,8 +1,8 @@
-"""The control socket of a running `moeyard serve`: named commands of each user who may also end it.
+"""The control socket of a running `moeyard serve`.
 
-A Unix socket in a directory of its user (mode 0700): the system's own permissions say who may give commands, and no key
-has to be made, kept or sent. One JSON object per line. A client sends {"command": NAME, ...}; it is answered by
-{"say": TEXT} while that takes its time, and at last by {"done": TEXT} or {"error": TEXT, "code": EXIT_CODE}.
+A Unix socket in a directory of its user (mode 0700). The system's permissions decide who may send commands, so no key
+is needed. Both sides send one JSON object per line. A client sends {"command": NAME, ...}. The server answers with
+{"say": TEXT} for progress, then {"done": TEXT} or {"error": TEXT, "code": EXIT_CODE}.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-# Takes the fields of a command and what tells its progress; returns its last word, or raises Refused or ValueError.
+# Takes a command's fields and a progress callback. Returns the final text, or raises Refused or ValueError.
 Handler = Callable[[Mapping[str, Any], Say], str]
 
 MAX_LINE = 64 * 1024
@@ -42,7 +42,7 @@ def directory() -> Path:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether a directory is this user's alone; another could have made a socket elsewhere."""
+    """Return whether only this user can access a directory. Otherwise the socket in it may be another user's."""
     with contextlib.suppress(OSError):  # boundary: it is not there
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
@@ -50,7 +50,7 @@ def is_ours(folder: Path) -> bool:
 
 
 class _ControlServer(socketserver.ThreadingUnixStreamServer):
-    """A thread per connection, and not more than some of them."""
+    """A thread per connection, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
@@ -61,20 +61,20 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
         super().__init__(str(path), _CommandHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Only this user and root, whatever became of the directory's mode."""
+        """Accept only this user and root, even if the directory's mode has changed."""
         found = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         user = _CREDENTIALS.unpack(found)[1]
         return user in (0, os.getuid()) and self._places.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Give the place back."""
+        """Handle the request, then release its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A bug of a command: its client sees the connection end."""
+        """Log a bug in a command. Its client sees the connection close."""
         log.exception("a command at the control door failed")
 
 
@@ -85,7 +85,7 @@ class _CommandHandler(socketserver.StreamRequestHandler):
     server: _ControlServer
 
     def handle(self) -> None:
-        """Read it, carry it out, answer. A client that has left leaves its command to go on."""
+        """Read a command, run it and answer. The command continues if its client disconnects."""
         try:
             fields = json.loads(self.rfile.readline(MAX_LINE))
             name = str(fields.get("command"))
@@ -111,7 +111,7 @@ class _CommandHandler(socketserver.StreamRequestHandler):
 
 
 class ControlSocket:
-    """Listens from construction to `close`. Raises OSError where it cannot, ValueError for a directory of others."""
+    """Listens from construction to `close`. Raises OSError, or ValueError if others can access the directory."""
 
     def __init__(self, port: int, commands: Mapping[str, Handler]) -> None:
         folder = directory()
@@ -125,7 +125,7 @@ class ControlSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more commands. The fleet ends those that run."""
+        """Accept no more commands. The fleet ends commands that run."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -133,7 +133,7 @@ class ControlSocket:
 
 
 def commands(run: Callable[..., str], config: EngineConfig) -> dict[str, Handler]:
-    """Return the commands of a fleet by name. `run(name, say, **fields)` carries one out, or raises Refused."""
+    """Return the handlers of a fleet's commands. `run(name, say, **fields)` runs one, or raises Refused."""
 
     def drain(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"ranks": (int(fields["rank"]),), "seconds": float(fields["seconds"])}
@@ -153,7 +153,7 @@ def commands(run: Callable[..., str], config: EngineConfig) -> dict[str, Handler
             try:
                 known = read(fields)
             except (KeyError, TypeError) as error:
-                # A client of another version.
+                # The client has another version.
                 raise Refused(f"a field of the command is missing or of another type: {error}", 2) from error
             return run(name, say, **known)
 
@@ -163,7 +163,7 @@ def commands(run: Callable[..., str], config: EngineConfig) -> dict[str, Handler
 
 
 def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields in which a rank is to differ. Raises Refused for those that must be alike, or are invalid."""
+    """Return the changed fields of a rank. Raises Refused for fields that must be equal on all ranks or are invalid."""
     alike = sorted(changes.keys() - set(CHANGEABLE))
     if alike:
         raise Refused(f"{', '.join(alike)} must be the same on all ranks: restart the server", 2)
@@ -175,7 +175,7 @@ def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str,
 
 
 def open_control(port: int, known: Mapping[str, Handler]) -> ControlSocket | None:
-    """Open the control socket of the server at `port`. Without one it serves as well, and says so."""
+    """Open the control socket of the server at `port`. Log a warning and return None if that fails."""
     try:
         return ControlSocket(port, known)
     except (OSError, ValueError) as error:

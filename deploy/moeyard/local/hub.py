@@ -1,8 +1,8 @@
-"""A model by its id on the Hugging Face hub: out of the local cache where it is whole, else downloaded into it.
+"""Models from the Hugging Face hub, read from the local cache or downloaded into it.
 
-The description of a model (config, tokenizer, template, index) comes first, so that a model that is not served costs no
-download of weights. huggingface_hub reads its own settings (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). It takes
-half a second to load, so this file is loaded for a model that is no directory only.
+The description of a model (config, tokenizer, template, index) comes first, so an unsupported model costs no download
+of weights. huggingface_hub reads its own settings: HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. It takes half a
+second to import, so this module is imported only for a model that is not a directory.
 """
 
 import json
@@ -34,8 +34,8 @@ from moeyard.local.startup import Progress
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.models.families import load_model_config
 
-# The description of a model lies in the repository's own folder, named chat templates in one of theirs. Other folders
-# hold copies for other programs.
+# A model's description is in the repository's root, named chat templates in their own folder. Other folders hold copies
+# for other programs.
 _DESCRIPTION = ("*.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 _UNWANTED = ("*/*.json", "consolidated*")
 _LOOK_SECONDS = 0.5
@@ -43,7 +43,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class _Silent(tqdm):
-    """The library's bar, of files, which is never drawn: progress is shown in bytes."""
+    """Hides the library's progress bar, which counts files. moeyard shows bytes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "disable": True})
@@ -51,10 +51,10 @@ class _Silent(tqdm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """Weights of a model that the cache lacks: `files` with their sizes in bytes.
+    """Weights that the cache lacks: `files` with their sizes in bytes.
 
-    `directory` has what describes the model, at the commit that it is named after. `keys` are all tensors of the index,
-    none where there is no index. `free` bytes are left on the cache's disk.
+    `directory` holds the model's description and is named after its commit. `keys`: all tensors of the index, empty
+    without an index. `free`: bytes left on the cache's disk.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Download:
         return sum(self.files.values())
 
     def fetched(self) -> int:
-        """Bytes that are there by now, whole files and what the library calls incomplete ones."""
+        """Return the bytes on disk, in whole files and in the library's incomplete ones."""
         whole = sum(size for name, size in self.files.items() if (self.directory / name).is_file())
         parts = 0
         for part in (self.directory.parents[1] / "blobs").glob("*.incomplete"):
@@ -77,7 +77,7 @@ class Download:
         return min(whole + parts, self.num_bytes)
 
     def check_room(self) -> None:
-        """Raise ValueError where the cache's disk is too small."""
+        """Raise ValueError if the cache's disk is too small."""
         if self.num_bytes - self.fetched() > self.free:
             raise ValueError(f"{self.model}: {self}; make room, or set HF_HUB_CACHE to a folder on a larger disk")
 
@@ -90,10 +90,10 @@ class Download:
 
 
 def describe(model: str, revision: str | None) -> Path:
-    """The directory of `model` ("organisation/name") at a branch, tag or commit (None: its main branch).
+    """Return the directory of `model` ("organisation/name") at a branch, tag or commit (None: its main branch).
 
-    It has all but the weights, and these where the cache has them. The hub is asked only if the cache lacks some of the
-    model, so a branch stays where it was when it was fetched. Raises ValueError with one line when it cannot be had.
+    It holds all files but the weights, and cached weights. The hub is queried only if the cache is incomplete, so a
+    branch stays at the commit of its first download. Raises ValueError with one line if the model is unavailable.
     """
     cached = _cached(model, revision)
     if cached is not None and missing_file(cached) is None:
@@ -108,9 +108,9 @@ def describe(model: str, revision: str | None) -> Path:
 
 
 def missing_weights(model: str, directory: Path) -> Download | None:
-    """Return the download that makes the model in `directory` (from `describe`) whole; None where it is.
+    """Return the download that completes the model in `directory` (from `describe`), or None if it is complete.
 
-    Raises ValueError with one line where the hub has not all of it.
+    Raises ValueError with one line if the hub lacks some files.
     """
     if (lacking := missing_file(directory)) is None:
         return None
@@ -167,7 +167,7 @@ def download(weights: Download) -> None:
 
 
 def fetch(model: str, revision: str | None) -> str:
-    """The directory of the whole model. Raises ValueError as `describe`, and before any weights if it is not served."""
+    """Return the directory of the complete model. Raises ValueError before the weights for an unsupported model."""
     directory = describe(model, revision)
     if (weights := missing_weights(model, directory)) is not None:
         load_model_config(directory)
@@ -177,9 +177,9 @@ def fetch(model: str, revision: str | None) -> str:
 
 
 def missing_file(directory: Path, *, weights: bool = True) -> str | None:
-    """The first file that a checkpoint needs and this directory lacks, or None; contents are checked elsewhere.
+    """Return the first file that this checkpoint lacks, or None. `weights`: check weight files, too.
 
-    Without `weights` those are not looked for.
+    Contents are checked elsewhere.
     """
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
@@ -195,7 +195,7 @@ def missing_file(directory: Path, *, weights: bool = True) -> str | None:
 
 
 def _index(directory: Path) -> tuple[frozenset[str], list[str]]:
-    """All tensors of the index and the files that they are in; without an index the one file. Raises ValueError."""
+    """Return all tensors of the index and their files; without an index the single file. Raises ValueError."""
     index = directory / _INDEX
     if not index.is_file():
         return frozenset(), [_SINGLE]
@@ -207,15 +207,15 @@ def _index(directory: Path) -> tuple[frozenset[str], list[str]]:
 
 
 def _format_problem(model: str, directory: Path) -> str:
-    """Name the wrong format of a model whose description is not whole; "" where that cannot be told."""
+    """Name the unsupported format of a model with an incomplete description; "" if unknown."""
     try:
         return other_format(model, HfApi().list_repo_files(model, revision=directory.name))
-    except Exception:  # boundary: another error is told already, and the hub may be out of reach
+    except Exception:  # boundary: the caller reports an error already, and the hub may be unreachable
         return ""
 
 
 def _description(model: str, revision: str | None, *, local_files_only: bool = False) -> Path:
-    """Directory of the files that describe a model, fetched where the cache lacks them. Raises as the library does."""
+    """Return the directory of a model's description, downloaded if not cached. Raises the library's errors."""
     return Path(
         snapshot_download(
             model,
@@ -229,7 +229,7 @@ def _description(model: str, revision: str | None, *, local_files_only: bool = F
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
-    """Return the cache's directory of it; None without one, or where files of the description are missing."""
+    """Return the model's directory in the cache; None if it or a file of the description is missing."""
     try:
         return _description(model, revision, local_files_only=True).resolve()
     except LocalEntryNotFoundError:
@@ -240,7 +240,7 @@ def _cached(model: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def _one_line(model: str, revision: str | None) -> Iterator[None]:
-    """Raise what huggingface_hub raises in this block as a ValueError with one line."""
+    """Convert errors of huggingface_hub in this block to ValueError with one line."""
     here = f"no directory '{model}' here, "
     try:
         yield

@@ -1,7 +1,7 @@
-"""`moeyard serve`: check everything that can be checked cheaply, start the fleet, put the router in front of it.
+"""`moeyard serve`: run the cheap checks, start the fleet, then start the routers.
 
-The launcher's own process starts Ray and the routers, watches both, and never imports torch. Whatever fails before the
-fleet is ready is one line on stderr and leaves no process behind.
+The launcher process starts and watches Ray and the routers, and never imports torch. A failure before the fleet is
+ready prints one line on stderr and leaves no process behind.
 """
 
 import argparse
@@ -76,14 +76,14 @@ def serve(
     log: LogConfig,
     on_ready: Callable[[Running], None] | None = None,
 ) -> int:
-    """Run until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is called in the router's loop, once.
+    """Run until SIGINT, SIGTERM or SIGHUP and return the exit code. `on_ready` is called once, in the router's loop.
 
-    Raises ValueError with one line that says what to change when the fleet cannot start.
+    Raises ValueError with one line on what to change if the fleet cannot start.
     """
     begun = time.monotonic()
     options = ServeConfig(**values(ServeConfig, args))
     logs.start(log, context=log_context)
-    # First of all: Ray, the ranks and the routers inherit it.
+    # Raise the limit first: Ray, the ranks and the routers inherit it.
     connections = most_connections(files := raise_file_limit(), config.num_workers)
     KeyRing(door)
     open_certificate(door)
@@ -104,7 +104,7 @@ def serve(
     control: ControlSocket | None = None
     failure: str | None = None
     with noted() as interrupts:
-        # Ray reads its settings when it is imported, and takes a second for it: after the cheap checks.
+        # Import Ray after the cheap checks: the import takes a second and reads Ray's settings.
         fleet = load("moeyard.fleet.ray.fleet").RayFleet(
             config,
             log,
@@ -145,7 +145,7 @@ def serve(
             def ready() -> None:
                 nonlocal was_ready
                 if interrupts.count:
-                    # It came before the routers had a handler.
+                    # The signal came before the routers had a handler.
                     server.stop()
                     return
                 was_ready = True
@@ -153,7 +153,7 @@ def serve(
                 if on_ready is not None:
                     on_ready(running)
 
-            # Also a single one has a process of its own: what kills it leaves the fleet as it is.
+            # Even a single router has its own process, so that its crash leaves the fleet alone.
             server = RouterProcesses(router, sock, count=options.routers, on_ready=ready, on_lost=fleet.lost, log=log)
             fleet.serve(server)
             control = open_control(router.port, commands(fleet.command, config))
@@ -161,11 +161,11 @@ def serve(
             server.run()
             failure = server.failure
             if not was_ready and failure is None and fleet.failure is None:
-                # Ended by a signal while its routers were being started: as one that came before them.
+                # A signal ended the start of the routers. Treat it as one that came earlier.
                 interrupts.note(signal.SIGTERM, None)
                 interrupts.check()
         except Exception:
-            # Ctrl-C in a terminal reaches Ray's processes too: what then fails here is not what happened.
+            # Ctrl-C also reaches Ray's processes. Report the interrupt, not the failures that it causes.
             interrupts.check()
             raise
         finally:
@@ -185,7 +185,7 @@ def router_config(
     ranks: list[Rank],
     port: int,
 ) -> RouterConfig:
-    """The router before these ranks. What they decided while loading bounds the length of a sequence."""
+    """Return the config of the routers for these ranks. The smallest rank limits the sequence length."""
     return RouterConfig(
         **{**router_fields(args, config), "kv_compression": api.kv_compression, "port": port},
         model_name=api.names[0],
@@ -203,7 +203,7 @@ def router_config(
 
 
 def device_named(args: argparse.Namespace) -> str:
-    """The device, and what chose it where --device left that open."""
+    """Return the device, with the reason if --device is auto."""
     why = device_reason(args)
     return args.device if why is None else f"{args.device} ({why})"
 
@@ -227,7 +227,7 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, second
 
 
 def warn_if_open(door: DoorConfig, host: str) -> None:
-    """One line if others than this machine's users can use what is served."""
+    """Print a warning if other machines can use the API without a key."""
     if not door.asks_for_key and not is_loopback(host):
         print(
             f"moeyard: warning: the API listens on {host} and asks for no key, so anyone who reaches it can use it; "
@@ -238,9 +238,9 @@ def warn_if_open(door: DoorConfig, host: str) -> None:
 
 
 def loading_notes(config: EngineConfig, ranks: list[Rank]) -> list[str]:
-    """How fast the weights came, which known extras of the checkpoint are not served, and what random weights mean.
+    """Return lines on the load rate, on skipped tensors and on random weights.
 
-    The rate is all ranks' bytes over the slowest one's time, that of files their mean.
+    The rate is all ranks' bytes over the slowest rank's time. The rate of files is the mean over ranks.
     """
     reports = [rank.report for rank in ranks]
     rates = [report["read_rate"] for report in reports if report["read_rate"] is not None]

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from moeyard_worker.config.engine_config import format_size
 
-# A log gets a line of progress so often.
+# Interval of progress lines in a log.
 INTERVAL_SECONDS = 5.0
 
 
@@ -42,11 +42,11 @@ class Progress:
         if self._bar is None:
             options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
             self._bar = tqdm(desc=self._doing, total=total, file=self._out, **options)
-        self._bar.total = total  # ranks learn theirs one after the other
+        self._bar.total = total  # ranks report their totals one by one
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar off the terminal, if there is one."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -55,7 +55,7 @@ class Progress:
 class Startup(Progress):
     """Stages of a start and bytes loaded; `stage` and `loading` may be called at any rate.
 
-    `captures`: whether steps are captured in CUDA graphs once the weights are there, which takes its time.
+    `captures`: whether a capture of CUDA graphs follows the load.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Startup(Progress):
         print(text, file=self._out, flush=True)
 
     def loading(self, done: int, total: int) -> None:
-        """Tell that `done` bytes of the weights are there, over all ranks. 0 of 0 is not known yet."""
+        """Show that all ranks together have loaded `done` of `total` bytes. `total` 0: not known yet."""
         if not total or self._whole:
             return
         if done >= total:
@@ -87,7 +87,7 @@ class Startup(Progress):
 
 @contextmanager
 def startup(*, captures: bool) -> Iterator[Startup]:
-    """Yield a `Startup` whose bar is gone however the start ends."""
+    """Yield a `Startup` and remove its bar at the end, also after an error."""
     found = Startup(captures=captures)
     try:
         yield found

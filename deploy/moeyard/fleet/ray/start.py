@@ -1,4 +1,4 @@
-"""Ray's own start: a private one on this machine, with patience, or the way into a running cluster."""
+"""Start a private Ray on this machine, with a long time limit, or join a running cluster."""
 
 import contextlib
 import logging
@@ -20,13 +20,13 @@ from moeyard.signals import run_apart
 CONNECT_SECONDS = 3.0
 # Length 0, type SETTINGS, no flags, stream 0 (RFC 9113, 4.1 and 6.5).
 HTTP2_EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-# Ray itself gives up after so long.
+# Ray's own time limit.
 _QUICK_SECONDS = 30.0
 _PAUSE_SECONDS = 0.2
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error that says something; of an actor's failed start the last, its cause."""
+    """Return the first non-empty line of an error; the last line (its cause) for an actor's failed start."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -57,15 +57,15 @@ def check_reachable(address: str) -> None:
 def connect(address: str | None, *, num_workers: int, stage: Callable[[str], None]) -> None:
     """Start a private Ray (`address` None), or join the one at `address`.
 
-    `stage` is told when a start takes long. Raises FleetLost with one line.
+    `stage` receives a text when a start takes long. Raises FleetLost with one line.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
         check_ports("127.0.0.1", num_workers=num_workers)
-        # The object store carries nothing but call arguments: its smallest size.
+        # The object store holds only call arguments, so use its smallest size.
         options |= {"num_cpus": num_workers, "num_gpus": 0, "include_dashboard": False}
         options["object_store_memory"] = 80 * 1024**2
-    # Ray would say that it runs in another thread; `configure_logging` leaves its loggers as they are.
+    # Hide Ray's warning that it runs outside the main thread; `configure_logging` False leaves this level alone.
     logging.getLogger("ray").setLevel(logging.ERROR)
     failed = "Ray cannot start" if address is None else f"cannot join Ray at {address}"
     try:
@@ -80,10 +80,10 @@ def connect(address: str | None, *, num_workers: int, stage: Callable[[str], Non
 
 @contextlib.contextmanager
 def patience(stage: Callable[[str], None]) -> Iterator[None]:
-    """Make `ray.init` wait up to START_SECONDS for the daemon of its node, where Ray has a fixed 30 s.
+    """Make `ray.init` wait up to START_SECONDS for its node's daemon instead of Ray's fixed 30 s.
 
-    Ray asks `services.get_node` again and again, and no setting changes for how long. So within this block that
-    function itself does not return before the node is there.
+    Ray polls `services.get_node`, and no setting changes its time limit. In this block that function blocks until the
+    node has registered.
     """
     asked = services.get_node
 
@@ -117,7 +117,7 @@ def when_registered(
                 f"doctor` looks at them); see {ray_logs()}"
             )
         try:
-            # Asked while the daemon starts, Ray answers after half a minute.
+            # Ray answers after half a minute while the daemon starts.
             return ask()
         except RuntimeError as error:
             waited = clock() - begun
@@ -133,5 +133,5 @@ def when_registered(
 
 
 def raylet_lives() -> bool:
-    """Whether the daemon of this process's node runs."""
+    """Return whether the raylet of this process's node runs."""
     return RAYLET in daemons()
