@@ -11,10 +11,10 @@ INTERRUPTED = 130
 
 
 def load(module: str) -> Any:
-    """The module of that name, imported now: the one place of the launcher that imports late.
+    """Import a module now and return it. All late imports of the launcher go through this function.
 
     Ray takes a second to import and reads its settings meanwhile, torch takes two seconds and 200 MB, and transformers
-    need not be installed. `--help`, a wrong flag and the router pay for none of them.
+    may be absent. `--help`, a wrong flag and the router import none of them.
     """
     return importlib.import_module(module)
 
@@ -25,7 +25,7 @@ def leave(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """The command line. Until it begins there is nothing to put in order, so an interrupt ends it without a word."""
+    """Run the command line. An interrupt during imports exits silently, because nothing needs cleanup yet."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
     return int(load("moeyard.cli.commands").main())

@@ -58,9 +58,9 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def reserved(sock: socket.socket) -> socket.socket:
-    """In the place of a socket that listens, and so has the port alone, one that shares it and only keeps it.
+    """Replace a listening socket by one that shares its port and only reserves it.
 
-    It does so while a model loads. Ray's autoscaler, for example, listens on 44217, which may be our port.
+    It reserves the port while a model loads. Ray's autoscaler, for example, listens on 44217, which may be our port.
     """
     address = SharedAddress.of(sock)
     sock.close()
@@ -73,10 +73,10 @@ def reserved(sock: socket.socket) -> socket.socket:
 
 
 def check_ports(host: str, *, num_workers: int) -> None:
-    """Raise ValueError when Ray and `num_workers` ranks cannot all get ports of the system's choice on `host`.
+    """Raise ValueError if `host` has too few free ephemeral ports for Ray and `num_workers` ranks.
 
-    Counted with Ray 2.60 and two ranks at rest: 12 that listen and 17 of connections. Without them ray.init waits for
-    daemons that cannot speak to each other, holding the interpreter's lock.
+    Ray 2.60 with two idle ranks uses 12 listening ports and 17 for connections. Without enough ports ray.init holds the
+    GIL while it waits for daemons that cannot connect to each other.
     """
     need = 20 + 6 * num_workers
     with contextlib.ExitStack() as held:
@@ -92,19 +92,19 @@ def check_ports(host: str, *, num_workers: int) -> None:
 
 
 def base_url(host: str, port: int, scheme: str = "http") -> str:
-    """scheme://host:port, an IPv6 address in brackets (RFC 3986, 3.2.2)."""
+    """Return scheme://host:port with an IPv6 address in brackets (RFC 3986, 3.2.2)."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def reachable_url(host: str, port: int, scheme: str = "http") -> str:
-    """A URL that a client on this machine can use: of all addresses, loopback's."""
+    """Return a URL for clients on this machine. A wildcard address becomes loopback."""
     if _is_wildcard(host):
         host = "::1" if ":" in host else "127.0.0.1"
     return base_url(host, port, scheme)
 
 
 def outside_url(host: str, port: int, scheme: str = "http") -> str | None:
-    """Where other machines find what listens on all addresses: by the address of the default route. Else None."""
+    """Return the URL for other machines of a wildcard listener, by the default route's address; else None."""
     if not _is_wildcard(host):
         return None
     for family in (socket.AF_INET, socket.AF_INET6) if ":" in host else (socket.AF_INET,):
@@ -125,13 +125,13 @@ def _is_wildcard(host: str) -> bool:
 
 
 def file_limits() -> tuple[int, int]:
-    """How many files this process may have open, and how many if it asks for them."""
+    """Return this process's soft limit of open files, and the limit that it can raise it to."""
     soft, hard = (MOST_FILES if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     return soft, max(soft, min(hard, MOST_FILES))
 
 
 def raise_file_limit() -> int:
-    """Let this process, and those that it starts, have as many open files as they may; return how many."""
+    """Raise the limit of open files for this process and its children. Returns the new limit."""
     soft, most = file_limits()
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

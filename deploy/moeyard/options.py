@@ -1,4 +1,4 @@
-"""Flags out of the fields of configurations, and the fields out of parsed flags (`moeyard_worker.options`)."""
+"""Command-line flags from the fields of config dataclasses, and back (`moeyard_worker.options`)."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ Arguments = argparse._ActionsContainer
 
 
 def whole(least: int, refusal: str = "is not a whole number of at least {}") -> Callable[[str], int]:
-    """Read whole numbers from `least` up."""
+    """Return a parser of whole numbers of at least `least`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
@@ -27,7 +27,7 @@ def whole(least: int, refusal: str = "is not a whole number of at least {}") -> 
 
 
 def real(accepts: Callable[[float], bool], refusal: str) -> Callable[[str], float]:
-    """Read numbers that `accepts` is true of."""
+    """Return a parser of numbers that satisfy `accepts`."""
 
     def read(text: str) -> float:
         try:
@@ -67,7 +67,7 @@ def drafts(text: str) -> int:
     return int(text)
 
 
-# How texts are read, by the `kind` of an option, and what help calls the value. Each raises ValueError with one line.
+# Parser and metavar by the `kind` of an option. A parser raises ValueError with one line.
 KINDS: Mapping[str, tuple[Callable[[str], Any], str | None]] = MappingProxyType(
     {
         "count": (count, "N"),
@@ -84,7 +84,7 @@ KINDS: Mapping[str, tuple[Callable[[str], Any], str | None]] = MappingProxyType(
 
 
 def read_with(parse: Callable[[str], Any], words: Collection[str] = ()) -> Callable[[str], Any]:
-    """An argparse type that keeps the words of the ValueError with which `parse` refuses; `words` stay as they are."""
+    """Return an argparse type that keeps the message of `parse`'s ValueError. `words` are not parsed."""
 
     def read(text: str) -> Any:
         try:
@@ -96,7 +96,7 @@ def read_with(parse: Callable[[str], Any], words: Collection[str] = ()) -> Calla
 
 
 def declared(config: type[Any]) -> Iterator[tuple[Field[Any], Option, str]]:
-    """The fields of a configuration that have flags, with the titles of their groups."""
+    """Yield the fields of a config that have flags, with the titles of their groups."""
     title = ""
     for each in fields(config):
         option = option_of(each)
@@ -131,7 +131,7 @@ def flag_of(field: Field[Any], option: Option) -> str:
 
 
 def _add(place: Arguments, field: Field[Any], option: Option, choices: tuple[str, ...], *, unset: bool) -> None:
-    """Add one flag. The text of its default is that of the word for it, if there is one."""
+    """Add one flag. Show its default as a word if there is one."""
     flag, words = flag_of(field, option), option.words or {}
     names = tuple(dict.fromkeys((*words, *choices))) if choices else ()
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
@@ -158,7 +158,7 @@ def _add(place: Arguments, field: Field[Any], option: Option, choices: tuple[str
 
 
 def _help(option: Option, default: Any, names: Sequence[str]) -> str:
-    """The help text with its default, where it does not speak of that itself."""
+    """Return the help text, with the default unless the text mentions it."""
     text = option.help.replace("{choices}", ", ".join(names)).replace("{on_gpu}", str(option.on_gpu))
     if "(default" in text or default in (None, False, "", ()):
         return text
@@ -174,7 +174,7 @@ def _dest(flag: str) -> str:
 
 
 def values(config: type[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a configuration that its flags set; those that were left to others are not among them."""
+    """Return the fields of a config that the flags set. Unset flags without a default are left out."""
     found = {}
     for field, option, _ in declared(config):
         flag = flag_of(field, option)
@@ -198,7 +198,7 @@ CHANGEABLE = tuple(field.name for field, option, _ in declared(EngineConfig) if 
 
 
 def with_flags(message: str) -> str:
-    """A message about fields of EngineConfig in words of the command line."""
+    """Replace names of EngineConfig fields in a message by their flags."""
     flags = {field.name: flag_of(field, option) for field, option, _ in declared(EngineConfig)}
     names = "|".join(field.name for field in fields(EngineConfig) if "_" in field.name)
     return re.sub(rf"\b({names})\b", lambda m: flags.get(m[0], f"--{m[0].replace('_', '-')}"), message)

@@ -235,16 +235,16 @@ def with_subject(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is leave:
-            # From here on it is an exception, which puts in order what has been begun.
+            # From here on an interrupt is an exception, so that cleanup runs.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         words = with_subject(sys.argv[1:] if argv is None else argv)
         args = build_parser().parse_args(words)
         if getattr(args, "config", None) is not None:
-            # The command is the first word: before it stands nothing that lets a command run.
+            # The command is the first argument: no flag before it lets a command run.
             args = load("moeyard.cli.config_file").with_config_file(args, words[1:])
         return int(args.run(args))
     except BrokenPipeError:
-        # The reader of stdout has left, as `head` does. Python would complain once more when it flushes.
+        # The reader of stdout has left, as `head` does. Python's final flush would fail again.
         sys.stdout = None
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -252,6 +252,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         fail(str(error), getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
-        # A second one would otherwise end, by the system's default, a process that is ending already.
+        # By default a second signal would kill a process that already shuts down.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.everyday = tuple(everyday)
         if self.everyday:
-            # It leaves nothing in the namespace, as --help does: a file of flags has no such key.
+            # Like --help it leaves nothing in the namespace: a config file has no such key.
             nothing = argparse.SUPPRESS
             text = "explain every flag, and exit"
             self.add_argument("--help-all", action=_HelpAll, nargs=0, dest=nothing, default=nothing, help=text)

@@ -1,4 +1,4 @@
-"""`moeyard chat`: talk with a running server in a terminal, or send it what comes through a pipe."""
+"""`moeyard chat`: talk with a running server in a terminal, or send it the text of a pipe."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ Ctrl-C stops an answer.
 A line that ends with \\ goes on in the next one; lines between two of \"\"\" are one message."""
 PROMPT, CONTINUED = "> ", ". "
 FENCE = '"""'
-# Control characters, which a terminal would obey. A model's text is not trusted with them.
+# Control characters, which a terminal would interpret. Remove them from a model's text.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
@@ -96,12 +96,12 @@ def say(target: Target, talk: Talk, message: str) -> None:
     if reply.error is not None or not reply.text:
         talk.messages.pop()
         return
-    # The next question may be about an interrupted answer, so it is kept.
+    # Keep an interrupted answer, because the next question may be about it.
     talk.messages.append({"role": "assistant", "content": reply.text})
 
 
 def figures(reply: StreamedAnswer) -> str:
-    """How fast an answer came, in one line."""
+    """Format the speed of an answer in one line."""
     parts = ["stopped"] if reply.interrupted else []
     if reply.usage is not None:
         parts.append(f"{reply.output_tokens} tokens")

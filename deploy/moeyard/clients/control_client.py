@@ -1,4 +1,4 @@
-"""`moeyard drain | undrain | restart | scale`: what they say to the control door of a server on this machine."""
+"""`moeyard drain | undrain | restart | scale`: clients of the control socket of a server on this machine."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ CONNECT_SECONDS = 5.0
 
 
 def connect(port: int | None) -> socket.socket:
-    """The control door of the one server here, or of the one at `port`. Raises Refused if that is not one."""
+    """Return the control socket of the only server here, or of the one at `port`. Raises Refused otherwise."""
     folder = control.directory()
     paths = sorted(folder.glob(f"{'*' if port is None else port}-*.sock")) if control.is_ours(folder) else []
     open_doors: list[tuple[Path, socket.socket]] = []
@@ -25,7 +25,7 @@ def connect(port: int | None) -> socket.socket:
         door.settimeout(CONNECT_SECONDS)
         try:
             door.connect(str(path))
-        except OSError:  # boundary: a server that was killed left it
+        except OSError:  # boundary: a killed server left this socket
             door.close()
             continue
         open_doors.append((path, door))
@@ -41,7 +41,7 @@ def connect(port: int | None) -> socket.socket:
 
 
 def send(args: argparse.Namespace) -> int:
-    """Have a command carried out, with its progress on stderr and its last word on stdout; raises Refused."""
+    """Run a command with progress on stderr and its final text on stdout. Raises Refused."""
     with contextlib.closing(connect(args.port)) as door:
         door.sendall(json.dumps(order(args)).encode() + b"\n")
         door.settimeout(None)

@@ -1,4 +1,4 @@
-"""`moeyard doctor`: what this machine has, and what `moeyard serve` with the same flags would trip over."""
+"""`moeyard doctor`: report this machine's resources, and problems of `moeyard serve` with the same flags."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.models.shapes import served_model
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-# Packages named one by one; of the others only what is wrong is worth a line.
+# Packages with a line each. Others get a line only if there is a problem.
 SHOWN = ("torch", "triton", "ray")
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
@@ -61,12 +61,12 @@ class Verdict:
 
 
 def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str = WARNING) -> Verdict:
-    """A finding that is ok if `sound`, and otherwise has another level and an advice."""
+    """Return a finding that is ok if `sound`, else one with another level and advice."""
     return Verdict(OK, subject, text) if sound else Verdict(otherwise, subject, text, advice)
 
 
 def refused(subject: str, error: ValueError, advice: str = "") -> Verdict:
-    """The problem that an error of one line tells, which ends with its advice as a rule."""
+    """Return the problem of a one-line error, which usually ends with advice."""
     text, _, last = str(error).rpartition("; ")
     return Verdict(PROBLEM, subject, text or last, last if text else advice)
 
@@ -151,7 +151,7 @@ def check_packages(requires: Iterable[str], version_of: Callable[[str], str | No
 
 
 def check_processor(workers: int, *, on_cpu: bool) -> Iterator[Verdict]:
-    """Cores for the workers, and the instructions that the kernels of a CPU like."""
+    """Yield findings on the cores for workers and on the CPU's instructions."""
     cores = usable_cores(len(psutil.Process().cpu_affinity() or (0,)), read(CPU_QUOTA))
     # The router has one to itself while answers stream.
     few = on_cpu and cores < workers
@@ -229,7 +229,7 @@ def check_port(host: str, port: int) -> Verdict:
 
 
 def check_clock() -> Verdict:
-    """How fine and how dear the clock is that steps are timed with."""
+    """Yield the resolution and cost of the clock that times steps."""
     source, resolution = read(CLOCK_SOURCE).strip(), time.get_clock_info("monotonic").resolution
     text = f"{source or platform.system()}, {resolution * 1e9:.0f} ns"
     advice = "reading it is slow; boot with clocksource=tsc if the processor has a stable one"
@@ -237,7 +237,7 @@ def check_clock() -> Verdict:
 
 
 def check_leftovers() -> Verdict:
-    """Ray's daemons and our shared memory from runs that ended badly; a running server's are named too."""
+    """Yield leftover Ray daemons and shared memory of crashed runs. Those of a live server are listed, too."""
     names: Mapping[str, list[int]] = {"raylet": [], "gcs_server": []}
     for process in psutil.process_iter(["name", "ppid"]):
         if process.info["name"] in names:
@@ -270,7 +270,7 @@ def check_torch(device: str, num_workers: int) -> Iterator[Verdict]:
 
 
 def check_gpus(device: str, num_workers: int = 1) -> Iterator[Verdict]:
-    """The GPUs, of which none need be there to serve from the CPU, and then whether workers have theirs.
+    """Yield findings on all GPUs, then on those of the workers. A CPU server needs none.
 
     `device`: what --device says; `num_workers` of this machine take a GPU each.
     """
@@ -316,7 +316,7 @@ def _gpu(index: int, cuda: Any, devices: Any) -> Verdict:
 
 
 def check_model(args: argparse.Namespace) -> Iterator[Verdict]:
-    """Check what `serve` checks before it starts: the family, the files, the tokenizer, and whether it fits."""
+    """Run the checks of `serve` before its start: model family, files, tokenizer and memory."""
     try:
         config = engine_config(args)
         model, api = served_model(config), api_settings(args, config)

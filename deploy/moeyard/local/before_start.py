@@ -1,4 +1,4 @@
-"""Checks of `moeyard serve` before it downloads or starts anything; `moeyard doctor` makes the same ones."""
+"""Checks of `moeyard serve` before any download or start. `moeyard doctor` runs the same ones."""
 
 import os
 import sys
@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # huggingface_hub takes half a second to load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Facts that are known before anything is started.
+    """Facts that are known before the start.
 
-    `formats`: how answers are read. `plan` of a worker's memory: None where only the worker can tell. `download`: what
-    the hub has still to give (`hub.Download`), or None.
+    `formats`: parsers of answers. `plan`: a worker's memory plan, None if only the worker can make it. `download`:
+    weights that are missing from the cache (`hub.Download`), or None.
     """
 
     formats: AnswerFormats
@@ -50,9 +50,9 @@ def check_before_start(
     placement: Placement | None = None,
     hub_model: str | None = None,
 ) -> Checked:
-    """Everything that needs no worker: the files, the shards, and (on this machine) the memory. Raises ValueError.
+    """Run all checks that need no worker: files, shards and (on this machine) memory. Raises ValueError.
 
-    `hub_model`: the id that `config.model_path` came from; of weights that are not downloaded the names are checked.
+    `hub_model`: the hub id of `config.model_path`. For weights not downloaded yet, check their names only.
     """
     check_compression(api, config, model)
     download: Download | None = None
@@ -70,7 +70,7 @@ def check_before_start(
     elif ":" in config.device:
         raise ValueError(f"--device {config.device}: a Ray cluster gives out its GPUs; use --device cuda")
     plan = None
-    # A GPU's memory is known where torch is loaded: the worker plans, and says what does not fit.
+    # Only a process with torch knows a GPU's memory, so a GPU worker makes its own plan.
     if local and config.device == "cpu":
         dtype = model.served_dtype(config.dtype)
         planner = partial(
@@ -88,7 +88,7 @@ def check_before_start(
 
 
 def check_names(download: "Download", model: ModelConfig) -> ModelSpec:
-    """The weights of `model`; raises ValueError where the index of a download names not all of them."""
+    """Return the spec of `model`. Raises ValueError if the index of a download lacks a tensor."""
     spec = model_spec(model, download.keys)
     absent = [key for key in spec.expected() if key not in download.keys] if download.keys else []
     if absent:
@@ -101,7 +101,7 @@ def check_names(download: "Download", model: ModelConfig) -> ModelSpec:
 
 
 def fetch_missing(checked: Checked, config: EngineConfig, model: ModelConfig) -> None:
-    """Download what `checked` found missing, and say first how much that is and what memory serving it takes."""
+    """Download missing weights. First print their size and the memory that serving needs."""
     if checked.download is None:
         return
     print(f"{checked.download.model}: {checked.download}; {needs(checked, config, model)}", file=sys.stderr, flush=True)
@@ -110,7 +110,7 @@ def fetch_missing(checked: Checked, config: EngineConfig, model: ModelConfig) ->
 
 
 def needs(checked: Checked, config: EngineConfig, model: ModelConfig) -> str:
-    """Describe the memory that the weights take, over all workers, and the plan of each where it is known."""
+    """Describe the weights' memory over all workers, and a worker's plan if known."""
     dtype = model.served_dtype(config.dtype)
     experts = len(model.moe_layers) * model.num_experts * model.expert_form(dtype).blob_bytes
     dense = model_spec(model, ()).resident_bytes(dtype, footprint)
@@ -119,7 +119,7 @@ def needs(checked: Checked, config: EngineConfig, model: ModelConfig) -> str:
 
 
 def check_trace(config: EngineConfig) -> None:
-    """Raise ValueError when a rank could not write what --record-routing asks for."""
+    """Raise ValueError if a rank cannot write its --record-routing file."""
     if config.record_routing is None:
         return
     for rank in range(config.num_workers):

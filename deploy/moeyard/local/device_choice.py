@@ -1,7 +1,7 @@
-"""The device that `--device` means on this machine, found before Ray starts or anything is downloaded.
+"""Resolve `--device` on this machine before Ray starts or a download begins.
 
-`python -m moeyard.local.device_choice DEVICE N` says in JSON which GPUs `--device DEVICE --workers N` would take. It is
-a process of its own because it loads torch, which the launcher never does.
+`python -m moeyard.local.device_choice DEVICE N` prints the GPUs of `--device DEVICE --workers N` as JSON. It is a
+separate process because it imports torch, and the launcher never does.
 """
 
 import argparse
@@ -13,16 +13,16 @@ from typing import Any
 
 from moeyard.entry import load
 
-# Linux has the first wherever NVIDIA's driver is loaded, WSL the second.
+# NVIDIA's driver creates the first on Linux and the second on WSL.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-# torch takes 2 s to load on a quick machine. A driver that hangs never answers.
+# torch takes 2 s to import on a fast machine. A hung driver never answers.
 _PROBE_SECONDS = 180.0
 
 
 def choose_device(args: argparse.Namespace) -> None:
-    """Replace `args.device` "auto" by "cuda" or "cpu", and note in `args.device_why` what decided.
+    """Replace `args.device` "auto" by "cuda" or "cpu", and store the reason in `args.device_why`.
 
-    Without "auto" both stay as they are, and `check_device` looks for the GPUs. A second call changes nothing.
+    Without "auto" nothing changes, and `check_device` looks for the GPUs. A second call has no effect.
     """
     if args.device != "auto":
         return
@@ -39,21 +39,21 @@ def choose_device(args: argparse.Namespace) -> None:
 
 
 def check_device(args: argparse.Namespace) -> None:
-    """Raise ValueError with one line where this machine lacks a GPU that `--device` names.
+    """Raise ValueError with one line if this machine lacks a GPU of `--device`.
 
-    The choice of "auto" has been checked already, and the GPUs of a Ray cluster are on other machines.
+    Skip "auto", which has been checked already, and a Ray cluster, whose GPUs are on other machines.
     """
     if args.device != "cpu" and args.ray_address is None and device_reason(args) is None:
         find_gpus(args.device, args.workers)
 
 
 def device_reason(args: argparse.Namespace) -> str | None:
-    """Why "auto" chose `args.device`; None where the device was named."""
+    """Return why "auto" chose `args.device`; None if the user named the device."""
     return getattr(args, "device_why", None)
 
 
 def find_gpus(device: str, num_workers: int) -> str:
-    """Names of the workers' GPUs. Raises ValueError with one line where one is missing or not of the kernels' kind."""
+    """Return the names of the workers' GPUs. Raises ValueError with one line if one is missing or unsupported."""
     command = [sys.executable, "-P", "-m", "moeyard.local.device_choice", device, str(num_workers)]
     try:
         done = subprocess.run(
@@ -75,7 +75,7 @@ def find_gpus(device: str, num_workers: int) -> str:
 
 
 def probe(device: str, num_workers: int) -> dict[str, Any]:
-    """{"gpus": names, one for each worker}, or {"problem": one line} where a worker's GPU is missing or unfit."""
+    """Return {"gpus": names by worker}, or {"problem": one line} if a worker's GPU is missing or unsupported."""
     check_gpu = load("moeyard_worker.engine.assembly.device").check_gpu
     try:
         found = [check_gpu(device, gpu=rank, num_workers=num_workers) for rank in range(num_workers)]

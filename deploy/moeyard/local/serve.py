@@ -185,7 +185,7 @@ def router_config(
     ranks: list[Rank],
     port: int,
 ) -> RouterConfig:
-    """Return the config of the routers for these ranks. The smallest rank limits the sequence length."""
+    """Return the config of the routers for these ranks. The smallest `max_model_len` of a rank applies."""
     return RouterConfig(
         **{**router_fields(args, config), "kv_compression": api.kv_compression, "port": port},
         model_name=api.names[0],

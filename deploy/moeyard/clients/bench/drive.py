@@ -1,6 +1,6 @@
-"""One worker driven in process: its scheduler and its runner as the engine's loop has them, without sockets and peers.
+"""One worker driven in process: its scheduler and runner as in the engine's loop, without sockets and peers.
 
-What to measure is in `moeyard.clients.bench.scenarios`, how to show it in `moeyard.clients.bench.engine`.
+`moeyard.clients.bench.scenarios` decides what to measure, and `moeyard.clients.bench.engine` shows the figures.
 """
 
 import math
@@ -26,15 +26,12 @@ from moeyard_worker.protocol import KvCompression, SamplingParams, Submit, Token
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 _CLIENT = b"bench"
-# A step's graphs are replayed so often behind one another, and again.
+# Replays back to back per turn, and turns.
 REPLAYS, TURNS = 60, 3
 
 
 class Subject:
-    """A worker that serves nobody else, loaded as `moeyard serve` would load it; its requests are sampled alike.
-
-    `close` it.
-    """
+    """A worker in this process, loaded as by `moeyard serve`. All its requests use the same sampling. `close` it."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, sampling: SamplingParams) -> None:
         self.config, self.spec, self._sampling = config, spec, sampling
@@ -46,7 +43,7 @@ class Subject:
         self.runner, self.experts = self._worker.runner, self._worker.experts
         self._random = random.Random(7)
         self._names = 0
-        # Off under a profiler, which would see these replays too.
+        # Off under a profiler, which would record these replays, too.
         self.times_replays = True
 
     def close(self) -> None:
@@ -65,7 +62,7 @@ class Subject:
         return {name: getattr(runner, name) for name in ("num_replayed", "num_eager", "num_rows", "num_padded_rows")}
 
     def replayed(self) -> tuple[torch.cuda.CUDAGraph, ...]:
-        """The graphs of the step that was launched last; none where it, or any of it, was launched.
+        """Return the graphs of the last step; none if any part of it was launched eagerly.
 
         Nor where experts lack slots: once more the same step would find all that it needs.
         """
@@ -73,12 +70,12 @@ class Subject:
         return self.runner.replayed if isinstance(self.runner, GpuRunner) and self.times_replays and resident else ()
 
     def scheduler(self, chunk: int | None = None) -> Scheduler:
-        """An empty one over all pages; `chunk` bounds the prompt rows of a step that also decodes."""
+        """Return an empty scheduler over all pages. `chunk`: most prompt rows in a step that also decodes."""
         config = self._worker.scheduler.config
         return Scheduler(config if chunk is None else replace(config, mixed_prefill_tokens=chunk))
 
     def submit(self, run: "Run", *, prompt: int, output: int, budget: int | None = None) -> Course:
-        """Queue a request with a prompt of its own, and a seed of its own where tokens are sampled.
+        """Queue a request with a unique prompt, and a unique seed if tokens are sampled.
 
         `budget`: how many tokens of the prompt are kept, None for all.
         """
@@ -95,7 +92,7 @@ class Subject:
 
 
 class Run:
-    """One course of steps over one scheduler: everything that was observed of it."""
+    """The observations of one sequence of steps over one scheduler."""
 
     def __init__(self, subject: Subject, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -104,7 +101,7 @@ class Run:
         self._subject = subject
 
     def go(self, after: Callable[[], None] = lambda: None) -> None:
-        """Step until nothing is left, as `Engine._advance` does; `after` is called behind each completed step."""
+        """Step until all requests have finished, as `Engine._advance` does. Call `after` after each completed step."""
         scheduler, runner, experts = self.scheduler, self._subject.runner, self._subject.experts
         flights: deque[tuple[LaunchedStep, float]] = deque()
         while scheduler.has_work() or flights:
@@ -139,7 +136,7 @@ class Run:
         )
 
     def figures(self, end: float = math.inf) -> dict[str, Any]:
-        """Latencies as a client would see them, and what the steps took and were, up to `end`."""
+        """Return latencies from a client's view, and the times and kinds of steps up to `end`."""
         courses = [course.until(end) for course in self.courses.values()]
         records = [record for record in self.records if record.at <= end]
         return {
@@ -154,15 +151,15 @@ class Run:
 
 @torch.inference_mode()
 def replay_seconds(graphs: Sequence[torch.cuda.CUDAGraph]) -> float | None:
-    """Seconds of a step that only replays its graphs: REPLAYS back to back, median of TURNS.
+    """Return the seconds of a step that only replays its graphs: REPLAYS back to back, median of TURNS.
 
-    None without graphs. They read the inputs of their last step again, with the tokens that they choose, and write to
-    its pages and slots of state: so nobody may need these any more.
+    None without graphs. A replay reads the inputs of the last step again, with the tokens that it samples. It overwrites
+    that step's pages and state slots, so no request may need them afterwards.
     """
     if not graphs:
         return None
     seconds = []
-    # The first turn finds the device at rest.
+    # The first turn warms the device up.
     for _ in range(1 + TURNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -1,4 +1,4 @@
-"""Figures of a bench from its clock readings. Pure: seconds and counts in, figures out; latencies in ms."""
+"""Figures of a benchmark from its clock readings. Pure: seconds and counts in, figures out, latencies in ms."""
 
 import itertools
 import math
@@ -63,11 +63,11 @@ class Course:
         return (self.tokens[-1] - self.tokens[0]) / count if count else None
 
     def until(self, end: float) -> "Course":
-        """The same without what came later."""
+        """Return a copy without later tokens."""
         return Course(self.submitted, [t for t in self.tokens if t <= end])
 
     def gaps(self, since: float = -math.inf) -> list[float]:
-        """Times between tokens, of those that ended after `since`."""
+        """Return the times between tokens that ended after `since`."""
         return [b - a for a, b in itertools.pairwise(self.tokens) if b > since]
 
 
@@ -84,7 +84,7 @@ def summary(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def full_steps(records: Sequence[StepRecord], streams: int) -> list[float]:
-    """Times of steps that decoded every stream and nothing else, from the end of such a step to the end of the next."""
+    """Return times from the end of one pure decode step of all streams to the end of the next such step."""
     return [
         b.at - a.at
         for a, b in itertools.pairwise(records)
@@ -93,10 +93,10 @@ def full_steps(records: Sequence[StepRecord], streams: int) -> list[float]:
 
 
 def floor_bytes(spec: ModelSpec, *, distinct: float, rows: int, context: float, dtype: str) -> float:
-    """Bytes that one decode step must read of a model with all experts resident.
+    """Return the bytes that one decode step must read of a model with all experts resident.
 
-    All dense weights but the rows of the embedding, `distinct` experts per MoE layer, and of every row the keys and
-    values of `context` positions, and its slot of state, which is written too.
+    These are all dense weights except the embedding, and `distinct` experts per MoE layer. Each row adds the keys and
+    values of `context` positions and its state slot, which is also written.
     """
     config = spec.config
     dense = spec.dense_bytes(dtype)
@@ -138,7 +138,7 @@ def missed(*, hits: int, misses: int, expert_bytes: int, times: int, link: float
 
 
 def of_bound(row: Mapping[str, Any], resident: Mapping[str, Any]) -> float | None:
-    """How near a row comes to the slower of two: the same with all experts resident, and its misses over the link."""
+    """Compare a row with the slower of two bounds: all experts resident, and its misses over the link."""
     taken, least = row.get("took_ms"), resident.get("took_ms")
     if taken is None or least is None or "link_ms" not in row:
         return None
@@ -146,8 +146,9 @@ def of_bound(row: Mapping[str, Any], resident: Mapping[str, Any]) -> float | Non
 
 
 def latencies(answer: StreamedAnswer) -> dict[str, float | None]:
-    """Seconds of one answer, from sending its request: to the first output (ttft), to the end of the stream (e2e), and
-    from the first to the last output for each of the server's tokens but the first (tpot; None for less than two).
+    """Return the latencies of one answer in seconds: ttft and e2e from the send, and tpot.
+
+    tpot is the time from the first to the last output, per token after the first; None for fewer than two tokens.
     """
     first = answer.times[0] - answer.sent if answer.times else None
     tokens = answer.output_tokens - 1
@@ -167,13 +168,13 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def is_good(answer: StreamedAnswer, slo: Mapping[str, float]) -> bool:
-    """Whether an answer came whole and met every objective; one token has no tpot to miss."""
+    """Return whether an answer is complete and meets every objective. A single token has no tpot."""
     found = latencies(answer)
     return answer.error is None and all((found[name] or 0.0) <= limit for name, limit in slo.items())
 
 
 def errors(answers: Iterable[StreamedAnswer]) -> list[dict[str, Any]]:
-    """Failed requests by status (0: no answer) and message, most frequent first; ids of requests are no difference."""
+    """Count failed requests by status (0: no answer) and message without request ids, most frequent first."""
     found = Counter(
         (answer.status, _IDS.sub("<id>", " ".join(answer.error.split()))[:MAX_MESSAGE])
         for answer in answers
@@ -183,7 +184,7 @@ def errors(answers: Iterable[StreamedAnswer]) -> list[dict[str, Any]]:
 
 
 def figures(run: LoadRun, slo: Mapping[str, float]) -> dict[str, Any]:
-    """All figures of a run: counts, rates per second of its length, latencies in ms, and what it cost the client."""
+    """Return all figures of a run: counts, rates per second, latencies in ms, and the client's CPU use."""
     good = [answer for answer in run.answers if answer.error is None]
     seconds = max(run.ended - run.begun, 1e-9)
     prompt = sum(answer.prompt_tokens for answer in good)
@@ -218,7 +219,7 @@ def figures(run: LoadRun, slo: Mapping[str, float]) -> dict[str, Any]:
 
 
 def request_rows(run: LoadRun) -> list[dict[str, Any]]:
-    """One row per request, as it ended: seconds since the start and of its latencies, tokens, error."""
+    """Return one row per request in order of their end: seconds since the start, latencies, tokens, error."""
     return [
         {
             "sent": answer.sent - run.begun,
@@ -233,7 +234,7 @@ def request_rows(run: LoadRun) -> list[dict[str, Any]]:
 
 
 def per_second(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Output tokens in each second of a run: those of a request spread evenly from its first output to its end."""
+    """Return output tokens in each second of a run. Spread a request's tokens evenly over its time of output."""
     whole = [row for row in rows if row["error"] is None and row["ttft"] is not None]
     if not whole:
         return []

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for a client that must not measure itself: a protocol class on uvloop, answers parsed by httptools.
+"""HTTP/1.1 for a client with little overhead of its own: a protocol class on uvloop, parsed by httptools.
 
 Per streamed token it costs a few microseconds (docs/bench.md has them beside aiohttp's and httpx's); it speaks what the
 benchmark needs and no more: requests with a body, keep-alive, TLS.
@@ -33,12 +33,12 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer has closed, or the network has failed."""
+        """Handle a connection that the peer closed or the network lost."""
         self.reusable = False
         self._fail(f"connection lost: {exc}" if exc else "the server closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        """All that came in one read came at one time."""
+        """Parse the bytes of one read. They share one arrival time."""
         if self._answer is None:
             self.close()
             return
@@ -52,7 +52,7 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     async def exchange(self, request: bytes, answer: StreamedAnswer) -> None:
-        """Send a request and fill in its answer, to the end of its body or the connection's."""
+        """Send a request and fill in its answer until its body or the connection ends."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._answer, self._events, self._body, self.heard = answer, None, [], False
@@ -66,13 +66,13 @@ class _Connection(asyncio.Protocol):
             self._answer = None
 
     def close(self) -> None:
-        """Leave; a server then stops to decode what it still had to answer."""
+        """Close the connection. A server then stops the generation."""
         self.reusable = False
         if self._transport is not None:
             self._transport.abort()
 
     def on_headers_complete(self) -> None:
-        """httptools: the status is known."""
+        """Record the status (httptools callback)."""
         assert self._answer is not None
         self._answer.status = self._parser.get_status_code()
         if self._answer.status == 200:
@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
             self._body.append(data)
 
     def on_message_complete(self) -> None:
-        """httptools: the answer is whole."""
+        """Finish the answer (httptools callback)."""
         answer, ended = self._answer, self._ended
         if answer is None or ended is None or answer.status in (100, 103):
             return
@@ -106,7 +106,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Requests to one server, over as many connections as are open at once. `timeout`: seconds for a whole answer."""
+    """Requests to one server with a pool of connections. `timeout`: seconds for a complete answer."""
 
     def __init__(self, target: Target, *, timeout: float) -> None:
         self._target = target
@@ -118,7 +118,7 @@ class Client:
         self._head = "\r\n".join(lines)
 
     async def stream(self, endpoint: str, body: dict[str, Any], *, due: float) -> StreamedAnswer:
-        """POST a body that asks for a stream. What fails is in the answer's `error`; nothing is raised.
+        """POST a body that asks for a stream. Failures go to the answer's `error`; nothing is raised.
 
         `due`: when the request was to be sent, which the answer keeps. A new connection is part of what is timed, as
         its user waits for it.
@@ -144,7 +144,7 @@ class Client:
             if connection.heard:
                 self._keep(connection)
                 return
-            # The server closed it while it was idle, as it may at any time: the request was not read.
+            # The server closed the idle connection, as it may at any time, and did not read the request.
             answer.error = None
         connection = await self._connect()
         await connection.exchange(request, answer)

@@ -1,4 +1,4 @@
-"""Where the time of a bench's scenario goes, by torch's profiler: kernels by name, and what nothing ran in."""
+"""Time of a benchmark's scenario by torch's profiler: kernels by name, and idle time."""
 
 import statistics
 import time
@@ -9,14 +9,14 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-# Launches of one graph, those of a few layers of a model; what comes behind repeats them.
+# Shown launches of one graph: those of a few layers. Later ones repeat them.
 _CHAIN = 72
-# The longest kernel and operator names are whole signatures.
+# Cut long names: some kernels and operators carry their whole signature.
 _NAME = 76
 
 
 class Recording:
-    """A profile of this process' device until `stop`, for all threads, and of this thread's operators."""
+    """Start a profile of this process's device for all threads, and of this thread's operators, until `stop`."""
 
     def __init__(self, device: str) -> None:
         self._on_device = device != "cpu"
@@ -50,8 +50,8 @@ def profiled(go: Callable[[], object], *, device: str, most: int = 24) -> list[s
 
     On a device: time and count of its kernels and copies, and how much of the wall's time they fill together (streams
     that run at once count twice). The host's operators follow; recording them slows it, so their times are to be
-    compared with each other only. Of the graph whose replays took longest together, `chain` has the launches one by
-    one.
+    compared with each other only. `chain` lists each launch of the graph with the longest total replay
+    time.
     """
     recording = Recording(device)
     try:
@@ -85,7 +85,7 @@ def chain(launches: Iterable[tuple[int, str, int, int]]) -> list[str]:
     if not graphs:
         return []
     names, steps = max(graphs.items(), key=lambda item: sum(events[-1][1] - events[0][0] for events in item[1]))
-    # The order of two streams varies, so a launch is the n-th of its name.
+    # The order of two streams varies, so identify a launch by its name and count.
     begun, added = defaultdict(list), defaultdict(list)
     for events in steps:
         first = until = events[0][0]

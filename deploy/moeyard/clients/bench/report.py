@@ -1,4 +1,4 @@
-"""Figures of a bench in words, side by side, as a table and as a picture."""
+"""Reports of a benchmark: text, comparisons, tables and plots."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from moeyard.entry import load
 
 BUSY_CLIENT = 0.7
 STATISTICS = (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
-# Figures that two runs are compared by: key, title, and whether more is better (None: neither).
+# Figures of a comparison: key, title, and whether more is better (None: neither).
 COMPARED = (
     ("completed", "completed", None),
     ("failed", "failed", False),
@@ -27,7 +27,7 @@ COMPARED = (
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """The table of one run."""
+    """Return the table of one run."""
     facts, found = result["facts"], result["figures"]
     count = found["completed"] + found["failed"]
     lines = [f"{facts['url']} {facts['model']}: {facts['load']}, {facts['lengths']}"]
@@ -65,7 +65,7 @@ def _why(facts: Mapping[str, Any]) -> str:
 
 
 def _client(found: Mapping[str, Any]) -> str:
-    """The cost of measuring, because a busy client measures itself."""
+    """Describe the client's CPU use. The figures of a busy client measure the client."""
     per_token = found["client_us_per_token"]
     each = "" if per_token is None else f", {per_token:.0f} us per token"
     late = f", requests sent {found['late_ms']['p99']:.1f} ms late (p99)" if found["late_ms"] else ""
@@ -74,7 +74,7 @@ def _client(found: Mapping[str, Any]) -> str:
 
 
 def compare(one: Mapping[str, Any], two: Mapping[str, Any], names: tuple[str, str]) -> str:
-    """Two results side by side with the second over the first; what got worse or better by a twentieth says so."""
+    """Compare two results by the ratio of the second to the first. Mark changes of 5 % or more."""
     rows = []
     for key, title, more_is_better in COMPARED:
         first, second = _at(one["figures"], key), _at(two["figures"], key)

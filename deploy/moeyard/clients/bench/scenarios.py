@@ -1,4 +1,4 @@
-"""Scenarios of a bench of an engine: streams that decode, prompts alone, prompts that arrive among streams."""
+"""Scenarios of an engine benchmark: decoding streams, prompts alone, and prompts that arrive among streams."""
 
 import statistics
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Misses:
         return hits, counters.misses[self._phase]
 
     def row(self, times: int, link: float | None) -> dict[str, float]:
-        """Figures per step or prompt, of `times` since; none where all experts are resident."""
+        """Return figures per step or prompt (`times` of them); none if all experts are resident."""
         if self._subject.experts.all_resident:
             return {}
         hits, misses = (now - then for now, then in zip(self._totals(), self._begun, strict=True))
@@ -52,7 +52,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """`streams` requests at once that answer `output` tokens each; `budget`: to what is kept of their prompts."""
+    """`streams` concurrent requests with `output` tokens each. `budget`: prompt positions that compression keeps."""
 
     streams: int
     prompt: int
@@ -61,12 +61,12 @@ class Decode:
 
     def requests(self, step_rows: int) -> tuple[int, int]:
         """(sequences, positions of the longest) if a step that decodes has room for `step_rows` prompt rows."""
-        # The kept part of a prompt has pages beside the prompt for a while.
+        # The kept part of a prompt temporarily needs its own pages next to the prompt's.
         return self.streams, self.prompt + self._asked(step_rows) + (self.budget or 0)
 
     def _asked(self, step_rows: int) -> int:
-        # The first prompts' streams answer while the last prompts are computed, in the rows that decoding leaves of a
-        # step, and all of them a little longer.
+        # The first streams decode while the last prompts are computed in the remaining rows of a step. All streams
+        # decode a little longer.
         return self.output + -(-self.streams * self.prompt // max(1, step_rows - self.streams)) + 8
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Decode:
         def after() -> None:
             nonlocal held, graphs
             if not ends and min(len(c.tokens) for c in courses) >= self.output:
-                # The measurement is complete. A few more steps, launched kernel by kernel, show the routing.
+                # The measurement is complete. A few more eager steps show the routing.
                 ends.append(run.records[-1].at)
                 held = pool.num_pages - pool.num_free
                 counted.update(subject.counts())
@@ -121,7 +121,7 @@ class Decode:
             "floor_ms": needed / ceilings.copy * 1e3,
             "distinct_experts": routing.distinct,
             **found,
-            # The streams have ended: nothing is left that these could spoil.
+            # The streams have ended, so these steps cannot disturb them.
             **beside_replay(found["tpot_ms"], replay_seconds(graphs)),
             **shares(counts),
             **missing,
@@ -129,7 +129,7 @@ class Decode:
 
 
 class RoutingWatch:
-    """Watches which experts a step asks for."""
+    """Records the experts that a step uses."""
 
     def __init__(self, subject: Subject, *, rows: int) -> None:
         self._subject, self._rows = subject, rows
@@ -142,7 +142,7 @@ class RoutingWatch:
         return sum(self._seen.values()) / len(self._seen)
 
     def watch(self, on: bool) -> None:
-        """Look, or stop looking. A replay runs none of the host's code, so steps are launched eagerly meanwhile."""
+        """Switch recording on or off. A graph replay runs no host code, so steps are launched eagerly meanwhile."""
         self._subject.experts.observer = self._observe if on else None
         if isinstance(self._subject.runner, GpuRunner):
             self._subject.runner.eager = on
@@ -155,7 +155,7 @@ class RoutingWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """`count` prompts of `length` at once, a token answered to each."""
+    """`count` concurrent prompts of `length` tokens with one output token each."""
 
     count: int
     length: int
@@ -185,7 +185,7 @@ class Prefill:
             "prompt_tok_s": rate,
             "took_ms": self.count * self.length / rate * 1e3,
             "ttft_ms": summary(firsts),
-            # The last round's.
+            # The last round counts.
             "steps": len(run.records),
             **misses.row(1, ceilings.link),
         }
@@ -193,7 +193,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """`streams` decode; then `count` prompts of `length` arrive one behind the other, `chunk` rows in a step."""
+    """`streams` decode while `count` prompts of `length` arrive one after the other, `chunk` rows per step."""
 
     streams: int
     prompt: int
@@ -207,11 +207,11 @@ class Mixed:
 
     @property
     def _asked(self) -> int:
-        # A prompt's step has a row for each stream; none of these may end before the last prompt has its token.
+        # A prompt's step has a row for each stream. No stream may end before the last prompt has its token.
         return 2 * self.alone + self.count * (-(-self.length // self.chunk) + 3)
 
     def run(self, subject: Subject, ceilings: Ceilings) -> dict[str, Any]:
-        """Latencies between the streams' tokens: alone, and from the first prompt's arrival to the last's token."""
+        """Return inter-token latencies of the streams: alone, and while prompts are computed."""
         run = Run(subject, subject.scheduler(self.chunk))
         decoding = [subject.submit(run, prompt=self.prompt, output=self._asked) for _ in range(self.streams)]
         arrived: list[Course] = []

@@ -1,4 +1,4 @@
-"""`moeyard bench URL`: conversations against a server, in a closed loop or as they arrive, and how it did."""
+"""`moeyard bench URL`: load a server with conversations, in a closed or open loop, and report its figures."""
 
 import argparse
 import asyncio
@@ -34,7 +34,7 @@ from moeyard.options import values
 KIND = "moeyard bench server"
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = 8
-# Words of the prompts that say how many tokens a server makes of them.
+# Prompt lengths, in words, that measure tokens per word.
 PROBES = (4, 28)
 MAX_PROBE_TOKENS = 2048
 WARMUP_SEED = -1
@@ -163,7 +163,7 @@ class Load:
         self.record = LoadRun()
 
     async def run(self) -> LoadRun:
-        """To its end, or until `stop`."""
+        """Run to the end, or until `stop`."""
         cpu, self.record.begun = time.process_time(), time.perf_counter()
         async with asyncio.TaskGroup() as self._group:
             self._start(self._closed() if self._config.rate is None else self._open(self._config.rate))
@@ -172,7 +172,7 @@ class Load:
         return self.record
 
     def stop(self) -> None:
-        """Break off: requests that run are cancelled and not counted."""
+        """Stop the run. Cancel requests under way and do not count them."""
         self.record.interrupted = True
         for task in self._running:
             task.cancel()
@@ -206,7 +206,7 @@ class Load:
             self._start(when_there_is_room(due))
 
     def _dues(self, rate: float) -> Iterator[float]:
-        """When conversations are due, as many as there are requests for."""
+        """Yield the start times of conversations, as many as there are requests."""
         config = self._config
         count = None if config.num_requests is None else -(-config.num_requests // self._workload.turns)
         last = float("inf") if config.duration is None else config.duration
@@ -220,7 +220,7 @@ class Load:
         task.add_done_callback(self._running.discard)
 
     async def _converse(self, due: float) -> None:
-        """PromptTurn after turn; each resends what was said, and the first that fails ends it."""
+        """Run the turns of a conversation. Each resends the history, and the first failure ends it."""
         config = self._config
         said: Any = [] if config.is_chat else None
         for turn in self._workload.conversation(next(self._conversations)):
@@ -238,14 +238,14 @@ class Load:
 
 
 def add(said: Any, turn: PromptTurn) -> Any:
-    """A conversation with the user's next words: messages, text or ids, None for one that begins as text or ids."""
+    """Append the user's next turn to a conversation of messages, text or ids (None: begins as text or ids)."""
     if isinstance(said, list):
         return [*said, {"role": "user", "content": turn.prompt}]
     return turn.prompt if said is None else f"{said}\n{turn.prompt}"
 
 
 def answered(said: Any, text: str) -> Any:
-    """A conversation with an answer. Ids have one turn: nobody says which ids the text would be."""
+    """Append an answer to a conversation. A conversation of ids has one turn: the answer's ids are unknown."""
     if isinstance(said, str):
         return said + text
     return [*said, {"role": "assistant", "content": text}] if isinstance(said[0], dict) else said
@@ -313,7 +313,7 @@ def _progress(bar: Any) -> Callable[[StreamedAnswer], None]:
 
 
 async def _warm_up(client: Client, config: ServerBenchConfig, workload: Workload, count: int) -> None:
-    """Requests of the same kind and of other words. Raises ValueError if all of them fail."""
+    """Send warm-up requests of the same kind with other words. Raises ValueError if all of them fail."""
     concurrency = min(count, config.concurrency or DEFAULT_CONCURRENCY)
     closed = replace(config, rate=None, duration=None, num_requests=count, concurrency=concurrency)
     warm = Load(client, closed, replace(workload, seed=WARMUP_SEED - workload.seed), lambda _: None)
@@ -324,7 +324,7 @@ async def _warm_up(client: Client, config: ServerBenchConfig, workload: Workload
 
 
 async def _yardstick(client: Client, config: ServerBenchConfig) -> Yardstick:
-    """How many tokens the server makes of words, asked with prompts of other lengths, the last near those wanted."""
+    """Measure the server's tokens per word with prompts of several lengths, the last near the wanted one."""
     points: list[tuple[int, int]] = []
     rng = random.Random(0)
     for words in (*PROBES, None):
@@ -342,7 +342,7 @@ async def _yardstick(client: Client, config: ServerBenchConfig) -> Yardstick:
 
 
 def fit(points: list[tuple[int, int]]) -> Yardstick:
-    """The yardstick of (words, prompt tokens) pairs: the least-squares line, or the mean ratio where that falls."""
+    """Fit (words, prompt tokens) pairs with a least-squares line, or with the mean ratio if its slope is negative."""
     slope, intercept = statistics.linear_regression([w for w, _ in points], [t for _, t in points])
     if slope <= 0:
         return Yardstick(per_word=sum(t for _, t in points) / sum(w for w, _ in points))
