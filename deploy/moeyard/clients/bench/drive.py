@@ -153,7 +153,7 @@ class Run:
 def replay_seconds(graphs: Sequence[torch.cuda.CUDAGraph]) -> float | None:
     """Return the seconds of a step that only replays its graphs: REPLAYS back to back, median of TURNS.
 
-    None without graphs. A replay reads the inputs of the last step again, with the tokens that it samples. It overwrites
+    None without graphs. A replay reads the inputs of the last step again, with its sampled tokens. It overwrites
     that step's pages and state slots, so no request may need them afterwards.
     """
     if not graphs:
