@@ -265,7 +265,7 @@ class FleetMachine:
         if recovered is None:
             log.warning("%s starts once more; the others serve", named(dead))
         else:
-            self._hand_over(recovered, incident, planned=set(incident.lost) == {restarted})
+            self._hand_over(recovered, incident, planned=bool(purpose))
         if self.commands.task is not None:
             self.commands.replaced(frozenset(incident.lost) - {restarted})
         return True
