@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a container of the image runs.
+# Entry point of the image's containers.
 #   ray-head                   the cluster's head: no worker is placed on it
 #   worker                     a node with room for MOEYARD_WORKER_CPUS (default 1) ranks
 #   router MODEL [options]     joins the cluster and runs `moeyard serve MODEL --ray-address ... [options]`
@@ -16,13 +16,13 @@ set -eu
 gcs=${RAY_GCS_ADDRESS:-ray-head:6379}
 router=${MOEYARD_ROUTER_URL:-http://router:8000}
 home=${MOEYARD_CONTAINER_HOME:-/opt/moeyard}
-# Activations travel over ZMQ, so Ray's object store can be small; its own choice would be a third of the memory.
+# Activations travel over ZMQ, so Ray's object store can be small. Ray's default is a third of the memory.
 store=134217728
 
-# The address that the other containers know this one by.
+# The address at which other containers reach this one.
 address() { echo "${MOEYARD_ADDRESS:-$(hostname -i | cut -d ' ' -f 1)}"; }
 
-# A container that is started again has the files of its former life, logs of dead sessions among them.
+# A restarted container still has its old files, including logs of dead sessions.
 forget_sessions() { rm -rf "${RAY_TMPDIR:-/tmp}/ray"; }
 
 case ${1:-} in

@@ -1,4 +1,4 @@
-"""Whether a container's part of the fleet is well: exit code 0, or 1 with a line that says what is wrong.
+"""Health check of a container's role: exit code 0, or 1 with a line on the problem.
 
     python health.py ray-head HOST:PORT           the control service of Ray answers
     python health.py worker ADDRESS ROUTER_URL    this node is there, and so is every rank that belongs here
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def ray_head(address: str) -> str | None:
-    """A line about what is wrong with the cluster's head, or None."""
+    """Return a line on the problem of the cluster's head, or None."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
@@ -44,7 +44,7 @@ def ray_head(address: str) -> str | None:
 
 
 def worker(address: str, router_url: str) -> str | None:
-    """A line about what is wrong with a worker's node or its ranks, or None.
+    """Return a line on the problem of a worker's node or its ranks, or None.
 
     The router knows which ranks are here. A node without any is well: it waits, and the router waits for it to be well.
     Where the router cannot be asked, the ranks that run here are all that is known.
@@ -60,7 +60,7 @@ def worker(address: str, router_url: str) -> str | None:
 
 
 def rank_pages(router_url: str) -> list[str]:
-    """Metrics pages of the ranks, as the router lists them for Prometheus; [] if it cannot be asked."""
+    """Return the ranks' metrics URLs in the router's list for Prometheus; [] if the router does not answer."""
     try:
         with urllib.request.urlopen(f"{router_url}/metrics/targets", timeout=SECONDS) as answer:
             groups = json.load(answer)
@@ -70,7 +70,7 @@ def rank_pages(router_url: str) -> list[str]:
 
 
 def answers(url: str) -> bool:
-    """Whether a rank's page comes: a thread of the rank writes it."""
+    """Return whether a thread of the rank serves its metrics page."""
     try:
         with urllib.request.urlopen(url, timeout=SECONDS) as answer:
             return int(answer.status) == 200
@@ -79,7 +79,7 @@ def answers(url: str) -> bool:
 
 
 def router(url: str) -> str | None:
-    """A line about what is wrong with the router and the fleet behind it, or None."""
+    """Return a line on the problem of the router or its fleet, or None."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2 * SECONDS):
             return None

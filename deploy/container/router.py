@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run both; return the container's exit code."""
+    """Run the node and the server. Returns the container's exit code."""
     split = list(arguments).index("--")
     # Only noted: an exception from a handler may leave the lock of a Popen locked, and the wait for it never ends.
     noted: list[int] = []
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pass_on(node: "subprocess.Popen[str]", joined: list[str]) -> None:
-    """Print the node's output, since it stops at a full pipe; append the line that says it has joined to `joined`."""
+    """Print the node's output, because a full pipe would block it. Append its line on joining to `joined`."""
     assert node.stdout is not None
     for line in node.stdout:
         print(line, end="", flush=True)

@@ -32,7 +32,7 @@ def of_one_fleet(query: str) -> str:
 
 
 def queries(panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """(legend, PromQL) of a panel's lines."""
+    """Return (legend, PromQL) of each line of a panel."""
     if "queries" in panel:
         return [(legend, of_one_fleet(query)) for legend, query in panel["queries"].items()]
     metric, selector = panel["quantiles"]
@@ -41,7 +41,7 @@ def queries(panel: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def panel_json(panel: dict[str, Any], number: int) -> dict[str, Any]:
-    """Grafana's form of one panel, without its place."""
+    """Return Grafana's JSON of one panel, without its position."""
     kind = next(k for k in KINDS if k in panel)
     table = kind == "table"
     targets = [
@@ -75,7 +75,7 @@ def panel_json(panel: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def layout(sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All panels, in lines under a heading per section."""
+    """Return all panels in rows, with a heading per section."""
     panels: list[dict[str, Any]] = []
     y = 0
     for section in sections:
@@ -95,7 +95,7 @@ def layout(sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def variable(name: str, label: str, query: str, *, several: bool) -> dict[str, Any]:
-    """A choice among a label's values; of `several` all are chosen at first, else the first one is."""
+    """Return a variable with a label's values. Default: all if `several`, else the first."""
     choice: dict[str, Any] = {"multi": several, "includeAll": several}
     if several:
         choice["current"] = {"text": "All", "value": "$__all"}
@@ -112,7 +112,7 @@ def variable(name: str, label: str, query: str, *, several: bool) -> dict[str, A
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard. Variables narrow its panels: one model, the jobs of its fleet, and ranks of the workers."""
+    """Return the dashboard. Its variables select one model, the jobs of its fleet, and worker ranks."""
     jobs = '{__name__=~"moeyard_workers|moeyard_engine_steps_total", model_name="$model_name"}'
     variables = [
         variable("model_name", "Model", "moeyard_workers", several=False),

@@ -1,4 +1,4 @@
-"""Make `.venv` and install the project into it: what `make demo` and `make test` stand on.
+"""Create `.venv` and install the project into it, for `make demo` and `make test`.
 
 Needs nothing but Python 3.11 or 3.12 and a package index. Versions come from `deploy/constraints.txt`. A finished
 install leaves a stamp named after the hash of `pyproject.toml` and the constraints: a second run does nothing, a change
@@ -20,7 +20,7 @@ OLDEST, NEWEST = (3, 11), (3, 12)
 
 
 def digest(root: Path) -> str:
-    """Twelve hex digits over the files that decide what is installed, and over the interpreter's version."""
+    """Return twelve hex digits of a hash over the dependency files and the interpreter's version."""
     h = hashlib.sha256(f"{sys.version_info[:2]}".encode())
     for name in ("pyproject.toml", "deploy/constraints.txt"):
         h.update((root / name).read_bytes())
@@ -28,7 +28,7 @@ def digest(root: Path) -> str:
 
 
 def venv_is_usable(venv: Path) -> bool:
-    """True when the environment's own interpreter starts and is a supported Python."""
+    """Return whether the environment's interpreter starts and is a supported Python."""
     python = venv / "bin" / "python"
     if not python.exists():
         return False

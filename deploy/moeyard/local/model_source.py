@@ -1,4 +1,4 @@
-"""Which checkpoint a command is given: a directory here, an id of the Hugging Face hub, or the bundled demo."""
+"""Resolve a command's MODEL: a local directory, an id on the Hugging Face hub, or the bundled demo."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moeyard.entry import load
 
-# In a checkout, and in an installed package (pyproject.toml puts it there).
+# The demo's place in a checkout, and in an installed package (pyproject.toml copies it).
 _DEMO_PLACES = (
     Path(__file__).resolve().parents[2] / "demo",
     Path(__file__).resolve().parents[1] / "bundled" / "demo",
@@ -24,22 +24,22 @@ _OTHER_FORMATS = MappingProxyType(
 
 
 def checkpoint(args: argparse.Namespace) -> str:
-    """Directory of the whole checkpoint that was named, which is downloaded where it is on the hub.
+    """Return the directory of the complete checkpoint. Download it if it is on the hub.
 
-    Raises ValueError before any weights are downloaded if the model is none that is served.
+    Raises ValueError for an unsupported model, before any download of weights.
     """
     hub = hub_id(args.model)
     return local_directory(args) if hub is None else str(load("moeyard.local.hub").fetch(hub, args.revision))
 
 
 def described(args: argparse.Namespace) -> str:
-    """Directory of what says which model it is: config, tokenizer and index. Weights of the hub may be missing."""
+    """Return the directory of a model's description: config, tokenizer and index. Hub weights may be missing."""
     hub = hub_id(args.model)
     return local_directory(args) if hub is None else str(load("moeyard.local.hub").describe(hub, args.revision))
 
 
 def local_directory(args: argparse.Namespace) -> str:
-    """Absolute path of the directory that was named, or of the demo's; raises ValueError for what is none."""
+    """Return the absolute path of the given directory, or of the demo's. Raises ValueError if there is none."""
     revision = getattr(args, "revision", None)
     directory = Path(args.model or bundled_model())
     if directory.is_dir():
@@ -54,14 +54,14 @@ def local_directory(args: argparse.Namespace) -> str:
 
 
 def hub_id(model: str | None) -> str | None:
-    """`model` where it has the form of an id of the hub (organisation/name) and no file here is called so."""
+    """Return `model` if it is a hub id (organisation/name) and not a local path, else None."""
     if model is None or not re.fullmatch(f"{_PART}/{_PART}", model) or Path(model).exists():
         return None
     return None if model.partition("/")[0] in _HUB_HOSTS or _file_format(model) else model
 
 
 def other_format(where: str, files: Iterable[str]) -> str:
-    """Name the format of a directory or a repository that has weights, but no safetensors; "" for all others."""
+    """Name the format of a directory or repository with weights but no safetensors; "" otherwise."""
     names = sorted(files)
     found = [name for name in names if _file_format(name)]
     if not found or any(name.endswith(".safetensors") for name in names):
@@ -70,7 +70,7 @@ def other_format(where: str, files: Iterable[str]) -> str:
 
 
 def foreign_form(model: str, revision: str | None = None) -> str:
-    """Why `model`, which is no directory, names no checkpoint, and what would; "" for a path without a directory."""
+    """Explain why `model`, not a directory, names no checkpoint, and what to use; "" for a path that is missing."""
     if (kind := _file_format(model)) and "://" not in model:
         return f"{model} is a {kind} file; {_ORIGINAL}"
     if Path(model).exists():
@@ -95,7 +95,7 @@ def foreign_form(model: str, revision: str | None = None) -> str:
 
 
 def _of_hub(model: str, path: str, revision: str | None) -> str:
-    """Name the id to give for a page's address on the hub, or for Ollama's and llama.cpp's name of it."""
+    """Return the advice for a hub URL, or for a hub name in the style of Ollama and llama.cpp."""
     parts = [part for part in re.split(r"[?#]", path)[0].split("/") if part]
     name = "/".join(parts[:2])
     if "gguf" in path.lower() or ":" in name:
@@ -108,12 +108,12 @@ def _of_hub(model: str, path: str, revision: str | None) -> str:
 
 
 def _file_format(name: str) -> str:
-    """The format of a file of weights that are no safetensors; "" for all other files."""
+    """Return the format of a weight file other than safetensors; "" for all other files."""
     return _OTHER_FORMATS.get(Path(name).suffix.lower(), "")
 
 
 def bundled_model() -> str:
-    """Directory of the demo checkpoint; raises ValueError where an installation left it out."""
+    """Return the directory of the demo checkpoint. Raises ValueError if the installation lacks it."""
     for place in _DEMO_PLACES:
         if (place / "config.json").is_file():
             return str(place)

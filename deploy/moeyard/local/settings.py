@@ -1,4 +1,4 @@
-"""Configurations out of the flags of `moeyard serve`: engines, routers, keys, logs and the model in the API."""
+"""Configs from the flags of `moeyard serve`: engines, routers, keys, logs and the model in the API."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig that the flags describe; raises ValueError naming the flag at fault.
+    """Return the EngineConfig of the flags. Raises ValueError that names the wrong flag.
 
     The description of a model of the hub is fetched after all flags are checked; its weights are not.
     """
@@ -42,7 +42,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         config = _engine_config(args)
         if config.shape is not None:
             shape_model(config.shape, config.num_layers)
-        # Nothing is fetched for flags that are wrong.
+        # Check the flags before any download.
         return config if hub_id(args.model) is None else replace(config, model_path=described(args))
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
@@ -53,7 +53,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     if given["record_routing"] is not None:
         given["record_routing"] = str(Path(given["record_routing"]).resolve())
     if "max_num_seqs" not in given:
-        # Only a default may be lowered without a word: to what a step has room for, each sequence with its drafts.
+        # Lower only a default silently, to the number of sequences (with drafts) that fit a step.
         rows = given.get("max_batch_tokens", DEFAULTS["max_batch_tokens"])
         each = 1 if given["speculate"] is None else 1 + (given["draft_tokens"] or MAX_DRAFTS)
         given["max_num_seqs"] = max(min(DEFAULT_SEQS, rows // each), 1)
@@ -63,19 +63,19 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def door_config(args: argparse.Namespace) -> DoorConfig:
-    """The keys and certificates of the flags and the environment; raises ValueError for what is no origin."""
+    """Return keys and certificates of the flags and the environment. Raises ValueError for an invalid origin."""
     given = values(DoorConfig, args)
     given["allowed_origins"] = tuple(parse_origins(given["allowed_origins"]))
     return DoorConfig(**given, api_keys=take_keys())
 
 
 def log_config(args: argparse.Namespace) -> LogConfig:
-    """How the flags want log lines."""
+    """Return the log config of the flags."""
     return LogConfig(**values(LogConfig, args))
 
 
 def router_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
-    """The fields of RouterConfig that the flags and the engines' limits set."""
+    """Return the RouterConfig fields set by flags and the engines' limits."""
     each = config.max_num_seqs + config.max_waiting
     return {
         "max_inflight": config.num_workers * each,
@@ -101,7 +101,7 @@ class ApiSettings:
     unknown_fields: str
 
     def describe_defaults(self) -> str | None:
-        """One line about the sampling defaults, or None without any."""
+        """Return one line on the sampling defaults, or None without any."""
         given = ", ".join(f"{name} {value:g}" for name, value in self.defaults.given().items())
         return (
             f"sampling defaults of {self.defaults_from}: {given} (--generation-config none: neutral)" if given else None
@@ -142,7 +142,7 @@ def kv_compression(text: str) -> KvCompression:
 
 
 def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> None:
-    """Raise `ValueError` where prompts would be kept in part by default and cannot be: clients could not help it."""
+    """Raise `ValueError` if the default compression of prompts cannot work: clients could not avoid the error."""
     kept = api.kv_compression
     if kept is None:
         return
@@ -155,7 +155,7 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
 
 
 def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> list[str]:
-    """Lines about defaults of requests, and about prompts that a step has no room for."""
+    """Return lines on request defaults, and on prompts that do not fit a step."""
     notes = [] if (defaults := api.describe_defaults()) is None else [defaults]
     if (kept := api.kv_compression) is not None:
         notes.append(
@@ -173,7 +173,7 @@ def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> l
 
 
 def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
-    """Parsers of the model's answers; raises `ValueError` that names the flag where a parser is missing."""
+    """Return the parsers of the model's answers. Raises `ValueError` that names the flag of a missing parser."""
     try:
         return answer_formats(
             codec, tools=api.tool_call_parser, reasoning=api.reasoning_parser, auto=api.enable_auto_tool_choice
@@ -183,7 +183,7 @@ def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
 
 
 def served_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
-    """Names of the model: by default its shape, its id of the hub, or its directory's name."""
+    """Return the model's names: by default its shape, its hub id, or its directory's name."""
     if args.served_model_name:
         for name in args.served_model_name[1:] if getattr(args, "model", None) is None else ():
             if Path(name).is_dir():
@@ -193,7 +193,7 @@ def served_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, .
 
 
 def generation_file(choice: str, model_path: str | None) -> Path | None:
-    """The file that --generation-config means, None for none."""
+    """Return the file of --generation-config, or None."""
     if choice in ("none", "vllm"):
         return None
     if choice == "auto":
@@ -206,7 +206,7 @@ def generation_file(choice: str, model_path: str | None) -> Path | None:
 
 
 def sampling_defaults(file: Path) -> SamplingDefaults:
-    """Defaults out of a generation_config.json; raises `ValueError` naming file and key.
+    """Return the defaults of a generation_config.json. Raises `ValueError` that names file and key.
 
     The keys that vLLM takes. Its `max_new_tokens` also bounds what requests ask for; here it is a default like the
     others. `do_sample` is not looked at, as there.
@@ -221,7 +221,7 @@ def sampling_defaults(file: Path) -> SamplingDefaults:
 
 
 def _checked(fields: Fields, key: str, kind: type, expected: str) -> Any:
-    """The value of a key, or None; raises `ValueError` unless it is an `int` or of `kind`."""
+    """Return a key's value, or None. Raises `ValueError` unless it is an `int` or of type `kind`."""
     value = fields.values.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | kind)):
         raise fields.error(key, f"is {value!r}, expected {expected}")
