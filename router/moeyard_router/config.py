@@ -1,4 +1,4 @@
-"""What a router is told once, at start."""
+"""The settings of a router, fixed at its start."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -16,10 +16,11 @@ KEY_VARIABLE = "MOEYARD_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where one rank listens: `endpoint` is its ZMQ ROUTER address, `metrics_url` its Prometheus page if it has one.
+    """The addresses of one rank.
 
-    With an empty `endpoint` the rank is away, and the others serve without it. One that is
-    `draining` takes no new sequences.
+    endpoint: its ZMQ ROUTER address. If it is empty, the rank is absent, and the others serve without it.
+    metrics_url: its Prometheus page, if it has one.
+    draining: whether it takes no new sequences.
     """
 
     rank: int
@@ -38,10 +39,11 @@ _LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorConfig:
-    """Who may come in, under which certificate, and whether it is written down (docs/security.md).
+    """Access to the API: keys, TLS, allowed origins and the access log (docs/security.md).
 
-    `api_key_file` and `api_keys` (plain, from the environment) add up; with neither, no key is asked for.
-    `access_log` writes on the logger `moeyard.access`.
+    api_key_file, api_keys: all keys of both are valid (`api_keys` are plain, from the environment). Without any, no key
+        is required.
+    access_log: whether to log requests on the logger `moeyard.access`.
     """
 
     api_key_file: Path | None = option(
@@ -69,15 +71,15 @@ class DoorConfig:
 
     @property
     def scheme(self) -> str:
-        """How clients spell the protocol."""
+        """The scheme of the API's URL."""
         return "http" if self.ssl_certfile is None else "https"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What holds for requests that do not say; ranges as in `SamplingParams`. None: neutral, as OpenAI's defaults are.
+    """Defaults of sampling parameters, with the ranges of `SamplingParams`. None is neutral, as in the OpenAI API.
 
-    `max_tokens` is of chats; completions have OpenAI's 16, or this where it is less.
+    max_tokens: for chats. Completions have OpenAI's default of 16, or this one if it is less.
     """
 
     temperature: float | None = None
@@ -97,54 +99,52 @@ class SamplingDefaults:
             ("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
             ("max_tokens", self.max_tokens, 1, math.inf),
         ):
-            # Written so that NaN fails.
+            # NaN fails this comparison.
             if value is not None and not (low <= value <= high and value != math.inf):
                 raise ValueError(f"{name}: expected {low:g} to {high:g}, got {value}")
         if self.top_p == 0:
             raise ValueError("top_p: expected more than 0")
 
     def given(self) -> dict[str, float]:
-        """Those that are set."""
+        """Return the defaults that are set."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """One router before one fleet of expert-parallel workers.
+    """The settings of one router of one fleet. Times are seconds.
 
-    `model_name` is what answers call the model, `model_aliases` what clients may call it too; `model_path` is the
-    directory with its tokenizer and chat template; with None there is no text: prompts are token ids, and so are
-    answers. `chat_template` is a file that goes before the template of that directory. `tool_call_parser` and
-    `reasoning_parser` name formats of text/answer_formats.py, "auto" for what the template shows, "none" for none;
-    `enable_auto_tool_choice` None is true where a format of tool calls is known.
-    `max_model_len` counts prompt and output tokens of a sequence; `vocab_size` is the model's, which may exceed the
-    tokenizer's. `eos_token_ids` must be the ids at which the workers end a sequence. Sizes are in sequences
-    (`max_inflight`, `max_choices`) or bytes (`max_body_bytes`); times are seconds.
-
-    A sequence is admitted while fewer than `max_inflight` are at the workers, and the prompts there that have no token
-    yet have at most `max_waiting_tokens` tokens with its own (None: any number); beyond that clients get a 429.
-    With `inflight_per_worker` the former follows the number of workers, and `max_inflight` is that of the first ones.
-    A worker runs `worker_places` at once, and what it has no place for waits in the router (None: all are sent on at
-    once). There a request waits for at most `max_queue_seconds`; None: as long as it takes, but in overload
-    for half the time of a first token (fleet/waiting.py). Then clients get a 429.
-    Bodies that are being read hold at most `max_buffered_bytes` together; beyond that clients get a 503. Large ones are
-    made into jobs by `intake_processes` processes beside the event loop.
-    A client has `header_timeout` to send a request's headers, of at most `max_header_bytes`, and `body_timeout` for the
-    body behind them; a connection without a request is kept for `keep_alive_timeout`. A client that takes no more of
-    its answer for `send_timeout` is cut off. Connections beyond `max_connections` (None: any number) get a 503.
-    `step_deadline` is how long a worker may be silent on its connection before that counts as broken, and how long a
-    worker whose connection broke has to answer on another before it counts as lost. `recovery_timeout` is how long
-    requests wait for a fleet that is not whole; with 0 a lost worker ends all of them, and the fleet, at once.
-    `canary_interval` is the idle time after which one tiny request proves that the fleet still decodes, and
-    `canary_timeout` how long that request may take. `shutdown_grace` is what open streams get on SIGTERM.
-    `kv_compression` holds for requests that do not say. `prefix_caching` says whether workers reuse the beginnings of
-    prompts, so that sending them to one rank pays.
-    `unknown_fields` says what becomes of fields of requests that nobody knows: a 400, or dropped and named in a header.
-    `metric_aliases` adds other programs' names to /metrics: "vllm" is the only set there is.
-    `restarted`: this router is in the place of one that served these workers. Requests that come before they are all
-    connected wait, as they do while a fleet recovers; a first router refuses them by 503.
-    `keys` are shown to the workers, and tell that it is them; with None nothing is locked (workers of a test).
-    `version` is what /version answers.
+    model_name, model_aliases: the model's name in answers, and other names that clients may use.
+    model_path: directory with tokenizer and chat template. None: prompts and answers are token ids.
+    chat_template: a file that replaces the template of that directory.
+    tool_call_parser, reasoning_parser: formats of text/answer_formats.py; "auto" derives them from the template.
+    enable_auto_tool_choice: None is true if a format of tool calls is known.
+    max_model_len: prompt and output tokens of a sequence. vocab_size: the model's, which may exceed the tokenizer's.
+    eos_token_ids: the ids at which the workers end a sequence.
+    max_inflight: sequences at the workers before 429. `inflight_per_worker`: if set, the limit follows the number of
+        workers, and `max_inflight` is that of the first ones.
+    max_waiting_tokens: prompt tokens of sequences without a first token, before 429. None: no limit.
+    worker_places: sequences that a worker runs at once. Others wait in the router. None: all are sent on at once.
+    max_queue_seconds: longest wait in the router, before 429. None: no limit, but in overload half the time to the
+        first token (fleet/waiting.py).
+    max_body_bytes, max_buffered_bytes: bytes of one body (413), and of all that are being read (503).
+    intake_processes: processes that turn large bodies into jobs beside the event loop.
+    max_header_bytes, header_timeout, body_timeout: limits of a request's headers and body.
+    keep_alive_timeout: how long an idle connection is kept. send_timeout: how long a client may stop
+        reading its answer.
+    max_connections: connections before 503. None: no limit.
+    step_deadline: how long a worker may be silent before its connection counts as broken, and how long it then has to
+        answer on another connection before it counts as lost.
+    recovery_timeout: how long requests wait for an incomplete fleet. 0: the loss of a worker ends all of them at once.
+    canary_interval, canary_timeout: idle time before a tiny request tests the fleet, and how long that may take.
+    shutdown_grace: how long open streams may continue after SIGTERM.
+    kv_compression: default of requests. prefix_caching: whether workers reuse prefixes, so that routing by prefix pays.
+    unknown_fields: "reject" answers unknown fields with 400; otherwise they are dropped and named in a header.
+    metric_aliases: further sets of metric names; "vllm" is the only one.
+    restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
+        connected. A first router answers 503.
+    keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
+    version: the answer of /version.
     """
 
     model_name: str
@@ -264,7 +264,7 @@ class RouterConfig:
                 raise ValueError(f"eos_token_ids: {token_id} is outside the vocabulary of {self.vocab_size}")
 
     def most_inflight(self, num_workers: int) -> int:
-        """Sequences at so many workers before 429."""
+        """Return how many sequences may run or wait at `num_workers` workers before 429."""
         return self.max_inflight if self.inflight_per_worker is None else num_workers * self.inflight_per_worker
 
     @property

@@ -181,11 +181,11 @@ class RouterMetrics:
             self._workers.labels(self._model_name, state).set(states.count(state))
 
     def own_page(self) -> bytes:
-        """What this router counted, in Prometheus' text format: of several routers it adds up."""
+        """Return this router's own counts in Prometheus' text format. Those of several routers add up."""
         return generate_latest(self.registry) + generate_latest(self.aliases)
 
     def fleet_page(self) -> bytes:
-        """What any router says of the fleet."""
+        """Return the metrics of the fleet, which are the same at every router."""
         return generate_latest(self.fleet)
 
 

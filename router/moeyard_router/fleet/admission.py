@@ -88,7 +88,7 @@ class Admission:
         self._config = config
         self._recovers = config.recovery_timeout > 0
         self._times_whole = 0
-        self._late: tuple[float, str] | None = None  # when the open incident has lasted too long, and how that is told
+        self._late: tuple[float, str] | None = None  # when the open incident has lasted too long, and why
         # When a paused sequence is sent again; a number only if the fleet has stayed whole since it was that often.
         self._paused: list[tuple[float, int, Flight, int | None]] = []
         self._numbers = counter()
@@ -116,7 +116,7 @@ class Admission:
         for number in range(len(self.ranks)):
             gone = number >= len(addresses)
             if gone or number in new:
-                self.ranks[number].leaving |= gone  # whatever this router was told before
+                self.ranks[number].leaving |= gone  # regardless of earlier orders
                 what = "has left" if gone else "is away" if addresses[number].away else "was replaced"
                 self.lose(now, number, f"worker {number} {what}", replaced=True)
         self.ranks.replace(addresses, new)
@@ -608,7 +608,7 @@ class Admission:
             flight.pauses = False  # `_settle` sends it, or lets it wait for calm again
 
     def _of_clients(self, number: int) -> list[Flight]:
-        """Return a rank's sequences without those that it was told to stop, and without tests of the rank.
+        """Return a rank's sequences without those that it was asked to stop, and without tests of the rank.
 
         A test goes to every rank by its number, to a draining one too.
         """

@@ -1,9 +1,9 @@
-"""Whose turn it is among those that wait: the key that has had least so far goes first. Pure.
+"""Fair queue between API keys: the key that was served least so far goes first. Pure.
 
-Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each key has a counter of
-the tokens that it was served, an output token counting twice a prompt token; who waits with the least is served. A key
-that comes back after it had nothing waiting starts at the least counter of those that wait, so nobody saves up turns.
-How long an answer will be is not known when it starts: the key's recent answers say, and its end puts it right.
+It uses virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each key has a
+counter of served tokens, in which an output token counts as two prompt tokens. The waiting key with the lowest counter
+is next. A key that returns after an idle time starts at the lowest counter of the waiting keys, so idle keys save up no
+credit. The length of an answer is estimated from the key's recent answers when it starts, and corrected at its end.
 """
 
 from collections import deque
@@ -13,15 +13,16 @@ from typing import Any
 
 _OUTPUT_WEIGHT = 2.0  # as in the paper, and as output tokens are priced
 _FIRST_GUESS = 128.0  # output tokens of a key without a finished answer
-_NEW = 0.2  # weight of the latest answer in what a key's answers are thought to be
+_NEW = 0.2  # weight of the latest answer in the estimate of a key's answers
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """A request that waits, or did: so many sequences that start together.
+    """A request in the queue, or one that was: `count` sequences that start together.
 
-    `key` is who pays for it, None where nobody is told apart; `since` is monotonic seconds; `excused` are those of its
-    seconds since in which nothing ran; `load` is the caller's.
+    key: the API key, None without keys.
+    since: arrival, in monotonic seconds. `excused`: seconds since then in which nothing ran.
+    load: an object of the caller.
     """
 
     key: str | None
@@ -33,7 +34,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Flow:
-    """What is known of a key. `waiting` is in order of arrival."""
+    """The counters of a key, and its waiting requests in order of arrival."""
 
     served: float = 0.0
     answer: float = _FIRST_GUESS
@@ -46,12 +47,12 @@ class _Flow:
 
 
 class FairQueue:
-    """First come first served within a key, least served first between keys. Keys without anything are forgotten."""
+    """First come first served within a key, least served first between keys. Idle keys are forgotten."""
 
     def __init__(self) -> None:
         self.num_sequences = 0
         self._flows: dict[str | None, _Flow] = {}
-        self._floor = 0.0  # the counter of whoever left the queue last
+        self._floor = 0.0  # the counter of the key that left the queue last
 
     def __len__(self) -> int:
         return sum(len(flow.waiting) for flow in self._flows.values())
@@ -61,22 +62,22 @@ class FairQueue:
 
     @property
     def num_keys(self) -> int:
-        """Keys with something that waits."""
+        """Number of keys with waiting requests."""
         return sum(1 for flow in self._flows.values() if flow.waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that have started and not ended."""
+        """Number of running sequences."""
         return sum(flow.running for flow in self._flows.values())
 
     def share(self, key: str | None) -> tuple[int, int]:
-        """Sequences of a key that run, and the number of keys that run or wait, this one among them."""
+        """Return a key's running sequences, and the number of keys that run or wait, with this one."""
         flow = self._flows.get(key)
         others = sum(1 for name, each in self._flows.items() if name != key and (each.running or each.waiting))
         return (0 if flow is None else flow.running), others + 1
 
     def push(self, entry: Entry) -> None:
-        """It waits, behind those of its key."""
+        """Append a request to the queue of its key."""
         flow = self._flow(entry.key)
         if not flow.waiting:
             flow.served = max(flow.served, self._least())
@@ -84,13 +85,13 @@ class FairQueue:
         self.num_sequences += entry.count
 
     def first(self) -> Entry | None:
-        """Whose turn it is; None if nobody waits."""
+        """Return the next request, or None."""
         flows = (flow for flow in self._flows.values() if flow.waiting)
         flow = min(flows, key=lambda flow: (flow.served, flow.waiting[0].since), default=None)
         return None if flow is None else flow.waiting[0]
 
     def remove(self, entry: Entry) -> None:
-        """It waits no more."""
+        """Remove a request from the queue."""
         flow = self._flows[entry.key]
         if entry is flow.waiting[0]:
             flow.waiting.popleft()
@@ -101,13 +102,13 @@ class FairQueue:
         self._forget(entry.key)
 
     def shrink(self, entry: Entry) -> None:
-        """One of its sequences waits no more."""
+        """Remove one sequence of a request."""
         assert entry.count > 1, "the last one is removed"
         entry.count -= 1
         self.num_sequences -= 1
 
     def started(self, key: str | None, prompt: int, most: int) -> float:
-        """One sequence begins, waited or not; returns the output tokens that it is charged for, for `ended`."""
+        """Note that a sequence starts. Return the output tokens charged for it, which `ended` needs."""
         flow = self._flow(key)
         expected = min(flow.answer, most)
         flow.served += prompt + _OUTPUT_WEIGHT * expected
@@ -115,7 +116,7 @@ class FairQueue:
         return expected
 
     def ended(self, key: str | None, expected: float, output: int) -> None:
-        """It has ended after `output` tokens."""
+        """Note that a sequence ended after `output` tokens."""
         flow = self._flows[key]
         flow.served += _OUTPUT_WEIGHT * (output - expected)
         flow.answer += _NEW * (output - flow.answer)
@@ -123,14 +124,14 @@ class FairQueue:
         self._forget(key)
 
     def ahead(self, key: str | None) -> int:
-        """Sequences that start before one that `key` would send now: its own, and of every other key as many."""
+        """Return how many sequences start before a new one of `key`: its own, and as many of every other key."""
         flow = self._flows.get(key)
         own = 0 if flow is None else flow.sequences
         others = (flow.sequences for name, flow in self._flows.items() if name != key and flow.waiting)
         return own + sum(min(sequences, own) for sequences in others)
 
     def displaceable(self, key: str | None) -> Entry | None:
-        """The newest of the key that has most waiting, if that is more than `key` has with one more; else None."""
+        """Return the newest request of the key with the longest queue, if that exceeds `key`'s queue plus one."""
         name, fattest = max(self._flows.items(), key=lambda item: item[1].sequences, default=(None, None))
         if fattest is None or name == key or not fattest.waiting:
             return None
@@ -140,7 +141,7 @@ class FairQueue:
     def _flow(self, key: str | None) -> _Flow:
         flow = self._flows.get(key)
         if flow is None:
-            # Who was forgotten had nothing here: it starts where the others are.
+            # A new or forgotten key starts at the level of the others.
             flow = self._flows[key] = _Flow(served=self._least())
         return flow
 
@@ -149,6 +150,6 @@ class FairQueue:
 
     def _forget(self, key: str | None) -> None:
         flow = self._flows[key]
-        # What it was served beyond the others counts as long as anybody waits.
+        # A key that was served more than the others is remembered while any request waits.
         if not flow.waiting and not flow.running and (not self.num_sequences or flow.served <= self._least()):
             del self._flows[key]

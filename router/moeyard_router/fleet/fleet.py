@@ -63,7 +63,7 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, WorkerLink] = {}
         self._watches: set[asyncio.Task[None]] = set()  # over links that may not come up again
-        self._announced: list[Ticket] = []  # to be called once all messages at hand are delivered
+        self._announced: list[Ticket] = []  # to call once all received messages are delivered
         self._carries_out = False
         self._inflight = 0  # as the metrics have it
         self._timer: asyncio.TimerHandle | None = None

@@ -21,7 +21,7 @@ class Flight:
     None once the client has left: then only the end is awaited. A sequence sent to test one rank is not `carried` to
     another. `output` are the ids that were delivered, `scored` counts the prompt tokens whose log-probabilities were.
     `pending` estimates the tokens that its rank has to compute before the next output; `num_ranks` counts the times
-    that it was given to a rank. While it `pauses`, a timer sends it again. `left` are ranks that were told to stop it
+    that it was given to a rank. While it `pauses`, a timer sends it again. `left` are ranks that were asked to stop it
     so that another could go on with it, and have not confirmed that yet.
 
     `entry` is its place in the queue (fleet/waiters.py) before its first turn. It was first sent at `sent`, after it

@@ -1,4 +1,4 @@
-"""What the admission machine tells its caller to do. Pure data, in the order in which it must be done."""
+"""The instructions of the admission machine to its caller. Pure data, in the order in which it must be done."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -19,13 +19,13 @@ from moeyard_worker.wire import ProtocolError, decode, encode, reply_limits
 log = logging.getLogger(__name__)
 
 _LONG_PROMPT = 8192  # tokens; to encode and to send 131,072 of them takes 1.4 ms
-# Then other work of the event loop gets its turn: so many frames, or bytes of them (prompts' logprobs are large).
+# Frames, or bytes of frames, that are read before other work of the event loop gets its turn.
 _FRAMES_PER_TURN = 256
 _BYTES_PER_TURN = 16 * 1024
 # How soon a connection that was refused is tried again, and at most how late.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # seconds between looks for a listener
-# A process that ends while it is met again refuses nobody.
+# Without this event, because it also occurs when a worker's process ends during a reconnection.
 _REFUSED = REFUSED_EVENTS & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 

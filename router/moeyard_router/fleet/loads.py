@@ -17,18 +17,18 @@ _FRESH_SECONDS = 1.0
 _ANSWER_SECONDS = 1.0
 
 
-# Of one rank [layer][expert], by the layers and experts that it names.
+# Rows of one rank [layer][expert], by the layers and experts that its answer names.
 LayerRows = list[list[int]]
 
 
 def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
-    """What the experts of each rank have computed, in the order of `answers`; empty of one that has not told.
+    """Return the rows that the experts of each rank have computed, in the order of `answers`; empty if unknown.
 
-    What rows have chosen is added up over ranks, and is of the rank that holds the expert. Of one that several hold
-    each is given as many, the first ones what is left over: how rows were dealt between them was not counted.
+    Counts of chosen experts are added up over ranks and belong to the rank that holds the expert. If several ranks hold
+    it, its rows are split evenly and the first ones get the rest, because the real split was not counted.
     """
     telling = [each for each in answers if each.chosen]
-    # A fleet has one model, so that all have as many.
+    # All ranks serve the same model, so all answers have the same length.
     left = [sum(column) for column in zip_longest(*(each.chosen for each in telling), fillvalue=0)]
     places = {each.rank: _places(each) for each in telling}
     holders = Counter[int]()
@@ -51,7 +51,7 @@ def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
 
 
 def _places(loads: ExpertLoads) -> list[int]:
-    """Where `chosen` has each of [layer, expert], its layers one behind the other."""
+    """Return the index in `chosen` of each (layer, expert)."""
     width = len(loads.chosen) // len(loads.layers)
     return [start + expert for start in range(0, len(loads.chosen), width) for expert in loads.experts]
 
@@ -73,7 +73,7 @@ class LoadsReader:
             self._complete.set()
 
     async def read(self) -> list[ExpertLoads]:
-        """The ranks' counts, by rank, at most a second old; a rank that does not answer within a second is left out."""
+        """Return the ranks' counts, at most a second old. Ranks that do not answer within a second are left out."""
         now = time.monotonic()
         if now - self._asked >= _FRESH_SECONDS:
             self._asked = now

@@ -1,19 +1,19 @@
-"""What a launcher tells routers of ranks that are drained or about to be replaced. Pure."""
+"""Orders of a launcher to routers about ranks that drain or will be replaced. Pure."""
 
 from dataclasses import dataclass
 
-# In the place of a number of sequences: the fleet is not whole, and they may be anywhere.
+# Instead of a number of sequences: the fleet is incomplete, so the number is unknown.
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """From now on `ranks`, and no others, take no new sequences.
+    """Stop sending new sequences to `ranks`, and send them to all others.
 
-    `rank` is the one that the answer is about. `carry`: what it has goes on at others, if another takes sequences.
-    `leaves`: its process is about to be replaced, so that its end is nobody's fault and requests wait until then.
-    `size`: the same of all ranks from this one on, which leave for good; or there will be so many ranks, if that is
-    more. None: there are as many as before.
+    rank: the rank whose sequences the answer counts.
+    carry: whether its sequences go on at other ranks, if another rank takes sequences.
+    leaves: whether its process will be replaced. Its end is then planned, and requests wait for its successor.
+    size: the next number of ranks, or None. Ranks from `size` on leave for good.
     """
 
     ranks: tuple[int, ...]

@@ -1,18 +1,18 @@
-"""Which rank takes the next sequence, and why. Pure: no clock, no sockets.
+"""Chooses the rank for the next sequence. Pure: no clock, no sockets.
 
-A rank is scored in prompt tokens, which all costs of a choice can be counted in; the lowest score wins:
+A rank's score counts all costs of a choice in prompt tokens. The lowest score wins:
 
     score = prompt tokens it has yet to compute, this prompt's uncached ones included   (how long this request waits)
           + _ROW_TOKENS * sequences it holds                                            (how long every step lasts)
           + _KV_TOKENS if its free KV pages do not hold the prompt                      (preemption, waiting for room)
 
-Ranks run each step together, so a step lasts as long as the rank with most rows needs: _ROW_TOKENS weighs rows spread
-evenly against tokens saved by a cached prefix. The rank where this client was last (`home`), then the one that knows
-most of the prompt, are kept while no other is better by `_MARGIN` of the prompt: else scores that differ by little send
-a conversation back and forth, and its prefix into every rank's cache.
+Ranks run each step together, so a step lasts as long as the rank with most rows needs. _ROW_TOKENS weighs an even
+spread of rows against tokens saved by a cached prefix. The client's last rank is preferred, then the rank that knows
+most of the prompt, unless another is better by `_MARGIN` of the prompt. Otherwise small differences would move a
+conversation between ranks, and its prefix into every rank's cache.
 
-The constants are from `bench/policy.py`, which compares on traces (docs/architecture.md has its table). Tried there
-without gain: a further term for tokens by which the rank would exceed the fullest one.
+The constants are from `bench/policy.py`, which compares on traces (docs/architecture.md has its table). A further term
+for tokens by which the rank would exceed the fullest one gained nothing there.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ _MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """What is known of one rank when a prompt asks for a place. Tokens and pages are counts.
+    """The load of one rank at the time of a choice.
 
-    `sequences`: running or waiting there, those sent since its latest snapshot included. `pending_tokens`: prompt
-    tokens of them that are not computed yet. `kv_pages` of `page_size` tokens each, of which `kv_pages_free` are free
-    or held by the prefix cache alone. `cached_tokens`: how much of the prompt's beginning that cache may hold.
+    sequences: running or waiting there, with those sent since its latest snapshot.
+    pending_tokens: prompt tokens of these sequences that are not computed yet.
+    kv_pages, kv_pages_free: pages of `page_size` tokens. Pages that only the prefix cache holds are free.
+    cached_tokens: tokens at the beginning of the prompt that the rank's prefix cache probably holds.
     """
 
     rank: int
@@ -44,9 +45,9 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The rank for a sequence, None while it waits for one.
+    """The rank for a sequence, None while the sequence waits.
 
-    `reason`: client, prefix, load or only; `cached_tokens` as expected there.
+    reason: client, prefix, load or only. `cached_tokens`: expected prefix hit on that rank.
     """
 
     rank: int | None
@@ -55,7 +56,10 @@ class Route:
 
 
 def choose_rank(loads: Sequence[RankLoad], *, prompt_tokens: int, home: int | None = None) -> Route | None:
-    """The usable rank with the lowest score (see above); ties by fewer sequences, then lower rank. None if none."""
+    """Return the usable rank by score, with ties by fewer sequences and then lower rank. None if none is usable.
+
+    home: the client's last rank.
+    """
     usable = [load for load in loads if load.usable]
     if len(usable) < 2:
         return _route(usable[0], "only") if usable else None

@@ -171,7 +171,7 @@ class Ranks:
             if rank.state != "ready":
                 what = "is not connected yet" if rank.state == "connecting" else f"is {rank.state}"
                 return f"worker {rank.number} at {rank.endpoint} {what}"
-        # Survivors reach a new epoch, and count other ranks, before this router is told.
+        # Survivors reach a new epoch with other ranks before the launcher informs this router.
         said = {(r.snapshot.epoch, r.snapshot.world_size) for r in there if r.snapshot is not None}
         if {world for _, world in said} != {len(there)}:
             return f"the workers count {', '.join(str(world) for _, world in sorted(said))} ranks, not {len(there)}"

@@ -115,9 +115,9 @@ RECENT = 32  # choices that are remembered
 class Phases:
     """The phases of one choice that has ended, in seconds; None if unknown.
 
-    `ended` is Unix time. `queue` and `prefill` are the worker's (unknown if a stop string or the client ended the
-    sequence); `ttft` is arrival to first token, `decode` first to last token, `total` arrival to end, as the
-    router saw them.
+    ended: Unix time.
+    queue, prefill: the worker's times, unknown if a stop string or the client ended the sequence.
+    ttft: arrival to first token. `decode`: first to last token. `total`: arrival to end. The router measures these.
     """
 
     id: str

@@ -22,9 +22,9 @@ class Ticket:
     routes: list[Route] = field(default_factory=list)  # of every sequence, in order
     _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
-    _waiting: asyncio.Future[None] | None = None  # of whoever waits, who is one
+    _waiting: asyncio.Future[None] | None = None  # of the only waiter
     _woken: bool = False
-    _reader: Callable[[], None] | None = None  # is called for tokens, in place of waking whoever waits
+    _reader: Callable[[], None] | None = None  # called for tokens instead of waking the waiter
     _announced: bool = False
 
     async def events(self) -> list[tuple[float, int, Event]]:

@@ -4,12 +4,11 @@ Requests queue here. The workers hold only what keeps them busy. So a request go
 comes, API keys take turns, and the queue outlives a worker. The fair queue decides between keys (`http/` names
 them). A client's own names (`x-session-id`, `user`) do not count, because a client could claim many of them.
 
-A queue that takes up a burst is good; a queue that stands and grows makes every request late (Nichols and Jacobson,
+A queue that absorbs a burst is good. A queue that stands and grows makes every request late (Nichols and Jacobson,
 "Controlling Queue Delay", ACM Queue 2012; Maurer, "Fail at Scale", ACM Queue 2015). So any burst may wait at first.
-The queue's length after it has stood for `INTERVAL` is taken as the number of concurrent clients: as many clients with
-one request after the other (a benchmark of fixed concurrency) keep it there, and all are served. If it grows beyond
-that, more requests arrive than end. Then no request waits longer than `limit`, until none had to be refused for `CALM`
-seconds.
+The queue's length after it has stood for `INTERVAL` counts as the number of concurrent clients. A benchmark of fixed
+concurrency keeps it there, and all its requests are served. If the queue grows beyond that, more requests arrive than
+end. Then no request waits longer than `limit`, until none had to be refused for `CALM` seconds.
 """
 
 import math
@@ -74,8 +73,8 @@ class Overload:
     def answered(self, now: float, seconds: float, running: int = 0) -> None:
         """Take the time to first token of a sequence that had not waited, while `running` sequences run.
 
-        A late one says nothing about a quiet fleet if more than half of the places are taken: a flood fills all places
-        at once before it is known as one, and its first tokens come after all its prompts.
+        A late one is ignored if more than half of the places are taken. A sudden flood fills all places before it is
+        detected, and its first tokens come after all its prompts.
         """
         if self.active(now):
             return
@@ -99,7 +98,7 @@ class WaitingRoom:
         self._num_starts = 0
         self._last = -math.inf  # when the queue last held a request
         self._held: float | None = None  # since when nothing runs
-        self._slots: dict[str | None, float] = {}  # per key, the latest time that a refused request was told
+        self._slots: dict[str | None, float] = {}  # per key, the latest Retry-After time that a refused request got
 
     def resize(self, places: int) -> None:
         """Let `places` sequences run at once from now on."""

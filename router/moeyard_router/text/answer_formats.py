@@ -1,4 +1,4 @@
-"""Which formats the answers of one model are read in: named by whoever serves it, or told by its chat template."""
+"""The formats of one model's answers: named by the operator, or derived from its chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormats:
-    """What a model's answers may hold beside plain text.
+    """The formats of a model's answers beyond plain text.
 
     `tools` and `reasoning` are None for a model that has no such thing, or none that is known. `auto_tools`: calls are
     looked for where `tool_choice` is "auto". `shown` are bytes by token id in which the markers of `tools` and

@@ -144,7 +144,7 @@ class _Values:
         self.rules.append(f"{rule}: {literal(markup.begin, ids)} {name} ({' | '.join(allowed)})")
 
     def _text(self, rule: str, schema: Mapping[str, Any], types: frozenset[str]) -> str:
-        """What stands for a value that is a text, its end included."""
+        """Return the grammar of a value that is a text, with its end."""
         markup, ids = self._markup, self._token_ids
         if types and "string" not in types:
             return ""
@@ -166,7 +166,7 @@ def _escaped(name: str) -> str:
     return slashed("".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in name))
 
 
-# What comes first: the rest of a block that the prompt has opened, a block if the model wants one, or neither.
+# The beginning of an answer: the rest of a block that the prompt has opened, an optional block, or neither.
 Thinking = Literal["inside", "possible", "none"]
 _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
@@ -230,7 +230,7 @@ def _calls_among_text(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list
 
 
 def _more(calls: AllowedCalls, token_ids: Mapping[str, int]) -> str:
-    """What may follow the first call: more of them, and the section's end; among text only those of one section."""
+    """Return the grammar after the first call: more calls and the section's end. In text, only those of one section."""
     form = calls.form
     in_section = bool(form.section_end) and form.section_end not in form.joint
     joint = literal(form.joint + form.written[0], token_ids)

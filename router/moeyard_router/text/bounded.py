@@ -188,7 +188,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         raise Elsewhere
 
     def _loop(self, value: Any, units: int) -> Any:
-        """What is iterated over, by a body of so many units."""
+        """Count the iterations of a loop whose body has this many units."""
         try:
             self._spend((len(value) + 1) * units)
         except TypeError:
@@ -218,7 +218,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         return self._text(value)
 
     def _text(self, value: Any) -> Any:
-        """What is printed, compared or hashed: with all that it holds, each time that it holds it."""
+        """Count a value that is printed, compared or hashed, with everything in it, each time that it occurs."""
         if isinstance(value, str):
             self._spend(len(value) >> _TEXT)
         elif type(value) not in _SCALARS and not isinstance(value, Undefined):
@@ -337,7 +337,7 @@ def _is_known_test(node: nodes.Test) -> bool:
 
 
 def _is_known_lazy(node: nodes.Filter) -> bool:
-    """`map(attribute="name")`, or the name of a test with constants beside it."""
+    """Return whether a filter is `map(attribute="name")`, or names a test with constant arguments."""
     if node.name == "map":
         return (
             not node.args and [each.key for each in node.kwargs] == ["attribute"] and is_constant(node.kwargs[0].value)

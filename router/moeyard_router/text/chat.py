@@ -62,8 +62,8 @@ class TextCodec:
         self._check_length(text, limit, param)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        # `encode` holds the interpreter lock to its end, a batch of one does not (tokenizers 0.23); without offsets a
-        # batch takes two thirds of the time, and what it leaves is let go in a tenth.
+        # `encode` holds the interpreter lock to its end, but a batch of one does not (tokenizers 0.23). Without
+        # offsets, a batch takes two thirds of the time, and freeing its result a tenth.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -75,7 +75,7 @@ class TextCodec:
 
 
 class IdCodec:
-    """No tokenizer: a prompt is token ids, and so is an answer. What vLLM calls --skip-tokenizer-init."""
+    """No tokenizer: prompts and answers are token ids, as with vLLM's --skip-tokenizer-init."""
 
     template = tool_template = None
     has_text = False

@@ -46,7 +46,7 @@ class TokenBytes:
         self._bytes: list[bytes] = []
         self._visible: list[bytes] = []
         self._added: dict[str, int] = {}
-        # Of tokens that begin and end with a character, special ones left out: what has been met so far.
+        # Texts met so far of tokens that begin and end with a character, without special tokens.
         self.texts: dict[int, str] = {}
         if tokenizer is None:
             return
@@ -131,8 +131,8 @@ class Detokenizer:
 
     `table` is a table of one's own (`TokenBytes.table_with`) in place of the one with or without special tokens.
 
-    Bytes that can never become a character turn into U+FFFD, as `tokenizers` does for byte-level decoders. (Of a run of
-    byte-fallback tokens that is not valid UTF-8, `tokenizers` replaces every byte; here text already sent stays.)
+    Bytes that can never become a character turn into U+FFFD, as `tokenizers` does for byte-level decoders. (For a run
+    of byte-fallback tokens that is not valid UTF-8, `tokenizers` replaces every byte; here text already sent stays.)
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Detokenizer:
             return known
         table, size = self._table, len(self._table)
         data = self._held + b"".join([table[i] for i in token_ids if i < size])
-        # What the incremental decoder of `codecs` does, which is written in Python: 1.4 us for every token.
+        # The same as the incremental decoder of `codecs`, which is written in Python and takes 1.4 us per token.
         text, used = codecs.utf_8_decode(data, "replace", False)
         if len(token_ids) == 1 and not self._held and used == len(data):
             self._texts[token_ids[0]] = text
@@ -164,7 +164,7 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What `StopMatcher.push` lets through, and the stop string that ended the text, if one did."""
+    """The text that `StopMatcher.push` passes on, and the stop string that ended the text, or None."""
 
     text: str
     stop: str | None = None
@@ -280,7 +280,7 @@ def most_characters(spec: Mapping[str, Any], longest: int) -> int | None:
     one.
     """
     if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"]):
-        return None  # such a token takes any amount of blanks beside it
+        return None  # such a token includes any number of blanks next to it
     model = spec["model"]
     if model.get("fuse_unk") and not model.get("byte_fallback"):
         return None

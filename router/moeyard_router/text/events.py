@@ -1,4 +1,4 @@
-"""What an answer's text turns out to be: reasoning, content, calls of tools. The JSON of each API is made elsewhere."""
+"""The parts of an answer's text: reasoning, content, tool calls. The JSON of each API is made elsewhere."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

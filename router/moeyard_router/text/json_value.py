@@ -95,7 +95,7 @@ class ObjectCall:
 
 
 def read_call(text: str) -> ObjectCall | None:
-    """The call that a JSON object is; None if it is none, or if its arguments cannot be told from other members."""
+    """Return the call that a JSON object describes. None if it is not a call, or if its arguments are ambiguous."""
     members = members_of(text) or {}
     name = _DECODER.decode(members.pop("name", "null"))
     if not isinstance(name, str) or not name.isprintable() or not name:

@@ -1,8 +1,8 @@
 """Arguments that a family writes one by one, each between markers, and the JSON that is made of them as they come.
 
-Qwen3-Coder and DeepSeek-V3.2 write no JSON object: a name, and behind it the value as it is. A text becomes a JSON
-string while it arrives; what may be anything else waits until it is whole, because only then it can be told whether
-it is the JSON that it should be. Where the text was cut into pieces makes no difference.
+Qwen3-Coder and DeepSeek-V3.2 write no JSON object, but a name followed by the plain value. A text becomes a JSON string
+while it arrives. Any other value waits until it is complete, because only then it is clear whether it is the expected
+JSON. The cuts between pieces make no difference.
 """
 
 import json
@@ -23,8 +23,8 @@ _ANY = frozenset[str]()
 class ParameterMarkup:
     """How a family writes arguments: (begin head value end)*.
 
-    `head` matches all that is between `begin` and the value, with a group `name` and perhaps `string`, "true" for a
-    text and "false" for JSON; its last character, and no other, is ">". `pad` may stand at either end of a value.
+    `head` matches everything between `begin` and the value, with a group `name` and perhaps `string`: "true" for a text
+    and "false" for JSON. Its last character, and no other, is ">". `pad` may stand at either end of a value.
     `cut` ends a value whose own end the model forgot; it is read again. `written` are the two forms of `head`
     as the family's templates write them behind the name: before a text, and before JSON; `behind` follows `end`.
     """
@@ -81,7 +81,7 @@ class ParameterReader:
         return "".join(pieces), text, False
 
     def finish(self, rest: str) -> str:
-        """What is left of arguments that were cut off, after which `rest` was not understood."""
+        """Return the rest of arguments that were cut off. `rest` is the text that was not understood."""
         if self._types is None:
             return ""
         return _escaped(rest) if self._quoted else self._held + rest
@@ -229,7 +229,7 @@ def json_types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> fro
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference within the schema points to, None for any other."""
+    """Return the target of a reference within the schema, or None for another reference."""
     place: Any = root if reference.startswith("#") else None
     for key in filter(None, reference[1:].split("/")):
         place = place.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None

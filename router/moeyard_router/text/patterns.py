@@ -1,10 +1,9 @@
-"""The regular expressions of a tokenizer.json, tried on texts that make bad ones backtrack, where that can be stopped.
+"""Tests the regular expressions of a tokenizer.json for catastrophic backtracking, in a process that can be stopped.
 
-Tokenizers' engine (Oniguruma) backtracks: an expression such as `(a+)+$` takes twice as long for every further "a". It
-gives up a match after ten million steps, by a panic, but there are as many matches as characters, and it holds whoever
-tokenizes meanwhile. So before a checkpoint is served its expressions are tried in a process of their own, each for
-CPU_SECONDS. What this finds is what chance and carelessness bring about, and the plain attack; a text may be thought of
-that it does not try.
+The engine of tokenizers (Oniguruma) backtracks: an expression such as `(a+)+$` takes twice as long for every further
+"a". It gives up a match after ten million steps, by a panic. But there are as many matches as characters, and they hold
+the tokenizing thread. So before a checkpoint is served, its expressions are tried in a separate process, each for
+CPU_SECONDS. The test finds careless expressions and simple attacks. It cannot try every text.
 """
 
 import json
@@ -21,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 
 CPU_SECONDS = 2.0  # for all texts of one expression; those of the families served here take less than 0.1
 LENGTH = 1000  # characters of a text: what takes quadratic time passes, what takes more does not
-# Where tokenizer.json has expressions; beside them is its vocabulary, which is large.
+# The parts of tokenizer.json that have expressions. Its vocabulary is large and has none.
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.text import patterns; "
 

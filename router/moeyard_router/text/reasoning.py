@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told from the answer: <think>...</think> of DeepSeek, Qwen3 and Kimi-K2.
+"""Separates a model's reasoning from its answer: <think>...</think> of DeepSeek, Qwen3 and Kimi-K2.
 
 A model opens the block itself, or its chat template does so at the end of the prompt. Newlines next to the markers are
 part of the format and of neither text. A <think> that does not come first in the output is content.
@@ -74,7 +74,7 @@ class ReasoningParser:
         return self._step in (self._block_begins, self._in_block)
 
     def push(self, text: str) -> list[TextEvent]:
-        """What became certain with the next piece: `Reasoning` first, then `Content`, either or none."""
+        """Return the events that the next piece settles: `Reasoning` first, then `Content`; either or none."""
         if self._step == self._after:
             return [Content(text)]
         self._buffer += text

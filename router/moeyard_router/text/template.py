@@ -31,12 +31,15 @@ _FIRST, _SECOND = "moeyardfirst", "moeyardsecond"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """`variables` are what the template takes from outside, `words` its string literals and the names of attributes.
+    """Properties of a chat template. Those after `null_content` are found by `tried`.
 
-    `null_content` is whether it looks if a message's content is none. The others are found by `tried`:
-    `alone_first` holds (first role, other role, whether behind a turn) for system and developer messages of which the
-    template shows the first only, or refuses both. `part_roles` are the roles whose content may be a list of parts, and
-    `only_parts` those whose content must be one. `object_arguments` is whether arguments of a call must be an object.
+    variables: names that the template reads from outside.
+    words: its string literals and names of attributes.
+    null_content: whether it tests if a message's content is none.
+    alone_first: (first role, other role, whether after a turn) of system and developer messages of which the template
+        shows only the first, or refuses both.
+    part_roles: roles whose content may be a list of parts. `only_parts`: roles whose content must be one.
+    object_arguments: whether arguments of a call must be an object.
     """
 
     variables: frozenset[str]
@@ -125,12 +128,12 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 MAX_SOURCE = 256 * 1024  # characters; compiling takes 20 us each. The longest published ones have 20,000 (2026-11)
-# What a process of `api/large.py` gives one rendering: seconds of CPU, and so many more for each character of messages
-# (16 MB in 100,000 messages of one of the longer templates took 3.5 s), and bytes of memory.
+# Limits of one rendering in a process of `api/large.py`: CPU seconds, further CPU seconds per character of messages,
+# and bytes of memory. (16 MB in 100,000 messages took 3.5 s with one of the longer templates.)
 RENDER_SECONDS = 0.5
 RENDER_SECONDS_PER_CHARACTER = 5e-7
 RENDER_MEMORY = 1 << 30
-# What rendering raises for messages that a template does not take.
+# Errors of rendering for messages that a template does not accept.
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
 )
@@ -229,7 +232,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """End this process by SIGPROF after so many seconds of CPU in the block; MemoryError beyond RENDER_MEMORY."""
+    """End this process by SIGPROF after `seconds` of CPU in the block. MemoryError beyond RENDER_MEMORY."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     used = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (used + RENDER_MEMORY, hard))

@@ -21,11 +21,11 @@ class ToolFormat:
     `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
     `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
     order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
-    the same are read too. `id_length`: the family's templates take ids of so many letters and digits only.
+    the same are read too. `id_length`: the family's templates accept only ids of this many letters and digits.
     `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
-    the arguments ({index} is the call's number), and behind these; `opening` stands before the first call, `joint`
+    the arguments ({index} is the call's number), and after them. `opening` stands before the first call, `joint`
     between two. `unthought` is the beginning of a call that models of the family also make while they think, without
-    the end of that.
+    the end of their reasoning.
     """
 
     name: str
