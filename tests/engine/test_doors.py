@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ import zmq
 from tests.limits import HANG_SECONDS
 from tests.strangers import one_byte_and_gone, rubbish, say, try_key
 
+from moeyard_worker.engine.loop import frontend
 from moeyard_worker.engine.loop.frontend import Frontend
 from moeyard_worker.keys import RouterKeys
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Abort, Grammar, Hello, Message, SamplingParams, Submit, TokenIds
@@ -197,6 +199,22 @@ def test_bad_messages_are_counted_and_their_lines_are_short_and_few(
     assert len(caplog.records) == LINES
     assert max(len(record.getMessage()) for record in caplog.records) < MAX_QUOTE + 100
     door.serves(client)
+
+
+def test_bad_frames_do_not_keep_a_rank_from_its_step(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, now = door.router(), [0.0]
+    door.serves(client)
+    monkeypatch.setattr(frontend, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(*_: Any) -> Message:
+        now[0] += 0.3
+        raise ProtocolError("not msgpack")
+
+    monkeypatch.setattr(frontend, "decode", slow)
+    for _ in range(5):
+        client.send(b"x")
+    door.until(lambda _: door.counts == {"message": 2})
+    door.counted(message=5)
 
 
 @pytest.mark.parametrize("frame", BAD.values(), ids=BAD)

@@ -8,18 +8,22 @@ from prometheus_client import generate_latest
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.engine.assembly import worker as worker_module
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.loop.metrics import REFUSALS, WorkerMetrics
+from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.scheduling.scheduler import Scheduler
+
+CONFIG = EngineConfig(
+    model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20, max_model_len=64
+)
+SPEC = WorkerSpec(config=CONFIG, rank=0, epoch=1, host="127.0.0.1", version="test")
 
 
 @pytest.fixture
 def parts() -> dict[str, Any]:
     """What a step is observed with, of a worker that serves nobody."""
-    config = EngineConfig(
-        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20, max_model_len=64
-    )
-    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
+    worker = Worker(SPEC)
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
     engine = worker._engine
@@ -66,6 +70,33 @@ def test_what_was_refused_is_counted_by_door_and_reason() -> None:
     page = generate_latest(metrics.registry).decode()
     assert 'moeyard_refused_total{door="router",model_name="tiny",rank="3",reason="message"} 2.0' in page
     assert page.count("moeyard_refused_total{") == sum(map(len, REFUSALS.values()))
+
+
+def test_refusals_by_peers_add_up_over_epochs() -> None:
+    worker = Worker(SPEC)
+    try:
+        worker._mesh.refused["handshake"] = 2
+        worker.rebind(2)
+        assert worker._metrics.refused["peer"] == {"handshake": 2}
+        worker._mesh.refused["handshake"] += 1
+        assert worker._metrics.refused["peer"] == {"handshake": 3}
+    finally:
+        worker.stop()
+
+
+def test_a_rank_that_cannot_be_built_frees_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    for each in (WorkerMetrics, Mesh):
+        close = each.close
+        monkeypatch.setattr(each, "close", lambda self, close=close: (closed.append(type(self).__name__), close(self)))
+
+    def no_port(*_: Any) -> Any:
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(worker_module, "bind_frontend", no_port)
+    with pytest.raises(OSError, match="no port is free"):
+        Worker(SPEC)
+    assert closed == ["WorkerMetrics", "Mesh"]
 
 
 def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -> None:

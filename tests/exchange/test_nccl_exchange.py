@@ -476,6 +476,23 @@ def test_a_meeting_in_vain_is_named_alike_by_all(ends: tuple[Through | None, ...
         mesh.close()
 
 
+def test_a_failed_meeting_leaves_a_group_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes, groups = open_meshes(2, deadline=2.0), [TorchGroup(CPU, captures=False) for _ in range(2)]
+
+    def no_route(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no route to host")
+
+    made = object()
+    monkeypatch.setattr(groups[0], "_connect", lambda *_, **__: made)
+    monkeypatch.setattr(groups[1], "_connect", no_route)
+    errors = together([lambda g=g, m=m: raised(lambda: g.meet(m)) for g, m in zip(groups, meshes, strict=True)])
+    assert errors == ["rank 1 did not meet the others: no route to host"] * 2
+    for group, mesh in zip(groups, meshes, strict=True):
+        group.abort()
+        mesh.close()
+    assert [[backend for backend, _ in group._ended] for group in groups] == [[made], []]
+
+
 def test_a_rank_that_leaves_a_meeting_is_named() -> None:
     meshes = open_meshes(2, deadline=2.0)
     meshes[1].close()

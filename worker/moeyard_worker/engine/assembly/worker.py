@@ -10,6 +10,7 @@ plain values.
 import logging
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -69,15 +70,15 @@ class Worker:
         shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
         self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
         self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
-        try:
+        # No caller has this object yet, so this closes what an error leaves: ports, and names in /dev/shm and /tmp.
+        with ExitStack() as on_error:
+            on_error.callback(self._mesh.close)
             self._metrics, self._metrics_port = serve_metrics(spec)
+            on_error.callback(self._metrics.close)
             # Later plans may shorten sequences, never lengthen them.
             self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
-            self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
-        except BaseException:
-            # No caller has this object yet, so none would remove the names in /dev/shm and the temporary directory.
-            self._mesh.close()
-            raise
+            on_error.pop_all()
+        self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         self._available: int | None = None
         self._loaded = self._total = 0
         self._engine: Engine | None = None
@@ -102,6 +103,8 @@ class Worker:
         self._placement = placement or self._placement
         self._mesh.close()
         self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement)
+        # The totals go on: a counter that falls would hide the refusals since the last scrape.
+        self._mesh.refused.update(self._metrics.refused["peer"])
         self._metrics.refused["peer"] = self._mesh.refused
         return self.endpoints()
 

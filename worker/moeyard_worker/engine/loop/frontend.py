@@ -80,10 +80,10 @@ class Frontend:
 
         Frames that are no message are counted and dropped.
         """
-        begun = time.monotonic()
+        limit = time.monotonic() + _TURN_S
         while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN and (event := next_event(self.monitor)) is not None:
             count_refused(event, self.refusals, "a connection to the port for routers")
-        while True:
+        while time.monotonic() < limit:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -97,8 +97,6 @@ class Frontend:
                 self.refusals.add("message", f"a router sent a bad message: {error}")
                 continue
             yield frames[0], message
-            if time.monotonic() - begun > _TURN_S:
-                return
 
     def send(self, client: bytes, message: Message) -> bool:
         """Send to one router; False when it is gone."""

@@ -166,8 +166,11 @@ class TorchGroup:
 
         # `connect` waits for peers, while only this thread may use the mesh.
         threading.Thread(target=connect, name="meet-peers", daemon=True).start()
-        relay(mesh, store, lambda: through[0] if through else None, seconds=MEET_S)
-        self._backend = found[0]
+        try:
+            relay(mesh, store, lambda: through[0] if through else None, seconds=MEET_S)
+        finally:
+            # A group that only some members have made must be ended, too, and its destructor would block this thread.
+            self._backend = found[0] if found else None
 
     def _connect(self, store: RelayStore, place: int, world: int, *, one_host: bool) -> Any:
         """The group, with every pair of ranks connected."""
