@@ -1,5 +1,5 @@
 # make demo [ONCE=1]    serve the bundled checkpoint on this machine and stream one chat completion
-# make check            format, lint, types and house rules
+# make check            format, lint, types, house rules and language
 # make test [ARGS=..]   the checks and the fast tier of the tests (with ARGS: one pytest with them)
 # make test-all         the checks, every test, and the 50 slowest of them
 # make mutants [ARGS=..] plant faults one at a time and show which test of the fast tier sees each (ARGS: their names)
@@ -26,7 +26,7 @@ demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
 
 check: static
-	$(PYTEST) tests/test_house.py
+	$(PYTEST) tests/test_house.py tests/test_language.py
 
 static: venv-dev
 	$(VENV)/bin/ruff format --check --quiet
