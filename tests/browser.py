@@ -34,10 +34,20 @@ class Browser:
         self._in, theirs_out = os.pipe()
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]
         arguments = [
-            program, "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
-            "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
-            "--hide-scrollbars", "--force-color-profile=srgb", f"--user-data-dir={self._folder}", "about:blank",
-        ]  # fmt: skip
+            program,
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+            "--force-color-profile=srgb",
+            f"--user-data-dir={self._folder}",
+            "about:blank",
+        ]
         log = str(Path(self._folder) / "log")
         self._pid = os.posix_spawn(
             program,

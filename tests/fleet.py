@@ -480,10 +480,16 @@ def start_fleet(
     client = Client([e["frontend"] for e in endpoints], keys.of_router())
     try:
         yield Fleet(
-            ranks=ranks, endpoints=endpoints, reports=reports, client=client, config=config, keys=keys,
+            ranks=ranks,
+            endpoints=endpoints,
+            reports=reports,
+            client=client,
+            config=config,
+            keys=keys,
             placement=placement,
-            hosts=hosts, make=make,
-        )  # fmt: skip
+            hosts=hosts,
+            make=make,
+        )
         alive = [rank for rank in ranks if rank.process.is_alive()]
         call_all(alive, "validate", [()] * len(alive))
     finally:

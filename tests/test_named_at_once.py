@@ -63,9 +63,13 @@ def test_failures_are_named_at_once_and_what_ran_at_the_end(workers: int, tmp_pa
     with said.open("w") as file:
         # A group of its own, which gets the signal whole, as from `timeout`; and the first process gets it twice.
         run = subprocess.Popen(
-            [*command, "-n", str(workers), "--tb=no"], cwd=tmp_path, env=environment, stdout=file, stderr=file,
+            [*command, "-n", str(workers), "--tb=no"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             until = time.monotonic() + HANG_SECONDS
             named = (

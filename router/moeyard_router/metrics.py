@@ -13,15 +13,50 @@ from prometheus_client.utils import floatToGoString
 
 # Seconds. Both lists are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
-    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03,
-    0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
-)  # fmt: skip
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+)
 # Seconds too: from a connection that is made again at once to a checkpoint that is read again from a slow disk.
 RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 REQUEST_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0,
-)  # fmt: skip
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    60.0,
+    120.0,
+)
 # Tokens: 1, 2, 5 and so on up to what the longest models take, as vLLM's; choices of a request, as vLLM's too.
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)

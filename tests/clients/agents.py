@@ -86,37 +86,56 @@ OPENCODE = Agent(
     command=("opencode", "run", ASK, "--model", "moeyard/demo"),
     environment={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
     files={"work/opencode.json": _opencode("@ai-sdk/openai-compatible", "{url}/v1")},
-    tool="bash", arguments={"command": WRITE, "description": "Write a file"},
-)  # fmt: skip
+    tool="bash",
+    arguments={"command": WRITE, "description": "Write a file"},
+)
 AGENTS = {
     "codex": Agent(
         package="@openai/codex",
         command=("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", ASK),
         environment={"CODEX_HOME": "{home}/codex"},
         files={"codex/config.toml": CODEX},
-        tool="exec_command", arguments={"cmd": WRITE},
+        tool="exec_command",
+        arguments={"cmd": WRITE},
     ),
     "claude": Agent(
         package="@anthropic-ai/claude-code",
         command=("claude", "-p", ASK, "--model", "demo", "--dangerously-skip-permissions"),
         environment={
-            "ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_AUTH_TOKEN": "none", "IS_SANDBOX": "1",
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "IS_SANDBOX": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
-        tool="Bash", arguments={"command": WRITE, "description": "Write a file"},
+        tool="Bash",
+        arguments={"command": WRITE, "description": "Write a file"},
     ),
     "cline": Agent(
         package="cline",
-        before=("cline", "auth", "-p", "openai-compatible", "-k", "none", "-m", "demo", "-b", "{url}/v1",
-                "--data-dir", "{home}/cline"),
+        before=(
+            "cline",
+            "auth",
+            "-p",
+            "openai-compatible",
+            "-k",
+            "none",
+            "-m",
+            "demo",
+            "-b",
+            "{url}/v1",
+            "--data-dir",
+            "{home}/cline",
+        ),
         command=("cline", "--data-dir", "{home}/cline", ASK),
-        tool="run_commands", arguments={"commands": [WRITE]},
+        tool="run_commands",
+        arguments={"commands": [WRITE]},
     ),
     "continue": Agent(
         package="@continuedev/cli",
         command=("cn", "-p", "--auto", "--config", "{home}/continue.yaml", ASK),
         files={"continue.yaml": CONTINUE},
-        tool="Bash", arguments={"command": WRITE},
+        tool="Bash",
+        arguments={"command": WRITE},
     ),
     "opencode": OPENCODE,
     "opencode-anthropic": dataclasses.replace(
@@ -130,12 +149,24 @@ AGENTS = {
         arguments={"command": WRITE, "is_background": False, "description": "Write a file"},
     ),
     "aider": Agent(
-        package="aider-chat", pip=True,
-        command=("aider", "--model", "openai/demo", "--no-git", "--yes-always", "--no-check-update",
-                 "--no-show-model-warnings", "--analytics-disable", "--message", ASK, "proof.txt"),
+        package="aider-chat",
+        pip=True,
+        command=(
+            "aider",
+            "--model",
+            "openai/demo",
+            "--no-git",
+            "--yes-always",
+            "--no-check-update",
+            "--no-show-model-warnings",
+            "--analytics-disable",
+            "--message",
+            ASK,
+            "proof.txt",
+        ),
         environment={"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "none"},
     ),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -216,9 +247,16 @@ def service(agent: Agent) -> Iterator[Tap]:
     starter = Starter(DEMO, script)
     try:
         started = starter(
-            1, prepare=prepare, model_path=DEMO, model_name="demo", max_model_len=MAX_LEN, vocab_size=VOCAB_SIZE,
-            eos_token_ids=tuple(end), chat_template=Path(__file__).with_name("tools.jinja"), tool_call_parser="hermes",
-        )  # fmt: skip
+            1,
+            prepare=prepare,
+            model_path=DEMO,
+            model_name="demo",
+            max_model_len=MAX_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=tuple(end),
+            chat_template=Path(__file__).with_name("tools.jinja"),
+            tool_call_parser="hermes",
+        )
         tap = Tap(int(started.url.rpartition(":")[2]))
         try:
             yield tap
@@ -272,16 +310,24 @@ def run(name: str, home: Path) -> tuple[list[Seen], str | None]:
         environment = {
             **{key: value for key, value in os.environ.items() if key in ("LANG", "TERM", "TMPDIR")},
             **{key: value.format(**places) for key, value in agent.environment.items()},
-            "HOME": folder, "PATH": os.pathsep.join([*map(str, tools), os.environ["PATH"]]),
-        }  # fmt: skip
+            "HOME": folder,
+            "PATH": os.pathsep.join([*map(str, tools), os.environ["PATH"]]),
+        }
         output = ""
         for command in filter(None, (agent.before, agent.command)):
             words = [word.format(**places) for word in command]
             words[0] = shutil.which(words[0], path=environment["PATH"]) or words[0]
             done = subprocess.run(
-                words, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
-            )  # fmt: skip
+                words,
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
             output += done.stdout
             if done.returncode:
                 return tap.seen, f"{words[0]} ends with {done.returncode}:\n{output[-2000:]}"

@@ -58,7 +58,7 @@ SUITES = {
         ),
     ),
     "java": Suite(machine="java", command=("java", "{root}/tests/clients/StreamChat.java", "{url}", "demo")),
-}  # fmt: skip
+}
 
 
 def environment(directory: Path, suite: Suite) -> Path:

@@ -10,9 +10,13 @@ import litellm
 from asks import HELLO, MODEL, NAMED, SCHEMAS, TOOLS, hold, refused, run
 
 ASK: dict[str, Any] = {
-    "model": f"openai/{MODEL}", "api_base": f"{sys.argv[1]}/v1", "api_key": "none", "messages": HELLO,
-    "max_tokens": 32, "num_retries": 0,
-}  # fmt: skip
+    "model": f"openai/{MODEL}",
+    "api_base": f"{sys.argv[1]}/v1",
+    "api_key": "none",
+    "messages": HELLO,
+    "max_tokens": 32,
+    "num_retries": 0,
+}
 CALLING: dict[str, Any] = {**ASK, "tools": TOOLS, "max_tokens": 300, "parallel_tool_calls": False}
 
 

@@ -39,9 +39,13 @@ def evaluate(directory: Path) -> tuple[dict[str, Any], str]:
     """What lm-eval found by task, and what it logged."""
     (directory / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in documents()))
     model = {
-        "model": MODEL, "base_url": f"{sys.argv[1]}/v1/completions", "tokenizer_backend": "huggingface",
-        "tokenizer": DEMO, "num_concurrent": 4, "max_length": MAX_LENGTH,
-    }  # fmt: skip
+        "model": MODEL,
+        "base_url": f"{sys.argv[1]}/v1/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": DEMO,
+        "num_concurrent": 4,
+        "max_length": MAX_LENGTH,
+    }
     command = [
         *(Path(sys.executable).parent / "lm_eval", "--model", "local-completions", "--batch_size", "4"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in model.items())),
@@ -50,9 +54,14 @@ def evaluate(directory: Path) -> tuple[dict[str, Any], str]:
     # Nothing of it is on a hub; what datasets keeps of the documents goes with them.
     settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf")}
     told = subprocess.run(
-        command, cwd=directory, env={**os.environ, **settings}, check=False, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=directory,
+        env={**os.environ, **settings},
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert told.returncode == 0, told.stdout[-4000:]
     (results,) = directory.glob("out/**/results_*.json")
     found = json.loads(results.read_text())

@@ -124,9 +124,13 @@ def tools_required_and_named() -> None:
     for seed in range(3):
         for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
             ask: dict[str, Any] = {
-                **COMMON, "tools": TOOLS, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False,
+                **COMMON,
+                "tools": TOOLS,
+                "tool_choice": choice,
+                "seed": seed,
+                "parallel_tool_calls": False,
                 "max_completion_tokens": 300,
-            }  # fmt: skip
+            }
             whole = CLIENT.chat.completions.create(**ask).choices[0]
             (call,) = whole.message.tool_calls or ()
             assert whole.finish_reason == reason, whole.finish_reason
@@ -164,9 +168,10 @@ def structured() -> None:
     assert any_object.finish_reason == "length" or isinstance(json.loads(any_object.message.content or ""), dict)
     for seed in range(3):
         answer = CLIENT.chat.completions.create(
-            **{**COMMON, "max_completion_tokens": 200}, seed=seed,
+            **{**COMMON, "max_completion_tokens": 200},
+            seed=seed,
             response_format={"type": "json_schema", "json_schema": {"name": "port", "schema": SCHEMAS["harbour"]}},
-        ).choices[0]  # fmt: skip
+        ).choices[0]
         assert answer.finish_reason == "stop"
         hold("harbour", json.loads(answer.message.content or ""))
     asked = {**COMMON, "max_completion_tokens": 200, "response_format": Ship, "seed": 2}
@@ -223,8 +228,18 @@ if __name__ == "__main__":
     run(
         f"openai {openai.__version__}",
         [
-            models, chat_whole_and_streamed, chat_by_the_stream_helper, completions_whole_and_streamed,
-            several_choices, logprobs, stop_strings, usage_of_the_cache, tools_required_and_named, tool_results_go_back,
-            structured, errors, asynchronous,
+            models,
+            chat_whole_and_streamed,
+            chat_by_the_stream_helper,
+            completions_whole_and_streamed,
+            several_choices,
+            logprobs,
+            stop_strings,
+            usage_of_the_cache,
+            tools_required_and_named,
+            tool_results_go_back,
+            structured,
+            errors,
+            asynchronous,
         ],
-    )  # fmt: skip
+    )

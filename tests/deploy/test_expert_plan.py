@@ -46,8 +46,11 @@ def test_what_a_fleet_counted_is_placed_and_served(tmp_path: Path, capsys: pytes
     assert main([*command, "--copies", "6", "--write", str(file)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in table[1:]] == [
-        "contiguous (linear)", "in turn (round_robin)", "balanced by load", "balanced, 6 copied",
-    ]  # fmt: skip
+        "contiguous (linear)",
+        "in turn (round_robin)",
+        "balanced by load",
+        "balanced, 6 copied",
+    ]
     assert last == f"moeyard serve --workers 3 --expert-placement {file}"
     loads = read_loads(counted)
     assert placement_of(str(file), model, 3) == copied(loads, balanced(loads, 3), 6)

@@ -34,9 +34,14 @@ def asked(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), 
         rank: Headroom(available=free, slot_bytes=SLOT, **kept) for rank, free in zip((0, 2), available, strict=True)
     }
     facts: dict[str, Any] = {
-        "before": WHOLE, "after": WITHOUT_1, "rooms": rooms, "nodes": {0: "a", 1: "a", 2: "b"},
-        "kept_free": {"a": 5000}, "read_rate": 100.0, "start_seconds": 5.0,
-    }  # fmt: skip
+        "before": WHOLE,
+        "after": WITHOUT_1,
+        "rooms": rooms,
+        "nodes": {0: "a", 1: "a", 2: "b"},
+        "kept_free": {"a": 5000},
+        "read_rate": 100.0,
+        "start_seconds": 5.0,
+    }
     return decide(mode, **(facts | changes))
 
 
@@ -82,9 +87,15 @@ def test_a_second_loss_counts_what_was_taken_over() -> None:
     room = Headroom(available=10**9, slot_bytes=SLOT, all_resident=True, movable=True)
     reports = [{"held_bytes": 10, "loaded_bytes": 800, "seconds": {"weights": 0.1}}] * 3
     placed, slots = without(
-        [1, 0], mode="auto", whole=WHOLE, before=WITHOUT_1, rooms={2: room}, nodes=dict.fromkeys(range(3), "a"),
-        reports=reports, start_seconds=9.0,
-    )  # fmt: skip
+        [1, 0],
+        mode="auto",
+        whole=WHOLE,
+        before=WITHOUT_1,
+        rooms={2: room},
+        nodes=dict.fromkeys(range(3), "a"),
+        reports=reports,
+        start_seconds=9.0,
+    )
     assert placed.ranks == (2,)
     assert slots == {2: 24 - WITHOUT_1.num_owned(2)}
 

@@ -394,9 +394,13 @@ def test_ctrl_c_ends_a_download_at_once(real: dict[str, bytes], hub: list[str], 
     cache = {"HF_ENDPOINT": huggingface_hub.constants.ENDPOINT, "HF_HUB_CACHE": str(tmp_path / "cut")}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, MODEL], env={**os.environ, **cache, "PYTHONPATH": folders},
-            capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", code, MODEL],
+            env={**os.environ, **cache, "PYTHONPATH": folders},
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            check=False,
+        )
     finally:
         held.gate.set()
     assert done.returncode == 130, done.stderr

@@ -20,9 +20,12 @@ from moeyard_router.fleet.orders import UNKNOWN, Drain
 from moeyard_router.http.process import Drained
 
 CONFIG = RouterConfig(
-    model_name="tiny", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
-    max_model_len=64, vocab_size=50,
-)  # fmt: skip
+    model_name="tiny",
+    model_path=None,
+    workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
+    max_model_len=64,
+    vocab_size=50,
+)
 
 
 class Played(routers._Router):

@@ -171,11 +171,18 @@ def load(worker: Loaded, device: str) -> Rank:
     state = read.state_spec(torch.finfo(getattr(torch, read.dtype)).bits // 8)
     snapshots = SNAPSHOTS["ample"] * state.bytes_per_sequence
     return Rank(
-        model, device=device, page_size=PAGE, max_batch_tokens=256, max_num_seqs=8,
-        kv_memory=PAGES["ample"] * PAGE * state.bytes_per_token + snapshots, snapshot_memory=snapshots or None,
-        prefill_chunk=2048, expert_policy=worker.policy, speculate="mtp" if worker.drafts else None,
+        model,
+        device=device,
+        page_size=PAGE,
+        max_batch_tokens=256,
+        max_num_seqs=8,
+        kv_memory=PAGES["ample"] * PAGE * state.bytes_per_token + snapshots,
+        snapshot_memory=snapshots or None,
+        prefill_chunk=2048,
+        expert_policy=worker.policy,
+        speculate="mtp" if worker.drafts else None,
         expert_slots={"all": None, "quarter": total // 4, "one": 1}[worker.slots],
-    )  # fmt: skip
+    )
 
 
 def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
@@ -184,14 +191,15 @@ def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
         rank.worker.runner.eager = course.eager
     most, together = rank.worker.scheduler.config.num_drafts, rank.worker.scheduler.config.chunk_alignment
     return rank.scheduler(
-        num_pages=min(PAGES[course.pages] + MORE_PAGES * compressed, PAGES["ample"]), max_in_flight=course.deep,
+        num_pages=min(PAGES[course.pages] + MORE_PAGES * compressed, PAGES["ample"]),
+        max_in_flight=course.deep,
         # Fewer positions than the chunk formula takes together are no chunk where state is kept per sequence, and
         # behind them comes the window.
         prefill_chunk=max(course.chunk, together + KEPT_IN_PART.window * (compressed and together > 1)),
         num_snapshots=min(SNAPSHOTS[course.pages], rank.worker.scheduler.config.num_snapshots),
         adaptive_drafts=course.drafts == "auto",
         num_drafts={"off": 0, "1": 1, "2": 2, "auto": most}[course.drafts],
-    )  # fmt: skip
+    )
 
 
 def references(rank: Rank, *, compressed: bool = False) -> Answers:
@@ -211,7 +219,7 @@ def counts(rank: Rank) -> tuple[int, int]:
 
 def check(
     rank: Rank, course: Course, expected: Answers, *, compressed: bool = False
-) -> tuple[list[str], SchedulerStats]:  # fmt: skip
+) -> tuple[list[str], SchedulerStats]:
     """A miss alone, all at once with a hit among them, a hit alone; what differs, and the scheduler's counts."""
     found, asked = scheduler(rank, course, compressed=compressed), wanted(compressed=compressed)
     before = counts(rank)
@@ -259,9 +267,17 @@ def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tup
         rank.worker.experts.validate()
         replayed, launched = (after - count for after, count in zip(counts(rank), before, strict=True))
         row = Row(
-            worker=worker, courses=len(every), answers=compared, replayed=replayed, eager=launched, accepted=right,
-            preemptions=preemptions, hits=hits, seconds=time.perf_counter() - begun, differing=differing,
-        )  # fmt: skip
+            worker=worker,
+            courses=len(every),
+            answers=compared,
+            replayed=replayed,
+            eager=launched,
+            accepted=right,
+            preemptions=preemptions,
+            hits=hits,
+            seconds=time.perf_counter() - begun,
+            differing=differing,
+        )
         return row, answers
     finally:
         rank.worker.stop()
@@ -342,9 +358,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     begun, found = time.perf_counter(), []
     every = rows(
-        args.models or NAMES, args.slots, args.device, args.processes, speculation=args.speculation, kept=args.kept,
+        args.models or NAMES,
+        args.slots,
+        args.device,
+        args.processes,
+        speculation=args.speculation,
+        kept=args.kept,
         only=args.only,
-    )  # fmt: skip
+    )
     for row in every:
         found.append(row)
         print(row, flush=True)

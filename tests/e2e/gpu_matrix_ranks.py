@@ -121,9 +121,14 @@ def run(name: str, model: Path, case: Case, expected: Expected, pool: ProcessPoo
             # Over nccl prompts, half of these requests' steps, are launched; over zmq every step is.
             assert all((each["num_replayed"] > 0) == (case.exchange == "nccl") for each in graphs), graphs
     return Row(
-        model=name, case=case, answers=answers, replayed=sum(each["num_replayed"] for each in graphs),
-        eager=sum(each["num_eager"] for each in graphs), seconds=time.perf_counter() - begun, differing=differing,
-    )  # fmt: skip
+        model=name,
+        case=case,
+        answers=answers,
+        replayed=sum(each["num_replayed"] for each in graphs),
+        eager=sum(each["num_eager"] for each in graphs),
+        seconds=time.perf_counter() - begun,
+        differing=differing,
+    )
 
 
 def rows(

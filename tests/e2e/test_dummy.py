@@ -13,9 +13,15 @@ PROMPTS = [[(7 * i + j) % 4096 for i in range(5 + 11 * j)] for j in range(4)]
 def answers(processes: ProcessPool, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """What a fleet of the bundled model's shape says to the prompts, spread over its ranks; a rank's report."""
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=3, max_batch_tokens=128,
-        kv_memory=1 << 22, max_model_len=256, **options,
-    )  # fmt: skip
+        model_path=None,
+        load_format="dummy",
+        shape="moeyard-demo",
+        num_layers=3,
+        max_batch_tokens=128,
+        kv_memory=1 << 22,
+        max_model_len=256,
+        **options,
+    )
     with start_fleet(processes, config) as fleet:
         for i, prompt in enumerate(PROMPTS):
             sampling = {"temperature": 0.0} if i % 2 else {"temperature": 1.0, "seed": i}

@@ -46,10 +46,18 @@ def test_a_request_with_logits_that_are_not_finite_is_named(
     device: str, eager: bool, kind: str, spoilt: Path, own_processes: ProcessPool
 ) -> None:
     config = EngineConfig(
-        model_path=str(spoilt), device=device, page_size=64, kv_memory=1 << 22, max_model_len=512, max_batch_tokens=64,
+        model_path=str(spoilt),
+        device=device,
+        page_size=64,
+        kv_memory=1 << 22,
+        max_model_len=512,
+        max_batch_tokens=64,
         # A CPU has no graphs: there the cases are one step in flight and two.
-        max_num_seqs=4, prefill_chunk=64, async_scheduling=device == "cuda" or eager, enforce_eager=eager,
-    )  # fmt: skip
+        max_num_seqs=4,
+        prefill_chunk=64,
+        async_scheduling=device == "cuda" or eager,
+        enforce_eager=eager,
+    )
     with start_fleet(own_processes, config) as fleet:
         client = fleet.client
         client.submit(0, "sound", (1, 2, 3), max_tokens=500, ignore_eos=True, **KINDS[kind])

@@ -52,11 +52,15 @@ def test_a_worker_that_fails_is_named_and_the_others_are_run(
     first, other = gpu_matrix.KEPT
     lost, mixtral = "FAILED: there is nothing to compare with", "FAILED: TypeError: not mixtral"
     assert verdicts == {
-        ("mixtral", "all", first): "equal", ("mixtral", "all", other): "equal",
-        ("mixtral", "one", first): mixtral, ("mixtral", "one", other): mixtral,
+        ("mixtral", "all", first): "equal",
+        ("mixtral", "all", other): "equal",
+        ("mixtral", "one", first): mixtral,
+        ("mixtral", "one", other): mixtral,
         ("olmoe", "all", first): "FAILED: TypeError: not olmoe",
-        ("olmoe", "all", other): lost, ("olmoe", "one", first): lost, ("olmoe", "one", other): lost,
-    }  # fmt: skip
+        ("olmoe", "all", other): lost,
+        ("olmoe", "one", first): lost,
+        ("olmoe", "one", other): lost,
+    }
     assert re.fullmatch(r"4 answers of 8 workers in \d+ s, 0 differ, 6 workers failed", last)
     assert said.err.count("raise TypeError") == 3
 
@@ -73,8 +77,11 @@ def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> No
     assert columns.split()[:4] == ["model", "ranks", "exchange", "placement"]
     ran = [line for line in lines if line.endswith("equal")]
     assert [line.split()[1:4] for line in ran] == [
-        ["1", "zmq", "shards"], ["2", "zmq", "shards"], ["2", "zmq", "shuffled"], ["2", "zmq", "copied"],
-    ]  # fmt: skip
+        ["1", "zmq", "shards"],
+        ["2", "zmq", "shards"],
+        ["2", "zmq", "shuffled"],
+        ["2", "zmq", "copied"],
+    ]
     assert sum("NOT RUN: nccl is of GPUs" in line for line in lines) == 4
     assert re.fullmatch(r"24 answers of 4 fleets in \d+ s, 0 differ, 0 fleets failed, 4 were not run", last)
 
@@ -112,15 +119,21 @@ def test_only_what_there_is_can_be_run(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {1, 2})
     every = cases((1, 2, 4), ("nvlink", "zmq"), ("shards", "copied"))
     assert [(case.ranks, case.exchange, case.placed) for case in every] == [
-        (1, "nvlink", "shards"), (1, "zmq", "shards"),
-        *((ranks, exchange, placed) for ranks in (2, 4) for exchange in ("nvlink", "zmq")
-          for placed in ("shards", "copied")),
-    ]  # fmt: skip
+        (1, "nvlink", "shards"),
+        (1, "zmq", "shards"),
+        *(
+            (ranks, exchange, placed)
+            for ranks in (2, 4)
+            for exchange in ("nvlink", "zmq")
+            for placed in ("shards", "copied")
+        ),
+    ]
     assert {missing(case, "cuda", 2) for case in every if case.ranks < 4} == {""}
     assert {missing(case, "cuda", 2) for case in every if case.ranks == 4} == {"there are 2 GPUs"}
     assert {missing(case, "cuda", 4) for case in every if case.ranks == 4} == {
-        "", "GPU 1 has no peer access to GPU 2",
-    }  # fmt: skip
+        "",
+        "GPU 1 has no peer access to GPU 2",
+    }
     # Nothing that was compared is nothing that is equal.
     assert gpu_matrix.main(["--ranks", "2", "--exchange", "nvlink", "--device", "cpu"]) == 1
     assert "0 answers of 0 fleets in 0 s, 0 differ, 0 fleets failed, 15 were not run" in capsys.readouterr().out

@@ -29,9 +29,14 @@ CASES = {"2ranks": {"num_workers": 2}, "2deep-scarce": {"async_scheduling": True
 
 def config(model: Path, *, scarce: bool = False, **options: Any) -> EngineConfig:
     return EngineConfig(
-        model_path=str(model), page_size=16, kv_memory=1 << (16 if scarce else 20), max_model_len=128,
-        max_batch_tokens=64, max_num_seqs=8, **options,
-    )  # fmt: skip
+        model_path=str(model),
+        page_size=16,
+        kv_memory=1 << (16 if scarce else 20),
+        max_model_len=128,
+        max_batch_tokens=64,
+        max_num_seqs=8,
+        **options,
+    )
 
 
 def submit(fleet: Fleet, label: str, name: str) -> None:

@@ -82,10 +82,19 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"prefill_chunk": 16}, {"prefill_chunk": 23, "max_in_flight": 2}, {"max_batch_tokens": 64},
-    {"prefix_caching": False, "prefill_chunk": 17}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk": 16},
+        {"prefill_chunk": 23, "max_in_flight": 2},
+        {"max_batch_tokens": 64},
+        {"prefix_caching": False, "prefill_chunk": 17},
+        {"num_pages": 16},
+        {"num_pages": 17, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     told, stats = plain.run(requests(), **changes)
     assert told == expected
@@ -93,9 +102,16 @@ def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"num_drafts": 1, "prefill_chunk": 16}, {"num_drafts": 2, "max_in_flight": 2}, {"num_pages": 17},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_drafts": 1, "prefill_chunk": 16},
+        {"num_drafts": 2, "max_in_flight": 2},
+        {"num_pages": 17},
+    ],
+    ids=str,
+)
 def test_drafts_are_verified_on_what_is_kept(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:

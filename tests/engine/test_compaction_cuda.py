@@ -60,10 +60,17 @@ def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[st
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"num_drafts": 1, "prefill_chunk": 16}, {"num_drafts": 2, "max_in_flight": 2},
-    {"max_in_flight": 2, "prefill_chunk": 23}, {"num_drafts": 0, "num_pages": 17, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_drafts": 1, "prefill_chunk": 16},
+        {"num_drafts": 2, "max_in_flight": 2},
+        {"max_in_flight": 2, "prefill_chunk": 23},
+        {"num_drafts": 0, "num_pages": 17, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_drafts_are_verified_on_what_is_kept(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:
@@ -81,8 +88,10 @@ def test_drafts_are_verified_on_what_is_kept(
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rank, Rank]]:
     """Ranks without drafts: one that replays graphs where there is a GPU, one that launches."""
     family, overrides = {
-        "mla": ("deepseek_v3", MLA), "gqa": ("qwen3_moe", {}), "window": ("mixtral", {"sliding_window": 24}),
-    }[request.param]  # fmt: skip
+        "mla": ("deepseek_v3", MLA),
+        "gqa": ("qwen3_moe", {}),
+        "window": ("mixtral", {"sliding_window": 24}),
+    }[request.param]
     model = make_checkpoint(tmp_path_factory.mktemp(request.param), family, dtype=torch.float32, **overrides)
     options = {"kv_memory": 64 * 16 * 4096}
     with load(model, enforce_eager=True, **options) as first, load(model, enforce_eager=False, **options) as second:
@@ -90,9 +99,16 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"prefill_chunk": 23, "max_in_flight": 2}, {"num_pages": 16}, {"num_pages": 17, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk": 23, "max_in_flight": 2},
+        {"num_pages": 16},
+        {"num_pages": 17, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_one_answer_for_a_budget(plain: tuple[Rank, Rank], changes: dict[str, Any]) -> None:
     launching, replaying = plain
     asked = {name: ([token % 200 for token in prompt], params) for name, (prompt, params) in requests().items()}

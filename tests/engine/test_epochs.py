@@ -53,9 +53,15 @@ class Rank:
         self.door = Door()
         self.losses: list[Loss] = []
         config = SchedulerConfig(
-            num_pages=8, page_size=16, max_model_len=64, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
-            max_num_seqs=4, **limits,
-        )  # fmt: skip
+            num_pages=8,
+            page_size=16,
+            max_model_len=64,
+            vocab_size=50,
+            eos_token_ids=(1,),
+            max_batch_tokens=16,
+            max_num_seqs=4,
+            **limits,
+        )
         self.scheduler = Scheduler(config)
         self.engine = Engine(
             rank=0,

@@ -15,9 +15,12 @@ def done(name: str) -> Done:
 
 def test_a_frame_of_tokens_per_router_then_the_ends_in_order() -> None:
     replies = [
-        Reply(b"x", tokens("a")), Reply(b"x", done("a")), Reply(b"y", tokens("b")), Reply(b"x", tokens("c")),
+        Reply(b"x", tokens("a")),
+        Reply(b"x", done("a")),
+        Reply(b"y", tokens("b")),
+        Reply(b"x", tokens("c")),
         Reply(b"y", done("b")),
-    ]  # fmt: skip
+    ]
     assert list(in_frames(replies)) == [
         (b"x", TokenBatch(rows=(tokens("a"), tokens("c")))),
         (b"y", TokenBatch(rows=(tokens("b"),))),

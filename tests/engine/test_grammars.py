@@ -590,11 +590,16 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
     }
     requests = [
         Request(
-            client=b"c", request_id=name, prompt=(3, 4), sampling=SamplingParams(max_tokens=50, **some), arrived=0.0,
-            hashes=[], constraint=held(grammars, **some) if "grammar" in some else None,
+            client=b"c",
+            request_id=name,
+            prompt=(3, 4),
+            sampling=SamplingParams(max_tokens=50, **some),
+            arrived=0.0,
+            hashes=[],
+            constraint=held(grammars, **some) if "grammar" in some else None,
         )
         for name, some in kinds.items()
-    ]  # fmt: skip
+    ]
     known: list[list[int]] = [[] for _ in requests]
     before: Any = None
     with torch.inference_mode():
@@ -606,9 +611,16 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
                 request.output[:] = known[i][:-1] if fed else known[i]
                 position = 1 + len(known[i])
                 chunks.append(
-                    Chunk(key=request.key, start=position, token_ids=(0,), pages=(0,), prompt=False, num_sampled=1,
-                          fed=i if fed else None)
-                )  # fmt: skip
+                    Chunk(
+                        key=request.key,
+                        start=position,
+                        token_ids=(0,),
+                        pages=(0,),
+                        prompt=False,
+                        num_sampled=1,
+                        fed=i if fed else None,
+                    )
+                )
                 mask = None
                 if request.constraint is not None:
                     mask = held(grammars, **kinds[request.request_id]).mask(known[i])

@@ -73,10 +73,18 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"prefill_chunk": 95, "max_in_flight": 2}, {"max_batch_tokens": 100}, {"prefix_caching": False},
-    {"num_pages": 13}, {"num_pages": 13, "max_in_flight": 2, "prefill_chunk": 100},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk": 95, "max_in_flight": 2},
+        {"max_batch_tokens": 100},
+        {"prefix_caching": False},
+        {"num_pages": 13},
+        {"num_pages": 13, "max_in_flight": 2, "prefill_chunk": 100},
+    ],
+    ids=str,
+)
 def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     told, stats = plain.run(requests(), **changes)
     assert told == expected
@@ -92,9 +100,16 @@ def drafting(model: Path) -> Iterator[Rank]:
 
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
-@pytest.mark.parametrize("changes", [
-    {}, {"num_drafts": 1, "prefill_chunk": 95}, {"num_drafts": 2, "max_in_flight": 2}, {"num_pages": 13},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_drafts": 1, "prefill_chunk": 95},
+        {"num_drafts": 2, "max_in_flight": 2},
+        {"num_pages": 13},
+    ],
+    ids=str,
+)
 def test_drafts_are_verified_on_what_is_kept(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:

@@ -56,9 +56,16 @@ def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[st
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"max_in_flight": 2, "prefill_chunk": 100}, {"num_pages": 13, "max_in_flight": 2}, {"num_drafts": 0},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_in_flight": 2, "prefill_chunk": 100},
+        {"num_pages": 13, "max_in_flight": 2},
+        {"num_drafts": 0},
+    ],
+    ids=str,
+)
 def test_one_answer_for_a_budget(captured: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     launches: Any = captured.worker.runner
     before = launches.num_replayed, launches.num_eager

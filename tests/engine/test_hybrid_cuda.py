@@ -34,8 +34,9 @@ def requests() -> Requests:
     prompts = {name: torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for name, n in lengths.items()}
     common: dict[str, Any] = {"max_tokens": 24, "logprobs": 1, "ignore_eos": True}
     options: dict[str, dict[str, Any]] = {
-        "drawn": {"temperature": 1.0, "seed": 5}, "penalised": {"frequency_penalty": 0.7},
-    }  # fmt: skip
+        "drawn": {"temperature": 1.0, "seed": 5},
+        "penalised": {"frequency_penalty": 0.7},
+    }
     return {
         name: (prompt, SamplingParams(**{"temperature": 0.0, **common, **options.get(name, {})}))
         for name, prompt in prompts.items()
@@ -65,7 +66,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     dtype = torch.bfloat16 if GPU else torch.float32
     return make_checkpoint(
         tmp_path_factory.mktemp(request.param), request.param, dtype=dtype, **FAMILIES[request.param]
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +85,18 @@ def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"max_in_flight": 1}, {"prefill_chunk": 64}, {"mixed_prefill_tokens": 64}, {"num_pages": SCARCE},
-    {"num_pages": SCARCE, "max_in_flight": 1, "prefill_chunk": 64},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_in_flight": 1},
+        {"prefill_chunk": 64},
+        {"mixed_prefill_tokens": 64},
+        {"num_pages": SCARCE},
+        {"num_pages": SCARCE, "max_in_flight": 1, "prefill_chunk": 64},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
 def test_answers_are_those_of_each_request_alone(
     served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
@@ -113,11 +122,21 @@ def check(told: dict[str, Told], expected: dict[str, Told]) -> None:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"max_in_flight": 1}, {"prefill_chunk": 64}, {"mixed_prefill_tokens": 64}, {"num_snapshots": 1},
-    {"num_snapshots": 2, "prefill_chunk": 64}, {"num_snapshots": 0}, {"num_pages": TIGHT},
-    {"num_pages": TIGHT, "max_in_flight": 1, "prefill_chunk": 64},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_in_flight": 1},
+        {"prefill_chunk": 64},
+        {"mixed_prefill_tokens": 64},
+        {"num_snapshots": 1},
+        {"num_snapshots": 2, "prefill_chunk": 64},
+        {"num_snapshots": 0},
+        {"num_pages": TIGHT},
+        {"num_pages": TIGHT, "max_in_flight": 1, "prefill_chunk": 64},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
 def test_prefixes_are_reused_behind_snapshots(
     served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool

@@ -78,10 +78,20 @@ def drafting(model: Path) -> Iterator[Rank]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 64, "max_in_flight": 2}, {"adaptive_drafts": True},
-    {"num_pages": 11}, {"num_pages": 11, "num_drafts": 2, "max_in_flight": 2}, {"prefix_caching": False},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_drafts": 1},
+        {"num_drafts": 2},
+        {},
+        {"prefill_chunk": 64, "max_in_flight": 2},
+        {"adaptive_drafts": True},
+        {"num_pages": 11},
+        {"num_pages": 11, "num_drafts": 2, "max_in_flight": 2},
+        {"prefix_caching": False},
+    ],
+    ids=str,
+)
 def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     told, stats = drafting.run(requests(), **changes)
     assert told == expected
@@ -129,9 +139,15 @@ def test_the_layer_guesses_as_its_family_defines_it(model: Path, drafting: Rank,
     chance = random.Random(8)
     ids = [chance.randrange(250) for _ in range(50)]
     chunk = Chunk(
-        key=(b"", ""), start=0, token_ids=tuple(ids[:-1]), pages=(0, 1, 2, 3), state_slot=0, state_ring=4, prompt=True,
+        key=(b"", ""),
+        start=0,
+        token_ids=tuple(ids[:-1]),
+        pages=(0, 1, 2, 3),
+        state_slot=0,
+        state_ring=4,
+        prompt=True,
         num_sampled=1,
-    )  # fmt: skip
+    )
     with torch.inference_mode():
         plan = runner.backend.plan(Step(prefill=(chunk,)))
         behind = torch.zeros(plan.num_rows, dtype=torch.int64)

@@ -44,9 +44,16 @@ def expected(model: Path) -> dict[str, Told]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {}, {"max_in_flight": 2}, {"num_pages": 11, "max_in_flight": 2}, {"prefill_chunk": 64, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_in_flight": 2},
+        {"num_pages": 11, "max_in_flight": 2},
+        {"prefill_chunk": 64, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager

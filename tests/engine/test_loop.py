@@ -43,9 +43,15 @@ class Device:
     def launch(self, step: Step, *_args: Any, **_named: Any) -> Any:
         ran = threading.Event()
         launched = SimpleNamespace(
-            step=step, ran=ran, has_run=ran.is_set, results=[], scores=[], unsound=(), device_seconds=None,
+            step=step,
+            ran=ran,
+            has_run=ran.is_set,
+            results=[],
+            scores=[],
+            unsound=(),
+            device_seconds=None,
             waited=0.0,
-        )  # fmt: skip
+        )
         self.launched.append(launched)
         return launched
 
@@ -125,9 +131,16 @@ class Timed:
 
 def limits(max_model_len: int = 64) -> SchedulerConfig:
     return SchedulerConfig(
-        num_pages=64, page_size=16, max_model_len=max_model_len, vocab_size=50, eos_token_ids=(1,), max_batch_tokens=16,
-        prefill_chunk=8, max_num_seqs=4, max_in_flight=2,
-    )  # fmt: skip
+        num_pages=64,
+        page_size=16,
+        max_model_len=max_model_len,
+        vocab_size=50,
+        eos_token_ids=(1,),
+        max_batch_tokens=16,
+        prefill_chunk=8,
+        max_num_seqs=4,
+        max_in_flight=2,
+    )
 
 
 def until(done: Callable[[], object]) -> None:
@@ -146,9 +159,16 @@ class Idle:
         metrics = WorkerMetrics(model_name="tiny", rank=1, version="")
         monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
         self.engine = Engine(
-            rank=1, epoch=1, scheduler=Scheduler(limits()), runner=cast(Any, self.device), experts=experts(),
-            exchange=self.exchange, mesh=self.mesh, frontend=cast(Any, self.door), metrics=metrics,
-        )  # fmt: skip
+            rank=1,
+            epoch=1,
+            scheduler=Scheduler(limits()),
+            runner=cast(Any, self.device),
+            experts=experts(),
+            exchange=self.exchange,
+            mesh=self.mesh,
+            frontend=cast(Any, self.door),
+            metrics=metrics,
+        )
         self.engine.rejoin(meshes[1], 0, PLACEMENT)
         self.threads = ThreadPoolExecutor(2)
         self.loop: Future[None] = self.threads.submit(self.engine.run)
@@ -215,9 +235,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Do
     monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
     mesh = Mesh(rank=0, world_size=1, epoch=1)
     engine = Engine(
-        rank=0, epoch=1, scheduler=Scheduler(limits(max_model_len=512)), runner=cast(Any, device), experts=experts(),
-        exchange=LocalExchange(), mesh=mesh, frontend=cast(Any, door), metrics=metrics,
-    )  # fmt: skip
+        rank=0,
+        epoch=1,
+        scheduler=Scheduler(limits(max_model_len=512)),
+        runner=cast(Any, device),
+        experts=experts(),
+        exchange=LocalExchange(),
+        mesh=mesh,
+        frontend=cast(Any, door),
+        metrics=metrics,
+    )
     engine.rejoin(mesh, 0, Placement.of_shards((0,), (range(4),)))
     with ThreadPoolExecutor(1) as threads:
         loop = threads.submit(engine.run)

@@ -51,12 +51,19 @@ from moeyard_worker.models.model_config import GateConfig, ModelConfig
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ROPE = RopeConfig(kind="default", dim=64, theta=1e4, interleaved=False)
 GQA = Gqa(
-    num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, bias=False, qk_norm=None, norm_eps=1e-6, sliding_window=None,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    scale=1.0,
+    bias=False,
+    qk_norm=None,
+    norm_eps=1e-6,
+    sliding_window=None,
     rope=ROPE,
-)  # fmt: skip
+)
 MLA = Mla(
     num_heads=8, q_lora_rank=None, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32, scale=1, bias=False, rope=ROPE
-)  # fmt: skip
+)
 MODEL = ModelConfig(
     weights=PlainFormat(),
     family="qwen3_moe",
@@ -209,9 +216,13 @@ def test_memory_that_ran_out_says_what_takes_less(kv_memory: int | None, taken: 
     config, available = EngineConfig(model_path="", kv_memory=kv_memory), GIB
     planned = planner(num_local_experts=1000)(config=config, available=available)
     text = ran_out(
-        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors ..."), planner(num_local_experts=1000),
-        config, planned=planned, doing="capturing steps", now=available - taken,
-    )  # fmt: skip
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors ..."),
+        planner(num_local_experts=1000),
+        config,
+        planned=planned,
+        doing="capturing steps",
+        now=available - taken,
+    )
     assert text.startswith("cpu ran out of memory while capturing steps: CUDA error: out of memory; planned of 1 GiB")
     assert "\n" not in text
     [way, *_] = changes(text)
@@ -663,9 +674,15 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
         "olmoe": {"hidden_size": 1024, "intermediate_size": 256},
     }[family]
     make_checkpoint(
-        tmp_path, family, vocab_size=1024, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
-        max_position_embeddings=4096, **sizes,
-    )  # fmt: skip
+        tmp_path,
+        family,
+        vocab_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=4096,
+        **sizes,
+    )
     model = load_model_config(tmp_path)
     run = subprocess.run(
         [sys.executable, "-c", _PEAK, str(tmp_path), dtype],

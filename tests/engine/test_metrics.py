@@ -28,9 +28,11 @@ def parts() -> dict[str, Any]:
     worker.load(1)
     engine = worker._engine
     found = {
-        "scheduler": worker.scheduler, "experts": worker.experts, "exchange": engine._exchange,
+        "scheduler": worker.scheduler,
+        "experts": worker.experts,
+        "exchange": engine._exchange,
         "lockstep": engine._lockstep,
-    }  # fmt: skip
+    }
     worker.stop()
     return found
 

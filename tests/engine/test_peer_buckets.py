@@ -12,8 +12,9 @@ ROWS, WIDTHS, PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64), (8, 32, 128, 160),
 OWN = [StepSize(sequences=rows, width=width) for rows, width in product(ROWS, WIDTHS)]
 OWN += [
     StepSize(prompt=prompt, sequences=rows, width=160, chunks=16)
-    for prompt, rows in product(PROMPTS, (0, 64)) if prompt <= 2048 or not rows
-]  # fmt: skip
+    for prompt, rows in product(PROMPTS, (0, 64))
+    if prompt <= 2048 or not rows
+]
 MOST = 8192
 
 

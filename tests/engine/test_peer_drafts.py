@@ -60,9 +60,15 @@ class Case:
 
 
 CASES = [
-    Case(2, 2, deep=1), Case(2, None), Case(2, 3), Case(3, 1, where=(2, 0, 2, 2, 2)), Case(2, 2, where=(1, 1, 1, 1, 1)),
-    Case(2, 2, eager=True), Case(2, 2, slots=40), Case(1, 2, where=(0, 0, 0, 0, 0)),
-]  # fmt: skip
+    Case(2, 2, deep=1),
+    Case(2, None),
+    Case(2, 3),
+    Case(3, 1, where=(2, 0, 2, 2, 2)),
+    Case(2, 2, where=(1, 1, 1, 1, 1)),
+    Case(2, 2, eager=True),
+    Case(2, 2, slots=40),
+    Case(1, 2, where=(0, 0, 0, 0, 0)),
+]
 
 
 def settings(case: Case) -> EngineConfig:
@@ -84,9 +90,13 @@ def _rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_row(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, static_weight: bool = False,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    static_weight: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`ops.linear`, a row at a time: products of other sizes add in another order on a CPU."""
     y = torch.stack([weight.float() @ row for row in x.float()]) if len(x) else x.new_empty(0, len(weight)).float()
     return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
@@ -182,8 +192,10 @@ def test_a_rank_that_is_replaced_finds_the_others_graphs_as_they_were(plain: dic
 
 OWN = [
     StepSize(sequences=count, queries=queries, width=width)
-    for count in (1, 2, 4, 8, 16, 32, 64) for queries in (1, 2, 3, 4) for width in (8, 128, 160)
-]  # fmt: skip
+    for count in (1, 2, 4, 8, 16, 32, 64)
+    for queries in (1, 2, 3, 4)
+    for width in (8, 128, 160)
+]
 
 
 def test_whatever_others_verify_there_is_one_step_for_it() -> None:

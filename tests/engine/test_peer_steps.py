@@ -223,9 +223,14 @@ class Fleet:
     def make(self, rank: int, epoch: int) -> Worker:
         gpus = tuple(range(self.config.num_workers))
         spec = WorkerSpec(
-            config=self.config, rank=rank, epoch=epoch, host="127.0.0.1", version="", peer_gpus=gpus,
+            config=self.config,
+            rank=rank,
+            epoch=epoch,
+            host="127.0.0.1",
+            version="",
+            peer_gpus=gpus,
             placement=self.placement,
-        )  # fmt: skip
+        )
         return Worker(spec)
 
     def meet(self) -> None:
@@ -500,9 +505,13 @@ def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
 def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
-    lends: bool, model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch,
+    lends: bool,
+    model: Path,
+    alone: dict[str, Any],
+    start: Starter,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """All of them, and say why; what was captured then does not, once all can."""
     caplog.set_level("INFO")
     found = misled(monkeypatch, lends=lends)

@@ -104,9 +104,11 @@ def test_a_file_that_places_nothing_is_refused(value: Any, said: str) -> None:
 
 def test_copies_that_cannot_be_are_refused() -> None:
     for copies, said in {
-        ((),): "copies of 1 layers", (((0, 1), (0, 2)), (), ()): "has one at most", (((12, 0),), (), ()): "12",
+        ((),): "copies of 1 layers",
+        (((0, 1), (0, 2)), (), ()): "has one at most",
+        (((12, 0),), (), ()): "12",
         (((0, -1),), (), ()): "no other rank",
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ValueError, match=said):
             Placement(LAYERS, WHOLE.owners, copies)
 

@@ -297,9 +297,14 @@ def test_the_most_that_is_let_in_can_be_chosen_from() -> None:
     """A request that is too much for the sampler would end the rank, and then the next one."""
     vocab = 8192
     params = SamplingParams(
-        max_tokens=9, min_tokens=9, top_k=2**63 - 1, temperature=0.5, logit_bias=dict.fromkeys(range(2000), 1.0),
-        stop_token_ids=tuple(range(1500, MAX_CHANGED)), seed=2**64,
-    )  # fmt: skip
+        max_tokens=9,
+        min_tokens=9,
+        top_k=2**63 - 1,
+        temperature=0.5,
+        logit_bias=dict.fromkeys(range(2000), 1.0),
+        stop_token_ids=tuple(range(1500, MAX_CHANGED)),
+        seed=2**64,
+    )
     assert sampling_error(params, vocab) is None
     mask = Mask(words=b"\xff" * (vocab // 8))
     rows = [SampledRow(params=params, prompt=(1,), output=[], mask=m) for m in (None, mask)]

@@ -14,9 +14,7 @@ from moeyard_worker.engine.steps.sizes import DECODING, decode_sizes, listed, pr
 
 def test_sizes_of_a_rank_by_itself() -> None:
     decode = [*decode_sizes(DECODING, max_sequences=5, max_pages=40)]
-    assert [(b.decode, b.width) for b in decode] == [
-        (rows, width) for rows in (1, 2, 4, 5) for width in (8, 32, 40)
-    ]  # fmt: skip
+    assert [(b.decode, b.width) for b in decode] == [(rows, width) for rows in (1, 2, 4, 5) for width in (8, 32, 40)]
     prompts = [*prompt_sizes(max_sequences=5, max_pages=40, max_prompt=130, flat=False)]
     assert [(b.prompt, b.decode) for b in prompts] == [(64, 0), (128, 0), (130, 0), (128, 5), (130, 5)]
     assert {b.keys for b in prompts} == {0}
@@ -29,8 +27,11 @@ def test_long_prompts_and_their_keys() -> None:
     assert max(b.prompt for b in sizes if b.decode) == 2048
     keys = {n: [b.keys for b in sizes if b.prompt == n and not b.decode] for n in (1024, 2048, 2560, 8192)}
     assert keys == {
-        1024: [1024], 2048: [2048, 4096, 8192, 16384], 2560: [2560, 16384], 8192: [8192, 16384],
-    }  # fmt: skip
+        1024: [1024],
+        2048: [2048, 4096, 8192, 16384],
+        2560: [2560, 16384],
+        8192: [8192, 16384],
+    }
     assert {b.keys for b in sizes if b.prompt == 2048 and b.decode} == {2048, 4096, 8192, 16384}
     long = [*prompt_sizes(max_sequences=64, max_pages=40, max_prompt=32768, flat=True)]
     assert {b.keys for b in long if b.prompt == 32768} == {32768}

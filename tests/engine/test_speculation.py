@@ -82,10 +82,20 @@ def drafting() -> Iterator[Rank]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"prefill_chunk": 7}, {"prefill_chunk": 16, "max_in_flight": 2},
-    {"num_pages": 8}, {"adaptive_drafts": True}, {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_drafts": 1},
+        {"num_drafts": 2},
+        {},
+        {"prefill_chunk": 7},
+        {"prefill_chunk": 16, "max_in_flight": 2},
+        {"num_pages": 8},
+        {"adaptive_drafts": True},
+        {"num_pages": 9, "num_drafts": 1, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     told, stats = drafting.run(requests(), **changes)
     assert told == expected

@@ -67,11 +67,21 @@ def runner(rank: Rank) -> GpuRunner:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("changes", [
-    {"num_drafts": 1}, {"num_drafts": 2}, {}, {"max_in_flight": 2}, {"num_drafts": 1, "max_in_flight": 2},
-    {"prefill_chunk": 16, "max_in_flight": 2}, {"num_pages": 9, "max_in_flight": 2},
-    {"adaptive_drafts": True, "max_in_flight": 2}, {"num_drafts": 0, "max_in_flight": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_drafts": 1},
+        {"num_drafts": 2},
+        {},
+        {"max_in_flight": 2},
+        {"num_drafts": 1, "max_in_flight": 2},
+        {"prefill_chunk": 16, "max_in_flight": 2},
+        {"num_pages": 9, "max_in_flight": 2},
+        {"adaptive_drafts": True, "max_in_flight": 2},
+        {"num_drafts": 0, "max_in_flight": 2},
+    ],
+    ids=str,
+)
 def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     adaptive = {"adaptive_drafts": False, **changes}
     launches = runner(drafting)

@@ -52,8 +52,10 @@ def taken(sums: SplitSums, *, sequences: int, queries: int, pages: int, most: in
     with torch.device("meta"):
         tables = DecodeTables(
             page_table=torch.empty(sequences, pages, dtype=torch.int32),
-            kv_lens=torch.empty(sequences, queries, dtype=torch.int32), page_size=64, most=most,
-        )  # fmt: skip
+            kv_lens=torch.empty(sequences, queries, dtype=torch.int32),
+            page_size=64,
+            most=most,
+        )
     if tables.max_splits(sums.split) == 1:
         return 0
     return max(
@@ -144,8 +146,12 @@ def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
     config = serving("DeepSeek-V2-Lite", max_num_seqs=512)
     model = served_model(config)
     rest = {
-        "model": model, "dtype": "bfloat16", "resident_bytes": GIB, "num_local_experts": 1, "footprints": footprint,
-    }  # fmt: skip
+        "model": model,
+        "dtype": "bfloat16",
+        "resident_bytes": GIB,
+        "num_local_experts": 1,
+        "footprints": footprint,
+    }
     reserve = plan_memory(config=config, available=64 * GIB, **rest).reserve  # type: ignore[arg-type]
     available = int((GIB + reserve.total - reserve.margin - 600 * MIB) / 0.95)
 

@@ -72,9 +72,16 @@ class Session:
             end = len(r.prompt) + len(done)
             first = not done
             chunks.append(
-                Chunk(key=r.key, start=0 if first else end - 1, token_ids=r.prompt if first else (0,), pages=(0,),
-                      prompt=first, num_sampled=1, fed=fed)
-            )  # fmt: skip
+                Chunk(
+                    key=r.key,
+                    start=0 if first else end - 1,
+                    token_ids=r.prompt if first else (0,),
+                    pages=(0,),
+                    prompt=first,
+                    num_sampled=1,
+                    fed=fed,
+                )
+            )
             rows.append(SampledRow(params=r.sampling, prompt=r.prompt, output=list(done)))
         firsts = tuple(c for c in chunks if c.prompt)
         ordered = [*firsts, *(c for c in chunks if not c.prompt)]

@@ -30,9 +30,14 @@ class Gpus:
 
 
 def settled(
-    exchange: str, *, device: Any = None, shape: ExchangeShape = SHAPE, peer_gpus: tuple[int, ...] = (0, 1, 2),
-    workers: int = 3, **options: Any,
-) -> tuple[str, str]:  # fmt: skip
+    exchange: str,
+    *,
+    device: Any = None,
+    shape: ExchangeShape = SHAPE,
+    peer_gpus: tuple[int, ...] = (0, 1, 2),
+    workers: int = 3,
+    **options: Any,
+) -> tuple[str, str]:
     config = EngineConfig(model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange), **options)
     spec = WorkerSpec(config=config, rank=1, epoch=0, host="127.0.0.1", version="", gpu=1, peer_gpus=peer_gpus)
     found, why = settle_exchange(spec, cast(Device, device or Gpus()), shape)
@@ -111,9 +116,12 @@ def test_who_reads_experts_for_each_other() -> None:
 
     def fetch(asked: str, exchange: str = "auto", workers: int = 3, device: Gpus | None = None) -> str:
         config = EngineConfig(
-            model_path="m", device="cuda", num_workers=workers, exchange=cast(Any, exchange),
+            model_path="m",
+            device="cuda",
+            num_workers=workers,
+            exchange=cast(Any, exchange),
             expert_fetch=cast(Any, asked),
-        )  # fmt: skip
+        )
         spec = WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="", gpu=0, peer_gpus=(0, 1, 2))
         return settle_exchange(spec, cast(Device, device or Gpus()), SHAPE)[0].config.expert_fetch
 

@@ -85,10 +85,18 @@ class Fleet:
         return [self.result(rank) for rank in range(len(self.pipes))]
 
     def connect(
-        self, kind: str, shape: ExchangeShape, *, deadline: float = 30.0, hosts: str | None = None,
-        placement: Placement | None = None, members: Sequence[int] | None = None, stall: float | None = None,
-        patience: float | None = None, device: str = "cpu",
-    ) -> list[MeshEndpoint]:  # fmt: skip
+        self,
+        kind: str,
+        shape: ExchangeShape,
+        *,
+        deadline: float = 30.0,
+        hosts: str | None = None,
+        placement: Placement | None = None,
+        members: Sequence[int] | None = None,
+        stall: float | None = None,
+        patience: float | None = None,
+        device: str = "cpu",
+    ) -> list[MeshEndpoint]:
         """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
 
         With a `stall` a rank that lives is waited for that long, as in a fleet; with `patience` too only where it has
@@ -120,9 +128,15 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def open_mesh(
-    state: Rank, kind: str, shape: ExchangeShape, members: Sequence[int], deadline: float, hosts: str | None,
-    stall: float | None, patience: float | None,
-) -> MeshEndpoint:  # fmt: skip
+    state: Rank,
+    kind: str,
+    shape: ExchangeShape,
+    members: Sequence[int],
+    deadline: float,
+    hosts: str | None,
+    stall: float | None,
+    patience: float | None,
+) -> MeshEndpoint:
     """First phase of the rendezvous."""
     host_id = hosts[state.rank] if hosts else None
     state.rank = members[state.rank]
@@ -228,7 +242,7 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
 
 def linger(
     state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, seconds: float, sign: Phase | None, steps: int
-) -> float:  # fmt: skip
+) -> float:
     """Steps, in the second of which rank `victim` lives and does not come to layer 1 for `seconds`, having said `sign`.
 
     Returns when that began.

@@ -69,26 +69,45 @@ SETUPS = [
     for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
 ]
 SETUPS += [
-    Setup(name=f"{name}-{ranks}ranks-{away}away", kind=kind, ranks=ranks, dtype="float32", shuffled=True, away=away,
-          hosts=hosts)
-    for name, kind, ranks, away, hosts in (
-        ("shm", "zmq", 3, None, None), ("shm", "zmq", 2, 1, None), ("shm", "zmq", 1, 0, None),
-        ("tcp", "zmq-tcp", 3, 0, None), ("two_hosts", "zmq", 3, 2, "aba"),
-        ("nccl", "nccl", 3, None, None), ("nccl", "nccl", 3, 1, None), ("nccl", "nccl", 1, 0, None),
+    Setup(
+        name=f"{name}-{ranks}ranks-{away}away",
+        kind=kind,
+        ranks=ranks,
+        dtype="float32",
+        shuffled=True,
+        away=away,
+        hosts=hosts,
     )
-]  # fmt: skip
+    for name, kind, ranks, away, hosts in (
+        ("shm", "zmq", 3, None, None),
+        ("shm", "zmq", 2, 1, None),
+        ("shm", "zmq", 1, 0, None),
+        ("tcp", "zmq-tcp", 3, 0, None),
+        ("two_hosts", "zmq", 3, 2, "aba"),
+        ("nccl", "nccl", 3, None, None),
+        ("nccl", "nccl", 3, 1, None),
+        ("nccl", "nccl", 1, 0, None),
+    )
+]
 SETUPS += [
     Setup(name=f"{name}-3ranks-copies", kind=kind, ranks=3, dtype="bfloat16", shuffled=True, copied=True, hosts=hosts)
     for name, kind, hosts in (("shm", "zmq", None), ("two_hosts", "zmq", "aba"), ("nccl", "nccl", None))
 ]
 # Over NCCL, where there are GPUs.
 SETUPS += [
-    Setup(name=f"nccl-{ranks}gpus-{dtype}{'-copies' * copied}", kind="nccl", ranks=ranks, dtype=dtype, shuffled=True,
-          copied=copied, device="cuda")
+    Setup(
+        name=f"nccl-{ranks}gpus-{dtype}{'-copies' * copied}",
+        kind="nccl",
+        ranks=ranks,
+        dtype=dtype,
+        shuffled=True,
+        copied=copied,
+        device="cuda",
+    )
     for ranks in (2, 3, 4)
     if ranks <= torch.cuda.device_count()
     for dtype, copied in (("float32", False), ("bfloat16", False), ("bfloat16", True))
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
@@ -97,9 +116,13 @@ def connected(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Fleet, li
     setup: Setup = request.param
     with Fleet(setup.ranks) as fleet:
         fleet.connect(
-            setup.kind, setup.shape, hosts=setup.hosts, placement=setup.placement, members=setup.members,
+            setup.kind,
+            setup.shape,
+            hosts=setup.hosts,
+            placement=setup.placement,
+            members=setup.members,
             device=setup.device,
-        )  # fmt: skip
+        )
         yield setup, fleet, [0]
         assert fleet.call(close) == [None] * setup.ranks
 

@@ -33,9 +33,15 @@ def tags(draw: st.DrawFn) -> Tag:
 
 
 PLANS = st.builds(
-    PlanFrame, epoch=U32, step=U64, source=U16, num_tokens=U32, num_prompt=U32, num_rows=U32,
+    PlanFrame,
+    epoch=U32,
+    step=U64,
+    source=U16,
+    num_tokens=U32,
+    num_prompt=U32,
+    num_rows=U32,
     num_drafts=st.integers(0, 2**8 - 1),
-)  # fmt: skip
+)
 HANDSHAKES = st.builds(Handshake, rank=U16, world_size=U16, epoch=U32, token=st.text())
 FINDINGS = st.builds(
     Finding,

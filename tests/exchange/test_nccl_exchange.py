@@ -34,9 +34,13 @@ CPU = torch.device("cpu")
 
 
 def open_meshes(
-    world: int, *, epoch: int = 1, deadline: float = DEADLINE, members: Sequence[int] | None = None,
+    world: int,
+    *,
+    epoch: int = 1,
+    deadline: float = DEADLINE,
+    members: Sequence[int] | None = None,
     stall: float | None = None,
-) -> list[Mesh]:  # fmt: skip
+) -> list[Mesh]:
     members = range(world) if members is None else members
     times = {"deadline": deadline, "stall": stall, "patience": deadline}
     meshes = [
@@ -97,9 +101,14 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
 
 def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -> NcclExchange:
     return NcclExchange(
-        group or TorchGroup(CPU), rank=mesh.rank, world_size=mesh.world_size, shape=SMALL, device=CPU, seconds=seconds,
+        group or TorchGroup(CPU),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        shape=SMALL,
+        device=CPU,
+        seconds=seconds,
         placement=Placement.of_shards((4,), partition(6, mesh.world_size)),
-    )  # fmt: skip
+    )
 
 
 def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer: int) -> torch.Tensor:

@@ -72,7 +72,7 @@ def prompt(length: int) -> tuple[int, ...]:
 def chunk(ids: tuple[int, ...], start: int, end: int, *, is_prompt: bool) -> Chunk:
     return Chunk(
         key=(b"", ""), start=start, token_ids=ids[start:end], pages=tuple(range(8)), prompt=is_prompt, num_sampled=1
-    )  # fmt: skip
+    )
 
 
 def steps_of(length: int) -> list[Step]:

@@ -303,10 +303,18 @@ def test_many_rows_have_the_next_layers_experts_copied_ahead(backend: str, num_s
     all_counts, none = [9] * len(EXPERTS), [0] * len(EXPERTS)
     some = [9, 0, 9, 9, 0, 9]
     visits = [
-        (1, all_counts, none), (2, all_counts, none), (4, all_counts, none), (1, some, none), (4, all_counts, none),
-        (2, all_counts, [1, 0, 0, 0, 1, 0]), (4, some, [0, 0, 1, 0, 0, 0]), (1, all_counts, none),
-        (2, [1] * 6, [1] * 6), (2, all_counts, none), (4, all_counts, none),
-    ]  # fmt: skip
+        (1, all_counts, none),
+        (2, all_counts, none),
+        (4, all_counts, none),
+        (1, some, none),
+        (4, all_counts, none),
+        (2, all_counts, [1, 0, 0, 0, 1, 0]),
+        (4, some, [0, 0, 1, 0, 0, 0]),
+        (1, all_counts, none),
+        (2, [1] * 6, [1] * 6),
+        (2, all_counts, none),
+        (4, all_counts, none),
+    ]
     source = Weights()
     ours, wanted = (
         make_cache(source, num_slots=slots, dtype=torch.float32, backend=backend) for slots in (num_slots, TOTAL)

@@ -80,8 +80,12 @@ def test_many_rows_of_few_experts_are_evened_out_by_copies() -> None:
     loads = Loads((1, 2, 3), 32, rows)
     table = dict(compare_loads(loads, 4, num_copies=[1, 4]))
     assert list(table) == [
-        "contiguous (linear)", "in turn (round_robin)", "balanced by load", "balanced, 1 copied", "balanced, 4 copied",
-    ]  # fmt: skip
+        "contiguous (linear)",
+        "in turn (round_robin)",
+        "balanced by load",
+        "balanced, 1 copied",
+        "balanced, 4 copied",
+    ]
     assert table["contiguous (linear)"] > table["in turn (round_robin)"] > table["balanced by load"] >= 1
     assert table["balanced by load"] > table["balanced, 1 copied"] > table["balanced, 4 copied"] >= 1
     best = balanced(loads, 4)

@@ -137,9 +137,15 @@ def test_several_ranks_are_one_need(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for rank, shard in enumerate(partition(6, 2)):
         header = TraceHeader(
-            rank=rank, world_size=2, layers=(1, 3), experts_start=shard.start, experts_stop=shard.stop, top_k=2,
-            num_slots=6, policy="slru",
-        )  # fmt: skip
+            rank=rank,
+            world_size=2,
+            layers=(1, 3),
+            experts_start=shard.start,
+            experts_stop=shard.stop,
+            top_k=2,
+            num_slots=6,
+            policy="slru",
+        )
         with RoutingRecorder(path, header) as recorder:
             for step in (4, 5):
                 for layer in (1, 3):
@@ -166,9 +172,14 @@ def test_the_table_has_bytes_where_they_are_known() -> None:
     predictions = compare(Needs((0,), 8, steps), 2, num_copies=(1,))
     plain = format_plan(predictions, expert_bytes=None).splitlines()
     assert [line.split("  ")[0] for line in plain] == [
-        "placement", "contiguous (linear)", "in turn (round_robin)", "by chance (mean of 16)", "balanced by load",
-        "kept apart", "kept apart, 1 copied",
-    ]  # fmt: skip
+        "placement",
+        "contiguous (linear)",
+        "in turn (round_robin)",
+        "by chance (mean of 16)",
+        "balanced by load",
+        "kept apart",
+        "kept apart, 1 copied",
+    ]
     assert "rows, fullest / mean" in plain[0]
     table = format_plan(predictions, expert_bytes=2_000_000).splitlines()
     assert "MB, fullest rank" in table[0]

@@ -9,9 +9,13 @@ MIB = 2**20
 
 def resolve(*, slots: int | None = None, memory: int | None = None, available: int = 100 * MIB) -> int:
     return resolve_slots(
-        slots=slots, memory_bytes=memory, expert_bytes=3 * MIB, num_experts=20, available_bytes=available,
+        slots=slots,
+        memory_bytes=memory,
+        expert_bytes=3 * MIB,
+        num_experts=20,
+        available_bytes=available,
         stream_slots=2,
-    )  # fmt: skip
+    )
 
 
 def test_slots_memory_and_auto() -> None:

@@ -39,9 +39,15 @@ def pool() -> Iterator[ProcessPool]:
 
 def config(model: Path, **options: Any) -> EngineConfig:
     fields: dict[str, Any] = {
-        "device": "cuda", "page_size": 64, "kv_memory": 1 << 22, "max_batch_tokens": 64, "max_num_seqs": 4,
-        "prefill_chunk": 64, "max_model_len": 4096, "async_scheduling": True,
-    }  # fmt: skip
+        "device": "cuda",
+        "page_size": 64,
+        "kv_memory": 1 << 22,
+        "max_batch_tokens": 64,
+        "max_num_seqs": 4,
+        "prefill_chunk": 64,
+        "max_model_len": 4096,
+        "async_scheduling": True,
+    }
     return EngineConfig(model_path=str(model), **{**fields, **options})
 
 

@@ -25,10 +25,11 @@ def test_launching_waits_for_nothing(family: str, tmp_path: Path, monkeypatch: p
     requests = {
         name: (list(range(1, 1 + length)), SamplingParams(max_tokens=8, ignore_eos=True, **how))
         for name, length, how in (
-            ("greedy", 90, {"temperature": 0.0}), ("sampled", 30, {"temperature": 1.0, "seed": 3}),
+            ("greedy", 90, {"temperature": 0.0}),
+            ("sampled", 30, {"temperature": 1.0, "seed": 3}),
             ("told", 70, {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0}),
         )
-    }  # fmt: skip
+    }
     options: dict[str, Any] = {"page_size": 16, "max_num_seqs": 4, "max_batch_tokens": 128, "max_model_len": 208}
     with Rank(model, device="cuda", enforce_eager=True, **options) as rank:
         # What is new is compiled and given its memory first.

@@ -205,9 +205,7 @@ def test_behind_several_splits(kind: str, tmp_path: Path, pool: ProcessPool) -> 
 
 
 @pytest.fixture(scope="module")
-def kept(
-    served: tuple[Path, dict[str, Any]], pool: ProcessPool
-) -> tuple[Path, dict[str, tuple[Any, ...]]]:  # fmt: skip
+def kept(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> tuple[Path, dict[str, tuple[Any, ...]]]:
     """The same checkpoint, and what each request is answered alone of whose prompt a part is kept."""
     model, whole = served
     found = alone(model, pool, compressed=True)

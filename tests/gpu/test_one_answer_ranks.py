@@ -72,10 +72,13 @@ PLACED = [
     Case(ranks, exchange, 2, slots, placed=placed)
     for ranks in MANY
     for exchange, slots, placed in (
-        ("nvlink", "all", "shuffled"), ("nvlink", "all", "copied"), ("nvlink", "half", "copied"),
-        ("nccl", "all", "copied"), ("zmq", "all", "copied"),
+        ("nvlink", "all", "shuffled"),
+        ("nvlink", "all", "copied"),
+        ("nvlink", "half", "copied"),
+        ("nccl", "all", "copied"),
+        ("zmq", "all", "copied"),
     )
-]  # fmt: skip
+]
 HYBRID = [
     Case(ranks, "nvlink", deep, slots, placed=placed)
     for ranks in MANY[:1]

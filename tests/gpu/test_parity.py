@@ -63,9 +63,14 @@ def ours(model: Path, dtype: torch.dtype, backend: Backend, count: int) -> torch
         for prompt in prompts(model, count):
             pages = tuple(range(NUM_PAGES))
             chunk = Chunk(
-                key=(b"", ""), start=0, token_ids=tuple(prompt), pages=pages, prompt=True, num_sampled=1,
+                key=(b"", ""),
+                start=0,
+                token_ids=tuple(prompt),
+                pages=pages,
+                prompt=True,
+                num_sampled=1,
                 state_slot=0 if runner.config.has_slots else -1,
-            )  # fmt: skip
+            )
             hidden = runner.model.hidden(runner.backend.plan(Step(prefill=(chunk,))))
             found.append(runner.model.head(hidden[:LENGTH]).float().cpu())
     return torch.stack(found)
@@ -89,10 +94,12 @@ def test_fp32_is_that_of_a_cpu(model: Path) -> None:
     answers = [
         greedy_tokens(
             local_runner(model, dtype=torch.float32, num_pages=NUM_PAGES, backend=backend),
-            prompts(model, 1)[0][:97], 24, chunk_size=chunk_size,
+            prompts(model, 1)[0][:97],
+            24,
+            chunk_size=chunk_size,
         )
         for backend in (on_gpu, on_cpu)
-    ]  # fmt: skip
+    ]
     (ids, logits), (other_ids, others) = answers
     assert ids == other_ids
     assert float((logits.cpu() - others.cpu()).abs().max() / others.abs().max()) < 1e-4
@@ -119,9 +126,13 @@ def test_bf16_is_as_near_as_those_of_transformers(model: Path, record_property: 
     eager, sdpa = (theirs(model, torch.bfloat16, name, NUM_PROMPTS) for name in ("eager", "sdpa"))
     own = ours(model, torch.bfloat16, CudaBackend(page_size=PAGE_SIZE, device=DEVICE), NUM_PROMPTS)
     pairs = {
-        "ours to fp32": (own, truth), "eager to fp32": (eager, truth), "sdpa to fp32": (sdpa, truth),
-        "ours to eager": (own, eager), "ours to sdpa": (own, sdpa), "eager to sdpa": (eager, sdpa),
-    }  # fmt: skip
+        "ours to fp32": (own, truth),
+        "eager to fp32": (eager, truth),
+        "sdpa to fp32": (sdpa, truth),
+        "ours to eager": (own, eager),
+        "ours to sdpa": (own, sdpa),
+        "eager to sdpa": (eager, sdpa),
+    }
     found = {name: distances(*pair) for name, pair in pairs.items()}
     line = ", ".join(f"{name} {statistics.mean(values):.5f}" for name, values in found.items())
     print(f"\n{model.name}: {line}")

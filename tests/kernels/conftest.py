@@ -12,10 +12,20 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 # Where tests of a GPU build most, in seconds of one core with an empty cache: counted by tests whose builds were taken
 # down, times what one build of each kernel takes (Triton 3.7.1; 3500 builds of 1800 s in all).
 BUILD_SECONDS = {
-    "test_mla_decode": 410, "test_gqa_decode": 300, "test_sample": 260, "test_linear": 160, "test_stored_configs": 100,
-    "test_rope_cache_write": 100, "test_grouped_gemm": 80, "test_dependent": 60, "test_delta_chunk": 60,
-    "test_head_linear": 50, "test_rope_gqa_decode": 45, "test_attn_prefill_varlen": 45, "test_delta_recurrent": 30,
-}  # fmt: skip
+    "test_mla_decode": 410,
+    "test_gqa_decode": 300,
+    "test_sample": 260,
+    "test_linear": 160,
+    "test_stored_configs": 100,
+    "test_rope_cache_write": 100,
+    "test_grouped_gemm": 80,
+    "test_dependent": 60,
+    "test_delta_chunk": 60,
+    "test_head_linear": 50,
+    "test_rope_gqa_decode": 45,
+    "test_attn_prefill_varlen": 45,
+    "test_delta_recurrent": 30,
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,9 +42,13 @@ def make_rows(count: int, heads: Heads, *, by_row: bool, dtype: torch.dtype = to
     wide = torch.randn(count, width + num_v + rates + 3).to(dtype)
     qkv, b, a, _ = wide.split((width, num_v, rates, 3), 1)
     return Rows(
-        qkv, b, a, torch.linspace(-6, 2, num_v), torch.randn(num_v, k_dim) if by_row else torch.randn(num_v),
+        qkv,
+        b,
+        a,
+        torch.linspace(-6, 2, num_v),
+        torch.randn(num_v, k_dim) if by_row else torch.randn(num_v),
         torch.randn(NUM_SLOTS, num_v, k_dim, v_dim),
-    )  # fmt: skip
+    )
 
 
 def exact_rule(rows: Rows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,13 +12,17 @@ Op = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def open_ranks(
-    world_size: int, *, dtype: torch.dtype = torch.bfloat16, hidden: int = 40, top_k: int = 3, max_tokens: int = 6,
-    num_experts: int = 10, copied: bool = False,
-) -> list[PeerWindow]:  # fmt: skip
+    world_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = 40,
+    top_k: int = 3,
+    max_tokens: int = 6,
+    num_experts: int = 10,
+    copied: bool = False,
+) -> list[PeerWindow]:
     """Windows of all ranks of one process; experts lie with ranks in no order, every third with the next one too."""
-    shape = PeerShape(
-        world_size=world_size, top_k=top_k, row_bytes=hidden * dtype.itemsize, max_tokens=max_tokens
-    )  # fmt: skip
+    shape = PeerShape(world_size=world_size, top_k=top_k, row_bytes=hidden * dtype.itemsize, max_tokens=max_tokens)
     memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
     owner = [(e * 7 + e // 3) % world_size for e in range(num_experts)]
     local = [owner[:e].count(owner[e]) for e in range(num_experts)]

@@ -181,9 +181,12 @@ def test_a_batch_over_pages_is_each_chunk_alone(page: int, window: int | None, d
     at = 0
     for b, prompt in enumerate(prompts):
         alone = run(
-            prompt.q[starts[b] :], prompt.k, prompt.v,
-            plan_prefill([q_lens[b]], [starts[b]], window=window, device=DEVICE), prompt.scale,
-        )  # fmt: skip
+            prompt.q[starts[b] :],
+            prompt.k,
+            prompt.v,
+            plan_prefill([q_lens[b]], [starts[b]], window=window, device=DEVICE),
+            prompt.scale,
+        )
         assert_same((got[0][at : at + q_lens[b]], got[1][at : at + q_lens[b]]), alone, f"chunk {b} alone")
         at += q_lens[b]
     if not NATIVE:

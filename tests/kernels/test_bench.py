@@ -307,9 +307,11 @@ def test_a_call_over_its_own_tensors() -> None:
     q, k, turned = wide[:, 2:6], wide[:, 6:9], torch.arange(6).view(2, 3).T
     tables = DecodeTables(page_table=torch.ones(2, 3).int(), kv_lens=torch.ones(2).int(), page_size=16)
     edits = LogitEdits(
-        words=torch.ones(1, 5).int(), bias=torch.zeros(1, 1).double(), slots=torch.zeros(1).long(),
+        words=torch.ones(1, 5).int(),
+        bias=torch.zeros(1, 1).double(),
+        slots=torch.zeros(1).long(),
         penalties=torch.ones(1, 3).double(),
-    )  # fmt: skip
+    )
     run = partial(max, q, (k, [turned, "a"]), 7, None, again=q, tables=tables, edits=edits, config=config)
     own = with_own_tensors(run)
     assert own.func is max

@@ -166,9 +166,12 @@ def test_a_table_with_room_touches_what_there_is() -> None:
     _, rows, fresh, heads = chunks_of(*prompts)
     table = torch.tensor([*rows, *[PADDING] * 3], device=DEVICE)
     chunks = PromptChunks(
-        table=table, fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
-        heads=torch.tensor([*heads, 5, 5], device=DEVICE), planned=None, num_rows=192,
-    )  # fmt: skip
+        table=table,
+        fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
+        heads=torch.tensor([*heads, 5, 5], device=DEVICE),
+        planned=None,
+        num_rows=192,
+    )
     got, kept = run_kernel(x, weight, window, chunks)
     assert torch.equal(got[:119], wanted)
     assert torch.equal(kept, left)

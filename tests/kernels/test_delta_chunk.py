@@ -33,9 +33,12 @@ def run_oracle(rows: Rows, chunks: PromptChunks) -> tuple[torch.Tensor, torch.Te
     state = rows.state.clone()
     op = ops.kda_chunk_prefill if rows.dt_bias.dim() == 2 else ops.gdn_chunk_prefill
     on_cpu = PromptChunks(
-        table=chunks.table.cpu(), fresh=chunks.fresh.cpu(), heads=chunks.heads.cpu(), planned=chunks.planned,
+        table=chunks.table.cpu(),
+        fresh=chunks.fresh.cpu(),
+        heads=chunks.heads.cpu(),
+        planned=chunks.planned,
         num_rows=chunks.num_rows,
-    )  # fmt: skip
+    )
     return op(*rows.args[:-1], state, chunks=on_cpu), state
 
 
@@ -157,8 +160,10 @@ def test_a_table_with_room_touches_what_there_is(by_row: bool) -> None:
     chunks = PromptChunks(
         table=torch.tensor([*table, *[PADDING] * 3], device=DEVICE),
         fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
-        heads=torch.tensor([*heads, 5, 5], device=DEVICE), planned=None, num_rows=192,
-    )  # fmt: skip
+        heads=torch.tensor([*heads, 5, 5], device=DEVICE),
+        planned=None,
+        num_rows=192,
+    )
     got, state = run_kernel(rows, chunks)
     assert torch.equal(got[:119], wanted)
     assert torch.equal(state, left)
@@ -213,8 +218,10 @@ def test_the_kernel_of_hopper_gives_the_same_bits(by_row: bool) -> None:
     room = PromptChunks(
         table=torch.tensor([*table, *[PADDING] * 3], device=DEVICE),
         fresh=torch.tensor([*fresh, *[True] * 3], device=DEVICE),
-        heads=torch.tensor([*heads, len(table), len(table)], device=DEVICE), planned=None, num_rows=len(rows.qkv),
-    )  # fmt: skip
+        heads=torch.tensor([*heads, len(table), len(table)], device=DEVICE),
+        planned=None,
+        num_rows=len(rows.qkv),
+    )
     config = ChunkConfig(kernel="state", fused=False)
     for chunks in (PromptChunks.plan(lengths, starts, slots, snapshots, device=DEVICE), room):
         wanted = run_kernel(rows, chunks, ChunkConfig(fused=False))

@@ -28,12 +28,19 @@ def make_step(
     channels, (_, num_heads, _, dim) = found.qkv.shape[1], heads
     wide = torch.randn(count, 2 * num_heads * dim + 1).to(dtype)
     return {
-        "qkv": found.qkv, "conv": torch.randn(size, channels).to(dtype).t(),
-        "window": torch.randn(len(found.state), size - 1, channels).to(dtype), "b": found.b, "a": found.a,
-        "a_log": found.a_log, "dt_bias": found.dt_bias, "state": found.state,
-        "gate": wide[:, num_heads * dim : 2 * num_heads * dim], "norm": torch.rand(dim) + 0.5, "eps": 1e-6,
+        "qkv": found.qkv,
+        "conv": torch.randn(size, channels).to(dtype).t(),
+        "window": torch.randn(len(found.state), size - 1, channels).to(dtype),
+        "b": found.b,
+        "a": found.a,
+        "a_log": found.a_log,
+        "dt_bias": found.dt_bias,
+        "state": found.state,
+        "gate": wide[:, num_heads * dim : 2 * num_heads * dim],
+        "norm": torch.rand(dim) + 0.5,
+        "eps": 1e-6,
         "sigmoid": by_row,
-    }  # fmt: skip
+    }
 
 
 def run(op: Any, step: dict[str, Any], **named: Any) -> tuple[torch.Tensor, ...]:
@@ -127,8 +134,11 @@ def test_several_queries_and_other_weights_take_three(by_row: bool) -> None:
         (slots_of([4, 7, 1, 0], [[4], [7], [1], [0]]), {"conv": step["conv"].contiguous()}),
     ):
         given = {**step, **change}
-        for found, right in zip(run(kernel(by_row), given, slots=slots, config=TWO[0]),
-                                run(kernel(by_row), given, slots=slots, config=Chain()), strict=True):  # fmt: skip
+        for found, right in zip(
+            run(kernel(by_row), given, slots=slots, config=TWO[0]),
+            run(kernel(by_row), given, slots=slots, config=Chain()),
+            strict=True,
+        ):
             assert torch.equal(found, right)
 
 

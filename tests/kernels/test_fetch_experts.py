@@ -54,15 +54,27 @@ class Rank:
     def fetch(self, kernels: ModuleType, table: torch.Tensor, layer: int, **parts: Any) -> None:
         config = {"config": SMALL} if kernels is triton_kernel else {}
         kernels.fetch_experts(
-            self.store, table.to(DEVICE), self.gate_up, self.down, self.window, layer=layer, counts=self.counts,
-            **{"tell": False, "read": False, "move": False, **parts}, **config,
-        )  # fmt: skip
+            self.store,
+            table.to(DEVICE),
+            self.gate_up,
+            self.down,
+            self.window,
+            layer=layer,
+            counts=self.counts,
+            **{"tell": False, "read": False, "move": False, **parts},
+            **config,
+        )
 
 
 def open_ranks(
-    world: int, *, dtype: torch.dtype = torch.bfloat16, hidden: int = 24, inner: int = 8, staged: int = 2,
+    world: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = 24,
+    inner: int = 8,
+    staged: int = 2,
     unit_bytes: int = 128,
-) -> list[Rank]:  # fmt: skip
+) -> list[Rank]:
     """Ranks that share, of which each has dispatched its first exchange."""
     rows = PeerShape(world_size=world, top_k=1, row_bytes=16, max_tokens=1)
     up = 2 * inner * hidden * dtype.itemsize

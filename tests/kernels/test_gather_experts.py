@@ -18,9 +18,14 @@ if DEVICE == "cuda":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_layers", "num_experts", "hidden", "inner", "num_slots"), SHAPES, ids=str)
 def test_what_the_table_names_is_copied(
-    num_layers: int, num_experts: int, hidden: int, inner: int, num_slots: int, dtype: torch.dtype,
+    num_layers: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    num_slots: int,
+    dtype: torch.dtype,
     config: triton_kernel.GatherConfig,
-) -> None:  # fmt: skip
+) -> None:
     store = torch.randn(num_layers * num_experts, 3 * inner * hidden).to(dtype)
     if DEVICE == "cuda":
         store = store.pin_memory()

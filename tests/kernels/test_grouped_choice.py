@@ -199,14 +199,22 @@ def test_how_first_products_are_cut() -> None:
     cut = {
         name: slices_of_choice(top_k, hidden=hidden, inner=inner)
         for name, top_k, hidden, inner in (
-            ("qwen3-30b", 8, 2048, 768), ("qwen3.5", 8, 2048, 512), ("kimi-linear", 8, 2304, 1024),
-            ("v2-lite", 6, 2048, 1408), ("mixtral", 2, 4096, 14336), ("kimi-k2", 8, 7168, 2048), ("odd", 8, 2048, 40),
+            ("qwen3-30b", 8, 2048, 768),
+            ("qwen3.5", 8, 2048, 512),
+            ("kimi-linear", 8, 2304, 1024),
+            ("v2-lite", 6, 2048, 1408),
+            ("mixtral", 2, 4096, 14336),
+            ("kimi-k2", 8, 7168, 2048),
+            ("odd", 8, 2048, 40),
         )
-    }  # fmt: skip
+    }
     assert {name for name, tile in cut.items() if tile is None} == {"mixtral", "kimi-k2", "odd"}
     assert {name: (tile.columns, tile.stages) for name, tile in cut.items() if tile is not None} == {
-        "qwen3-30b": (32, 5), "qwen3.5": (16, 9), "kimi-linear": (32, 4), "v2-lite": (32, 5),
-    }  # fmt: skip
+        "qwen3-30b": (32, 5),
+        "qwen3.5": (16, 9),
+        "kimi-linear": (32, 4),
+        "v2-lite": (32, 5),
+    }
 
 
 def test_wrong_choices_are_refused() -> None:

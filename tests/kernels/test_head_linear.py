@@ -69,9 +69,7 @@ def test_both_views_of_one_weight(
 
 @pytest.mark.sampled(0)
 @LAYOUTS
-@pytest.mark.parametrize(
-    "config", [c for c in kernel.CONFIGS if CUDA or isinstance(c, kernel.HeadConfig)], ids=str
-)  # fmt: skip
+@pytest.mark.parametrize("config", [c for c in kernel.CONFIGS if CUDA or isinstance(c, kernel.HeadConfig)], ids=str)
 def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, absorb: bool) -> None:
     # More steps of K than are asked for at once, and fewer; whole steps and slices, as Gluon's kernel wants them, and
     # outputs that end within a slice.

@@ -85,9 +85,11 @@ def test_memory_of_another_process_is_read_where_it_lies() -> None:
     """As it changes, and when its process has ended; then it cannot be found any more."""
     paths = [str(ROOT / folder) for folder in ("worker", "kernels")]
     lender = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{LENDER}"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{LENDER}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with lender:
         assert lender.stdin is not None
         assert lender.stdout is not None

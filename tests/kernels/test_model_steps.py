@@ -74,9 +74,10 @@ def attention_rows(kind: Grouped | Latent | Delta, t: int, model: ModelStep) -> 
     elif isinstance(kind, Latent):
         found.add(("rope_cache_write_mla", f"T{t} N{kind.heads} Dr64 R512"))
         found.add(
-            ("mla_decode", f"B{t} Q1 H{kind.heads} L8192") if decodes
+            ("mla_decode", f"B{t} Q1 H{kind.heads} L8192")
+            if decodes
             else prefill(t, f"{kind.heads}/{kind.heads}", NOPE + ROPE, DIM_V)
-        )  # fmt: skip
+        )
         if decodes:
             found |= {("head_linear", f"{model.name} T{t} H{kind.heads} {part}") for part in ("absorb", "expand")}
         if kind.query_rank:
@@ -110,9 +111,10 @@ def rows() -> dict[str, set[tuple[str, str]]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_launch_of_a_step_lacks_a_row(name: str, rows: dict[str, set[tuple[str, str]]]) -> None:
     lacking = {
-        (op, shape) for op, shape in expected(MODELS[name])
+        (op, shape)
+        for op, shape in expected(MODELS[name])
         if not any(op == other and found.startswith(shape) for other, found in rows[name])
-    }  # fmt: skip
+    }
     assert lacking == set()
 
 

@@ -30,9 +30,7 @@ def inputs(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype, *, with_s
 
 
 def chain(partial, weights, shared, residual, norm):  # type: ignore[no-untyped-def]
-    return norm_kernel.add_rms_norm(
-        reduce_kernel.moe_weighted_reduce(partial, weights, shared), residual, norm, EPS
-    )  # fmt: skip
+    return norm_kernel.add_rms_norm(reduce_kernel.moe_weighted_reduce(partial, weights, shared), residual, norm, EPS)
 
 
 def run(*args: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,9 +130,7 @@ def test_a_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 65])
 def test_a_graph_replays_it(num_rows: int) -> None:
     args = inputs(num_rows, 8, 2048, torch.bfloat16)
-    assert_replays(
-        lambda: ops.moe_reduce_add_norm(*args, EPS), lambda: [x.normal_() for x in args if x is not None]
-    )  # fmt: skip
+    assert_replays(lambda: ops.moe_reduce_add_norm(*args, EPS), lambda: [x.normal_() for x in args if x is not None])
 
 
 def test_bad_arguments_are_named() -> None:

@@ -35,13 +35,16 @@ from moeyard_kernels.types.peer_window import (
 
 
 def one_exchange(
-    kernels: ModuleType, windows: Sequence[PeerWindow], xs: Sequence[torch.Tensor], ids: Sequence[torch.Tensor],
-    *, layer: int, max_rows: int,
-) -> tuple[list, list]:  # fmt: skip
+    kernels: ModuleType,
+    windows: Sequence[PeerWindow],
+    xs: Sequence[torch.Tensor],
+    ids: Sequence[torch.Tensor],
+    *,
+    layer: int,
+    max_rows: int,
+) -> tuple[list, list]:
     """(what each rank received, with rows that were not sent zeroed; what came home, zeroed where nothing did)."""
-    received = in_turn(
-        kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=layer, max_rows=max_rows
-    )  # fmt: skip
+    received = in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=layer, max_rows=max_rows)
     sent = [rows.clone().masked_fill_((here < 0).all(1)[:, None], 0) for rows, here in received]
     outs = [
         answers(rows, here, rank) for rank, (rows, here) in enumerate(zip(sent, (r[1] for r in received), strict=True))

@@ -40,9 +40,16 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @RUNS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("moves", [
-    [], [(-1, 0)], [(7, 2)], [(8, 0), (-1, 3), (8, 1), (5, 4), (-1, 0)],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [],
+        [(-1, 0)],
+        [(7, 2)],
+        [(8, 0), (-1, 3), (8, 1), (5, 4), (-1, 0)],
+    ],
+    ids=str,
+)
 def test_copies_what_is_named(run, moves: list[tuple[int, int]], dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     """Also one slot to several; -1 is nobody's, whatever its target."""
     before = make_slots(dtype)

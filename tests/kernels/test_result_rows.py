@@ -143,9 +143,13 @@ def test_other_rows_than_the_memory_has_are_refused() -> None:
     layout = ranks.layout(ids, 16, ranks.slots)
     with pytest.raises(ValueError, match=r"rows bfloat16 \[5, 40\] of 2 ranks, at most 4"):
         ops.grouped_gemm(
-            rows.new_zeros(5, H), ranks.gate_up, ranks.down, ranks.layout(ids.new_zeros(5, K), 16, ranks.slots),
-            top_k=K, home=window,
-        )  # fmt: skip
+            rows.new_zeros(5, H),
+            ranks.gate_up,
+            ranks.down,
+            ranks.layout(ids.new_zeros(5, K), 16, ranks.slots),
+            top_k=K,
+            home=window,
+        )
     for options in ({"home": window, "out": rows.new_empty(ids.numel(), H)}, {"home": open_ranks(2, hidden=48)[0]}):
         with pytest.raises(ValueError, match=r"grouped_gemm: rows bfloat16 \[4, 40\], top_k 3 for peers'"):
             ops.grouped_gemm(rows, ranks.gate_up, ranks.down, layout, top_k=K, **options)

@@ -51,22 +51,40 @@ class Case:
         caches = [cache.clone() for cache in self.held.caches]
         args = [x if rows is None else x[rows] for x in self.args]
         found = kernel.rope_gqa_decode(
-            *args, *caches, tables=self.tables(rows), scale=args[0].shape[2] ** -0.5, config=config,
+            *args,
+            *caches,
+            tables=self.tables(rows),
+            scale=args[0].shape[2] ** -0.5,
+            config=config,
             **{"static_tables": True, "lone_rows": True, **self.named, **options},  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         return [*found, *caches]
 
 
 def case(
-    lens: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turned: int | None = None,
-    interleaved: bool = False, norm: torch.dtype | None = None, angle: torch.dtype = torch.float32,
-    window: int | None = None, longest: int = 512,
-) -> Case:  # fmt: skip
+    lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    turned: int | None = None,
+    interleaved: bool = False,
+    norm: torch.dtype | None = None,
+    angle: torch.dtype = torch.float32,
+    window: int | None = None,
+    longest: int = 512,
+) -> Case:
     """What a step reads: keys of NaN from each row's own on (and below its window), rows of many magnitudes."""
     held = paged(
-        [max(0, n - 1) for n in lens], PAGE, heads=kv_heads, dims=(dim, dim), dtype=dtype,
-        slack=longest // PAGE - (-(-max(0, max(lens) - 1) // PAGE)), window=window,
-    )  # fmt: skip
+        [max(0, n - 1) for n in lens],
+        PAGE,
+        heads=kv_heads,
+        dims=(dim, dim),
+        dtype=dtype,
+        slack=longest // PAGE - (-(-max(0, max(lens) - 1) // PAGE)),
+        window=window,
+    )
     count = len(lens)
     qkv = torch.randn(count, heads + 2 * kv_heads, dim) * torch.exp2(torch.randint(-9, 9, (count, 1, 1)).float())
     rows = qkv.to(DEVICE, dtype).split((heads, kv_heads, kv_heads), 1)
@@ -123,9 +141,11 @@ def test_a_copy_of_a_row_is_not_written_and_gives_its_bits() -> None:
         slots = found.args[5][rows].clone()
         slots[2:] = -1
         padded = dataclasses.replace(
-            found, args=(*(x[rows] for x in found.args[:5]), slots), lens=[70, 200, 70, 70],
+            found,
+            args=(*(x[rows] for x in found.args[:5]), slots),
+            lens=[70, 200, 70, 70],
             held=dataclasses.replace(found.held, table=found.held.table[rows]),
-        )  # fmt: skip
+        )
         out, lse, *caches = padded.run(config)
         assert_bits("caches", caches, wanted[2:])
         assert_bits("rows", (out, lse), (wanted[0][rows], wanted[1][rows]))
@@ -163,9 +183,18 @@ def test_in_a_chain_of_launches_that_begin_early(config: StepConfig, rows: int) 
         for _ in range(3):
             qkv = ops.linear(hidden, first, static_weight=True).view(rows, 40, 128).split((32, 4, 4), 1)
             out, lse = kernel.rope_gqa_decode(
-                *qkv, cos, sin, slots, *found.held.caches, tables=tables, scale=128**-0.5, static_tables=True,
-                lone_rows=True, config=config, **found.named,  # type: ignore[arg-type]
-            )  # fmt: skip
+                *qkv,
+                cos,
+                sin,
+                slots,
+                *found.held.caches,
+                tables=tables,
+                scale=128**-0.5,
+                static_tables=True,
+                lone_rows=True,
+                config=config,
+                **found.named,  # type: ignore[arg-type]
+            )
             hidden = ops.linear(out.flatten(1), second, static_weight=True)
             kept += [out, lse, hidden]
         return (*kept, *(cache.flatten(1, 2)[:, ends] for cache in found.held.caches))
@@ -184,9 +213,14 @@ def test_the_door_runs_the_chain_where_nothing_is_stored() -> None:
     none = DecodeTables(page_table=found.held.table[:0], kv_lens=torch.zeros(0, device=DEVICE).int(), page_size=PAGE)
     for config in (CHAIN, ONE[0]):
         nothing = kernel.rope_gqa_decode(
-            *(x[:0] for x in found.args), *caches, interleaved=False, tables=none, scale=0.2, lone_rows=True,
+            *(x[:0] for x in found.args),
+            *caches,
+            interleaved=False,
+            tables=none,
+            scale=0.2,
+            lone_rows=True,
             config=config,
-        )  # fmt: skip
+        )
         assert nothing[0].shape == (0, 4, 32)
 
 

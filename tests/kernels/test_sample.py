@@ -35,9 +35,14 @@ F64 = torch.float64
 def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 1000, **options})
     return Request(
-        client=b"a", request_id="r", prompt=tuple(prompt), sampling=params, arrived=0.0, hashes=[],
+        client=b"a",
+        request_id="r",
+        prompt=tuple(prompt),
+        sampling=params,
+        arrived=0.0,
+        hashes=[],
         output=list(output),
-    )  # fmt: skip
+    )
 
 
 def edits_of(sequences: Seq[Request], vocab: int) -> LogitEdits:
@@ -503,9 +508,7 @@ def held_back(edits: LogitEdits, allowed: torch.Tensor) -> LogitEdits:
     padded = np.ones((num_slots, -(-vocab // 32) * 32), dtype=bool)
     padded[:, :vocab] = allowed.numpy()
     words = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy())
-    return LogitEdits(
-        words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties, allowed=words
-    )  # fmt: skip
+    return LogitEdits(words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties, allowed=words)
 
 
 @pytest.mark.parametrize("run", [ops.sample, run_kernel], ids=["reference", "kernel"])
@@ -535,8 +538,11 @@ def test_bits_that_do_not_fit_are_named() -> None:
     logits, sequences = mixed_rows(40, 2, edits=True)
     edits = edits_of(sequences, 40)
     wrong = LogitEdits(
-        words=edits.words, bias=edits.bias, slots=edits.slots, penalties=edits.penalties,
+        words=edits.words,
+        bias=edits.bias,
+        slots=edits.slots,
+        penalties=edits.penalties,
         allowed=torch.zeros(3, 1, dtype=torch.int32),
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match=r"edits.allowed .*expected int32 \[3, 2\]"):
         ops.sample(logits, edits=wrong)

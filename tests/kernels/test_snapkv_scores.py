@@ -85,9 +85,15 @@ def test_what_is_kept_is_what_a_cpu_keeps(
 @DTYPES
 @SHAPES
 def test_bits_do_not_depend_on_where_keys_lie(
-    heads: int, kv_heads: int, dim: int, shared: int, window: int, length: int, dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    shared: int,
+    window: int,
+    length: int,
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In pages of any order, among others that hold anything; with other rows beside the window; head by head."""
     q, k = tensors(heads, kv_heads, dim, window, length, dtype)
     k = one_for_all(k, shared)
@@ -98,9 +104,13 @@ def test_bits_do_not_depend_on_where_keys_lie(
     among_others = torch.randn(window + 9, heads, dim).to(dtype)
     among_others[5 : 5 + window] = q
     again = scores(
-        among_others[5 : 5 + window], scattered, shared=shared, length=length, scale=0.2,
+        among_others[5 : 5 + window],
+        scattered,
+        shared=shared,
+        length=length,
+        scale=0.2,
         rows=torch.cat((places, torch.zeros(9, dtype=torch.int64))),
-    )  # fmt: skip
+    )
     assert torch.equal(again, wanted)
     monkeypatch.setattr(triton_kernel, "_MAX_PARTIAL", 1)
     assert torch.equal(scores(q, k, shared=shared, length=length, scale=0.2), wanted)
@@ -112,18 +122,22 @@ def test_large_scores_do_not_overflow() -> None:
     assert (found - exact_scores(q, k, length=100, scale=1.0)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"q": torch.zeros(4, 3, 32)}, r"Hkv 2 of k float32 \[2, 40, 32\], Hq 3 of q float32 \[4, 3, 32\]"),
-    ({"q": torch.zeros(4, 4, 16)}, r"D 16 of q float32 \[4, 4, 16\], Dk 32 of k float32 \[2, 40, 32\], Dr 0"),
-    ({"length": 4}, r"W 4 of q float32 \[4, 4, 32\], length 4, expected 1 <= W < length"),
-    ({"length": 41}, r"length 41, rows None, N 40 of k float32 \[2, 40, 32\], known 0"),
-    ({"rows": torch.zeros(39, dtype=torch.int64)}, r"length 40, rows int64 \[39\], N 40 of k .*, known 39"),
-    ({"rows": torch.zeros(40, dtype=torch.int32)}, r"rows int32 \[40\], expected int64 \[known\]"),
-    ({"k": torch.zeros(2, 40, 32).bfloat16()}, r"k bfloat16 \[2, 40, 32\], expected float32 \[Hkv, N, Dk\] for q"),
-    ({"k": torch.zeros(2, 32, 40).transpose(1, 2)}, "not contiguous in its last dimension"),
-    ({"k_rope": torch.zeros(39, 16)}, r"k_rope float32 \[39, 16\], expected float32 \[40, Dr\] for k"),
-    ({"scale": 0.0}, r"scale 0\.0, expected scale > 0"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(4, 3, 32)}, r"Hkv 2 of k float32 \[2, 40, 32\], Hq 3 of q float32 \[4, 3, 32\]"),
+        ({"q": torch.zeros(4, 4, 16)}, r"D 16 of q float32 \[4, 4, 16\], Dk 32 of k float32 \[2, 40, 32\], Dr 0"),
+        ({"length": 4}, r"W 4 of q float32 \[4, 4, 32\], length 4, expected 1 <= W < length"),
+        ({"length": 41}, r"length 41, rows None, N 40 of k float32 \[2, 40, 32\], known 0"),
+        ({"rows": torch.zeros(39, dtype=torch.int64)}, r"length 40, rows int64 \[39\], N 40 of k .*, known 39"),
+        ({"rows": torch.zeros(40, dtype=torch.int32)}, r"rows int32 \[40\], expected int64 \[known\]"),
+        ({"k": torch.zeros(2, 40, 32).bfloat16()}, r"k bfloat16 \[2, 40, 32\], expected float32 \[Hkv, N, Dk\] for q"),
+        ({"k": torch.zeros(2, 32, 40).transpose(1, 2)}, "not contiguous in its last dimension"),
+        ({"k_rope": torch.zeros(39, 16)}, r"k_rope float32 \[39, 16\], expected float32 \[40, Dr\] for k"),
+        ({"scale": 0.0}, r"scale 0\.0, expected scale > 0"),
+    ],
+    ids=str,
+)
 def test_bad_arguments_are_named(changes: dict[str, object], message: str) -> None:
     arguments = {"q": torch.zeros(4, 4, 32), "k": torch.zeros(2, 40, 32), "length": 40, "scale": 1.0, **changes}
     q, k = arguments.pop("q"), arguments.pop("k")

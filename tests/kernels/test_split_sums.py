@@ -24,9 +24,11 @@ def tables_of(sequences: int, queries: int, pages: int, *, page: int = 64, most:
     table, lens = ((sequences, n) for n in (pages, queries))
     with torch.device("meta"):
         return DecodeTables(
-            page_table=torch.empty(table, dtype=torch.int32), kv_lens=torch.empty(lens, dtype=torch.int32),
-            page_size=page, most=most,
-        )  # fmt: skip
+            page_table=torch.empty(table, dtype=torch.int32),
+            kv_lens=torch.empty(lens, dtype=torch.int32),
+            page_size=page,
+            most=most,
+        )
 
 
 def taken(sums: SplitSums, tables: DecodeTables) -> list[int]:
@@ -142,8 +144,9 @@ def test_a_launch_takes_what_is_said() -> None:
     cache = torch.randn(1, 64, 576, device=DEVICE, dtype=torch.bfloat16)
     tables = DecodeTables(
         page_table=torch.zeros(64, 2560, device=DEVICE, dtype=torch.int32),
-        kv_lens=torch.full((64,), 1500, device=DEVICE, dtype=torch.int32), page_size=64,
-    )  # fmt: skip
+        kv_lens=torch.full((64,), 1500, device=DEVICE, dtype=torch.int32),
+        page_size=64,
+    )
     for heads, turns in ((128, 3), (16, 1)):
         sums = SplitSums(heads=heads, dim=512, split=mla_split(heads))
         assert len(tables.turns(sums)) == turns

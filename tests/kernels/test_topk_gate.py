@@ -50,9 +50,14 @@ def test_qwen3_moe(renormalize: bool) -> None:
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
 def test_deepseek_v2(method: str) -> None:
     config = DeepseekV2Config(
-        hidden_size=HIDDEN, n_routed_experts=24, num_experts_per_tok=6, topk_method=method, n_group=6, topk_group=3,
+        hidden_size=HIDDEN,
+        n_routed_experts=24,
+        num_experts_per_tok=6,
+        topk_method=method,
+        n_group=6,
+        topk_group=3,
         routed_scaling_factor=16.0,
-    )  # fmt: skip
+    )
     groups = {} if method == "greedy" else {"num_groups": 6, "topk_groups": 3}
     check(DeepseekV2TopkRouter(config), top_k=6, scoring="softmax", renormalize=False, scaling=16.0, **groups)
 
@@ -61,15 +66,27 @@ def test_deepseek_v2(method: str) -> None:
 @pytest.mark.parametrize(("num_groups", "topk_groups"), [(1, 1), (4, 2), (8, 8)], ids=lambda n: str(n))
 def test_deepseek_v3(num_groups: int, topk_groups: int, renormalize: bool) -> None:
     config = DeepseekV3Config(
-        hidden_size=HIDDEN, n_routed_experts=32, num_experts_per_tok=6, n_group=num_groups, topk_group=topk_groups,
-        norm_topk_prob=renormalize, routed_scaling_factor=2.5,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        n_group=num_groups,
+        topk_group=topk_groups,
+        norm_topk_prob=renormalize,
+        routed_scaling_factor=2.5,
+    )
     router = DeepseekV3TopkRouter(config)
     router.e_score_correction_bias.copy_(torch.randn(32) * 0.2)
     check(
-        router, top_k=6, scoring="sigmoid", renormalize=renormalize, bias=router.e_score_correction_bias,
-        num_groups=num_groups, topk_groups=topk_groups, group_score="top2sum", scaling=2.5,
-    )  # fmt: skip
+        router,
+        top_k=6,
+        scoring="sigmoid",
+        renormalize=renormalize,
+        bias=router.e_score_correction_bias,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score="top2sum",
+        scaling=2.5,
+    )
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

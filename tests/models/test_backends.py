@@ -71,9 +71,7 @@ def prompt(length: int, seed: int = 5) -> list[int]:
 def chunk(which: int, start: int, end: int, *, is_prompt: bool, num_sampled: int = 1) -> Chunk:
     """Of one of four sequences, each on pages of its own."""
     tokens, pages = tuple(prompt(LENGTHS[which], which)[start:end]), tuple(range(10 * which, 10 * which + 5))
-    return Chunk(
-        key=(b"", ""), start=start, token_ids=tokens, pages=pages, prompt=is_prompt, num_sampled=num_sampled
-    )  # fmt: skip
+    return Chunk(key=(b"", ""), start=start, token_ids=tokens, pages=pages, prompt=is_prompt, num_sampled=num_sampled)
 
 
 def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
@@ -277,11 +275,15 @@ def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
     lengths = (129, 1, 257)
     chunks = tuple(
         Chunk(
-            key=(b"", ""), start=0, token_ids=(1,) * length, pages=tuple(range(-(-length // PAGE_SIZE))), prompt=True,
+            key=(b"", ""),
+            start=0,
+            token_ids=(1,) * length,
+            pages=tuple(range(-(-length // PAGE_SIZE))),
+            prompt=True,
             num_sampled=0,
         )
         for length in lengths
-    )  # fmt: skip
+    )
     bucket = StepSize(prompt=sum(lengths), width=257, chunks=3)
     last = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     inputs = StepInputs(bucket, page_size=PAGE_SIZE, windows=(None,), last_ids=last)

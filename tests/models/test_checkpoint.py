@@ -300,9 +300,14 @@ print(status("VmHWM") - before)
 def test_peak_memory(tmp_path: Path, served: str) -> None:
     """Loading takes what is kept, one parameter while it is packed and one scratch block."""
     make_checkpoint(
-        tmp_path, "qwen3_moe", hidden_size=512, vocab_size=8192, num_hidden_layers=4, intermediate_size=2048,
+        tmp_path,
+        "qwen3_moe",
+        hidden_size=512,
+        vocab_size=8192,
+        num_hidden_layers=4,
+        intermediate_size=2048,
         mlp_only_layers=[0, 1, 2],
-    )  # fmt: skip
+    )
     checkpoint = check(tmp_path)
     size = checkpoint.dense_bytes() * (4 if served == "float32" else 2) // 4
     largest = 8192 * 512 * 4

@@ -317,7 +317,7 @@ def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:
     """Logits [positions, V] of a prompt in one chunk."""
     chunk = Chunk(
         key=(b"", ""), start=0, token_ids=tuple(prompt), pages=tuple(range(9)), state_slot=5, prompt=True, num_sampled=1
-    )  # fmt: skip
+    )
     with torch.inference_mode():
         hidden = runner.model.hidden(runner.backend.plan(Step(prefill=(chunk,))))
         return runner.model.head(hidden)[: len(prompt)]
@@ -335,9 +335,12 @@ def test_kimi_linear_as_published(tmp_path: Path, seed: int) -> None:
     edit_tensors(directory, remove=tuple(dense), add=moved)
     published = {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "full_attn_layers": [2]}
     edit_config(
-        directory, remove=("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
-        linear_attn_config={**published, "kda_layers": [1, 3]}, first_k_dense_replace=1, moe_layer_freq=1,
-    )  # fmt: skip
+        directory,
+        remove=("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
+        linear_attn_config={**published, "kda_layers": [1, 3]},
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+    )
     config = load_model_config(directory)
     assert [bool(kind.state().slots) for kind in config.attention] == [True, False, True]
     assert torch.equal(every_position(local_runner(directory, dtype=torch.float32, num_pages=9), prompt), expected)

@@ -70,9 +70,14 @@ def ids(which: int) -> list[int]:
 
 def chunk(which: int, start: int, end: int, *, is_prompt: bool, sampled: int = 1) -> Chunk:
     return Chunk(
-        key=(b"", str(which)), start=start, token_ids=tuple(ids(which)[start:end]), state_slot=which,
-        pages=tuple(range(PAGES * which, PAGES * which + PAGES)), prompt=is_prompt, num_sampled=sampled,
-    )  # fmt: skip
+        key=(b"", str(which)),
+        start=start,
+        token_ids=tuple(ids(which)[start:end]),
+        state_slot=which,
+        pages=tuple(range(PAGES * which, PAGES * which + PAGES)),
+        prompt=is_prompt,
+        num_sampled=sampled,
+    )
 
 
 def begin(runner: Runner) -> None:

@@ -20,10 +20,16 @@ from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.step import Chunk, Step
 
 ODD = {
-    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 18, "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 12,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 18,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 12,
     "partial_rotary_factor": 0.5,
-}  # fmt: skip
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next-odd": ("qwen3_next", ODD),
@@ -60,9 +66,14 @@ def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) ->
     """Rows of sequence `which`, which has pages and a slot of its own."""
     pages = tuple(range(which * PAGES, (which + 1) * PAGES))
     return Chunk(
-        key=(b"", ""), start=start, token_ids=tuple(ids[start : start + size]), pages=pages, state_slot=2 * which + 1,
-        prompt=prompt, num_sampled=1,
-    )  # fmt: skip
+        key=(b"", ""),
+        start=start,
+        token_ids=tuple(ids[start : start + size]),
+        pages=pages,
+        state_slot=2 * which + 1,
+        prompt=prompt,
+        num_sampled=1,
+    )
 
 
 @pytest.mark.sampled(0)

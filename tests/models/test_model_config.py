@@ -327,7 +327,9 @@ LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
     "su": ({"rope_scaling": {**LONG, "type": "su", "original_max_position_embeddings": 200}}, 200, 1024),
     "longrope": ({"rope_parameters": {**LONG, "rope_type": "longrope"}}, 1024, 1024),
     "longrope, original beside": (
-        {"rope_scaling": {**LONG, "type": "longrope"}, "original_max_position_embeddings": 128}, 128, 1024,
+        {"rope_scaling": {**LONG, "type": "longrope"}, "original_max_position_embeddings": 128},
+        128,
+        1024,
     ),
     "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}}, 1024, 1024),
     "per layer type": ({"rope_parameters": {"full_attention": YARN}}, 4096, 4096),
@@ -340,7 +342,7 @@ LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
         4096,
     ),
     "per layer type, equal": ({"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, 4096, 4096),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", LENGTHS)
@@ -456,9 +458,7 @@ def test_qwen3_next(tmp_path: Path, spelling: str) -> None:
     config = load_model_config(tmp_path)
     linear, full = config.attention[0], config.attention[3]
     assert config.attention == (linear, linear, linear, full) * 2
-    assert linear == Gdn(
-        num_k_heads=2, num_v_heads=4, k_dim=16, v_dim=24, conv_size=4, norm_eps=1e-6, by_key_head=True
-    )  # fmt: skip
+    assert linear == Gdn(num_k_heads=2, num_v_heads=4, k_dim=16, v_dim=24, conv_size=4, norm_eps=1e-6, by_key_head=True)
     assert isinstance(full, Gqa)
     assert full.output_gate
     assert full.norm_less_one

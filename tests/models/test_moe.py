@@ -68,10 +68,16 @@ class Experts:
         (1, True, False, "with them", False),
     ],
     ids=[
-        "one row", "two rows", "rows that travel", "somebody reads ids", "a shared expert beside", "a shared one too",
-        "two rows and a shared expert", "somebody reads ids, and a shared expert",
+        "one row",
+        "two rows",
+        "rows that travel",
+        "somebody reads ids",
+        "a shared expert beside",
+        "a shared one too",
+        "two rows and a shared expert",
+        "somebody reads ids, and a shared expert",
     ],
-)  # fmt: skip
+)
 def test_who_chooses(num_rows: int, local: bool, defers_choices: bool, shared: str | None, deferred: bool) -> None:
     gate, exchange = Gate(computes_shared=shared == "with them"), LocalExchange()
     experts, exchange.traits = Experts(defers_choices=defers_choices), ExchangeTraits(local=local)

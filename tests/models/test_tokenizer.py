@@ -137,7 +137,7 @@ def test_errors_name_file_and_token(tmp_path: Path, files: dict[str, dict[str, A
         ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, {}, (7, 256 + len(SPECIAL_TOKENS))),
         ({"tokenizer_config.json": {"eos_token": None}}, {}, (7,)),
     ],
-)  # fmt: skip
+)
 def test_an_answer_ends_at_the_tokenizers_eos_token(
     tmp_path: Path, files: dict[str, dict[str, Any]], generation: dict[str, Any], eos: tuple[int, ...]
 ) -> None:

@@ -24,9 +24,13 @@ VOCAB = 5
 def chunk(chance: random.Random, rows: int) -> Chunk:
     start = chance.randrange(100)
     return Chunk(
-        key=(b"", ""), start=start, token_ids=tuple(chance.randrange(VOCAB) for _ in range(rows)),
-        pages=tuple(chance.sample(range(50), -(-(start + rows) // PAGE))), prompt=False, num_sampled=rows,
-    )  # fmt: skip
+        key=(b"", ""),
+        start=start,
+        token_ids=tuple(chance.randrange(VOCAB) for _ in range(rows)),
+        pages=tuple(chance.sample(range(50), -(-(start + rows) // PAGE))),
+        prompt=False,
+        num_sampled=rows,
+    )
 
 
 def inputs_of(sequences: int, *, slots: bool = False) -> tuple[StepInputs, VerifiedRows, Tails]:

@@ -70,10 +70,21 @@ class ScriptedWorker:
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.snapshot = Snapshot(
-            rank=rank, world_size=world_size, epoch=epoch, step=0, state=state, failure=None, num_running=0,
-            num_waiting=0, num_waiting_tokens=0, kv_pages_total=64, kv_pages_free=64, page_size=16,
-            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-        )  # fmt: skip
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+            step=0,
+            state=state,
+            failure=None,
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            kv_pages_total=64,
+            kv_pages_free=64,
+            page_size=16,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+        )
         self.reset()
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: set[bytes] = set()
@@ -239,9 +250,12 @@ class ScriptedWorker:
         if sampling.logprobs is not None:
             logprobs = tuple(scripted_logprob(i, sampling.logprobs) for i in ids)
         message = Tokens(
-            request_id=running.submit.request_id, start=start, token_ids=tuple(ids), logprobs=logprobs,
+            request_id=running.submit.request_id,
+            start=start,
+            token_ids=tuple(ids),
+            logprobs=logprobs,
             cached_tokens=None if start else 3,
-        )  # fmt: skip
+        )
         self._sampled += len(ids)
         if self.sent_at is not None:
             self.sent_at.setdefault(running.submit.request_id, []).extend([time.monotonic()] * len(ids))

@@ -16,9 +16,21 @@ from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, To
 RANKS = 2
 NEW = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 20}") for rank in range(RANKS))
 READY = Snapshot(
-    rank=0, world_size=RANKS, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
-    num_waiting_tokens=0, kv_pages_total=99, kv_pages_free=99, page_size=16, max_model_len=64, vocab_size=10,
-)  # fmt: skip
+    rank=0,
+    world_size=RANKS,
+    epoch=0,
+    step=1,
+    state="ready",
+    failure=None,
+    num_running=0,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    kv_pages_total=99,
+    kv_pages_free=99,
+    page_size=16,
+    max_model_len=64,
+    vocab_size=10,
+)
 
 
 class Played:

@@ -17,7 +17,7 @@ HARMLESS = {
         *("messages.content.cache_control", "messages.content.is_error", "metadata", "system.cache_control"),
     },
     "opencode-anthropic": {"messages.content.cache_control", "system.cache_control"},
-}  # fmt: skip
+}
 AGENTS = ("aider", "claude", "cline", "codex", "continue", "opencode", "opencode-anthropic", "qwen")
 
 

@@ -202,10 +202,17 @@ GOOD = [
     {"path": "a", "mode": 3, "note": None, "more": True, "other": False},
 ]
 BAD = [
-    {"path": "a"}, {"mode": 3}, {"path": "", "mode": 3}, {"path": "a", "mode": 10},
-    {"path": "a", "mode": "x"}, {"path": "a", "mode": 3, "lines": [1, 2, 3]}, {"path": "a", "mode": 3, "kind": "b"},
-    {"path": "a", "mode": 3, "more": 1}, {"mode": 3, "path": "a"}, {"path": "a", "mode": 3, "mode ": 3},
-]  # fmt: skip
+    {"path": "a"},
+    {"mode": 3},
+    {"path": "", "mode": 3},
+    {"path": "a", "mode": 10},
+    {"path": "a", "mode": "x"},
+    {"path": "a", "mode": 3, "lines": [1, 2, 3]},
+    {"path": "a", "mode": 3, "kind": "b"},
+    {"path": "a", "mode": 3, "more": 1},
+    {"mode": 3, "path": "a"},
+    {"path": "a", "mode": 3, "mode ": 3},
+]
 
 
 @pytest.mark.parametrize("special", [True, False, None])

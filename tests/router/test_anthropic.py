@@ -107,8 +107,10 @@ def test_anthropic_client_calls_a_tool_and_goes_on(model, tool_service):
             result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
             again = [{"type": "text", "text": "And?"}]
             messages = [
-                *ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result, *again]},
-            ]  # fmt: skip
+                *ASK,
+                {"role": "assistant", "content": first.content},
+                {"role": "user", "content": [result, *again]},
+            ]
             return await client.messages.create(**{**BODY, "messages": messages}, tools=[WEATHER])
 
     second = asyncio.run(run())
@@ -265,16 +267,25 @@ def test_what_has_no_effect_is_named(model):
     result = {"type": "tool_result", "tool_use_id": "t", "is_error": True}
     messages = [*ASK, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
     answer = model.service.post(
-        PATH, **{**BODY, "messages": messages},
-        tools=[{**NOW, "type": "custom", "cache_control": None, "strict": True}], service_tier="auto",
-        thinking={"type": "enabled", "budget_tokens": 2000}, context_management={"edits": []}, mcp_servers=[],
-    )  # fmt: skip
+        PATH,
+        **{**BODY, "messages": messages},
+        tools=[{**NOW, "type": "custom", "cache_control": None, "strict": True}],
+        service_tier="auto",
+        thinking={"type": "enabled", "budget_tokens": 2000},
+        context_management={"edits": []},
+        mcp_servers=[],
+    )
     assert answer.status_code == 200, answer.text
     assert set(answer.headers["x-moeyard-ignored"].split(", ")) == {
-        "service_tier", "messages.content.signature", "messages.content.data", "messages.content.redacted_thinking",
-        "messages.content.cache_control", "messages.content.is_error", "messages.content.thinking",
+        "service_tier",
+        "messages.content.signature",
+        "messages.content.data",
+        "messages.content.redacted_thinking",
+        "messages.content.cache_control",
+        "messages.content.is_error",
+        "messages.content.thinking",
         "thinking.budget_tokens",
-    }  # fmt: skip
+    }
     assert "<|user|><tool_response></tool_response>" in model.prompt()
     assert model.worker.submits[-1].sampling.grammar is not None, "a strict tool is held to its schema"
 

@@ -65,10 +65,24 @@ PARTS = """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m
 
 
 @pytest.mark.parametrize("source", [PLAIN, TRIMMED, PARTS], ids=["plain", "trimmed", "parts"])
-@pytest.mark.parametrize("last", [
-    "I say", "I say ", " padded \n", "says says", "s", "</", "/s>", ">", "", " ", "a\n\n", "</s>\n",
-    [{"type": "text", "text": "one"}, {"type": "text", "text": "s"}],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "last",
+    [
+        "I say",
+        "I say ",
+        " padded \n",
+        "says says",
+        "s",
+        "</",
+        "/s>",
+        ">",
+        "",
+        " ",
+        "a\n\n",
+        "</s>\n",
+        [{"type": "text", "text": "one"}, {"type": "text", "text": "s"}],
+    ],
+)
 def test_continues_as_transformers_does(last, source):
     """Also a last message that is found again in what the template writes behind it."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -93,11 +107,14 @@ def test_template_without_the_message_cannot_continue():
         {"chat_template.jinja": "found", "tokenizer_config.json": json.dumps({"chat_template": "other"})},
         {"chat_template.json": json.dumps({"chat_template": "found"})},
         {"tokenizer_config.json": json.dumps({"chat_template": "found"})},
-        {"tokenizer_config.json": json.dumps({"chat_template": [
-            {"name": "tool_use", "template": "other"}, {"name": "default", "template": "found"}]})},
+        {
+            "tokenizer_config.json": json.dumps(
+                {"chat_template": [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "found"}]}
+            )
+        },
     ],
     ids=["jinja file first", "json file", "string in the config", "named ones in the config"],
-)  # fmt: skip
+)
 def test_where_templates_are_found(directory, files):
     for name, text in files.items():
         (directory / name).write_text(text)
@@ -147,9 +164,12 @@ def test_a_template_for_tools_alone(directory):
     codec = TextCodec(directory)
     assert codec.template is None
     config = RouterConfig(
-        model_name="tiny", model_path=directory, workers=(WorkerAddress(rank=0, endpoint="ipc://unused"),),
-        max_model_len=1000, vocab_size=400,
-    )  # fmt: skip
+        model_name="tiny",
+        model_path=directory,
+        workers=(WorkerAddress(rank=0, endpoint="ipc://unused"),),
+        max_model_len=1000,
+        vocab_size=400,
+    )
     intake = Intake(config, codec)
     asked = {"messages": [{"role": "user", "content": "a"}]}
     job = asyncio.run(intake.chat(ChatRequest.model_validate({**asked, "tools": USED})))

@@ -21,10 +21,20 @@ TOKENIZER.add_special_tokens(["<eos>"])
 EOS = len(LETTERS)
 TOKENS = TokenBytes(TOKENIZER)
 JOB = Job(
-    chat=False, prompts=(Prompt(token_ids=(0,)),), continuations=(), stops=(), include_stop=False,
-    skip_special_tokens=True, stop_ids=frozenset((EOS,)), stream=True, include_usage=False, continuous_usage=False,
-    return_token_ids=True, echo=False, logprobs=0,
-)  # fmt: skip
+    chat=False,
+    prompts=(Prompt(token_ids=(0,)),),
+    continuations=(),
+    stops=(),
+    include_stop=False,
+    skip_special_tokens=True,
+    stop_ids=frozenset((EOS,)),
+    stream=True,
+    include_usage=False,
+    continuous_usage=False,
+    return_token_ids=True,
+    echo=False,
+    logprobs=0,
+)
 
 ids_lists = st.lists(st.integers(min_value=0, max_value=EOS), min_size=1, max_size=25)
 stops = st.lists(st.text("abc 🙂�", min_size=1, max_size=3), max_size=3)
@@ -57,11 +67,15 @@ def run(job, output, sizes, shorter=()):
         deltas.append(
             choice.done(
                 Done(
-                    request_id="r", finish_reason=reason, prompt_tokens=1, cached_tokens=0,
-                    completion_tokens=len(output), stop_token_id=stop_id,
+                    request_id="r",
+                    finish_reason=reason,
+                    prompt_tokens=1,
+                    cached_tokens=0,
+                    completion_tokens=len(output),
+                    stop_token_id=stop_id,
                 )
             )
-        )  # fmt: skip
+        )
     assert choice.finish_reason == deltas[-1].finish_reason
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     total = Delta()
@@ -86,9 +100,14 @@ def job_with(*, stop_strings=(), include=False, skip=True, stop_token_ids=(), mi
 
 
 @given(
-    ids_lists, stops, cuts, st.booleans(), st.booleans(), st.lists(st.integers(0, EOS - 1), max_size=2),
+    ids_lists,
+    stops,
+    cuts,
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, EOS - 1), max_size=2),
     st.integers(min_value=0, max_value=4),
-)  # fmt: skip
+)
 def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_token_ids, min_tokens):
     job = job_with(
         stop_strings=stop_strings, include=include, skip=skip, stop_token_ids=stop_token_ids, min_tokens=min_tokens
@@ -97,9 +116,14 @@ def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_to
 
 
 @given(
-    ids_lists, st.just([]) | stops, cuts, st.lists(st.booleans(), max_size=25), st.booleans(),
-    st.lists(st.integers(0, EOS - 1), max_size=2), st.integers(min_value=0, max_value=4),
-)  # fmt: skip
+    ids_lists,
+    st.just([]) | stops,
+    cuts,
+    st.lists(st.booleans(), max_size=25),
+    st.booleans(),
+    st.lists(st.integers(0, EOS - 1), max_size=2),
+    st.integers(min_value=0, max_value=4),
+)
 def test_the_shorter_way_of_plain_text_changes_nothing(
     output, stop_strings, sizes, shorter, include, stop_token_ids, min_tokens
 ):
@@ -199,10 +223,13 @@ def test_cached_tokens_are_those_of_the_rank_where_it_began():
             choice.tokens(message)
         choice.done(
             Done(
-                request_id="x", finish_reason="length", prompt_tokens=5000, cached_tokens=4992,
+                request_id="x",
+                finish_reason="length",
+                prompt_tokens=5000,
+                cached_tokens=4992,
                 completion_tokens=len(messages),
             )
-        )  # fmt: skip
+        )
         return choice.cached_tokens
 
     assert cached(begun) == 0

@@ -7,9 +7,7 @@ from moeyard_router.text.chat import TextCodec, open_codec
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-DEFAULTS = SamplingDefaults(
-    temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=7
-)  # fmt: skip
+DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=7)
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,21 @@ def fleet_of_one():
     fleet.start()
     fleet._up(0)
     snapshot = Snapshot(
-        rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
-        num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
-    )  # fmt: skip
+        rank=0,
+        world_size=1,
+        epoch=0,
+        step=1,
+        state="ready",
+        failure=None,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        kv_pages_total=9,
+        kv_pages_free=9,
+        page_size=16,
+        max_model_len=4096,
+        vocab_size=400,
+    )
     fleet._heard(0, [snapshot])
     return fleet
 
@@ -136,9 +148,13 @@ async def run(answer, job, ids, size, *, after=lambda step: None):
 def job_of(tool_checkpoint, tool_codec):
     address = WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9")
     config = RouterConfig(
-        model_name="tiny", model_path=tool_checkpoint, workers=(address,), max_model_len=4096, vocab_size=400,
+        model_name="tiny",
+        model_path=tool_checkpoint,
+        workers=(address,),
+        max_model_len=4096,
+        vocab_size=400,
         eos_token_ids=(1,),
-    )  # fmt: skip
+    )
     intake = Intake(config, tool_codec)
     return lambda api, body: asyncio.run(READERS[api](intake, json.dumps(body).encode()))
 

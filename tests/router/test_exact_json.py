@@ -50,21 +50,57 @@ MANY = 123456789012345678901
 SCHEMA = {"type": "object", "properties": {"wei": {"type": "integer", "maximum": MANY, "default": MANY}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "pay", "arguments": {"wei": MANY}}}
 CHATS = {
-    "chat": lambda: parse(exact_json.dumps({
-        "messages": [{"role": "assistant", "tool_calls": [CALL]}],
-        "tools": [{"type": "function", "function": {"name": "pay", "parameters": SCHEMA}}],
-        "chat_template_kwargs": {"limit": MANY},
-    }), ChatRequest),
-    "responses": lambda: ChatRequest.model_validate(of_responses(parse(exact_json.dumps({
-        "input": [{"type": "function_call", "call_id": "c", "name": "pay", "arguments": json.dumps({"wei": MANY})}],
-        "tools": [{"type": "function", "name": "pay", "parameters": SCHEMA}], "chat_template_kwargs": {"limit": MANY},
-    }), ResponsesRequest)).chat),
-    "messages": lambda: ChatRequest.model_validate(of_messages(parse(exact_json.dumps({
-        "messages": [{"role": "assistant", "content": [
-            {"type": "tool_use", "id": "c", "name": "pay", "input": {"wei": MANY}}]}],
-        "tools": [{"name": "pay", "input_schema": SCHEMA}], "max_tokens": 1,
-    }), MessagesRequest)).chat),
-}  # fmt: skip
+    "chat": lambda: parse(
+        exact_json.dumps(
+            {
+                "messages": [{"role": "assistant", "tool_calls": [CALL]}],
+                "tools": [{"type": "function", "function": {"name": "pay", "parameters": SCHEMA}}],
+                "chat_template_kwargs": {"limit": MANY},
+            }
+        ),
+        ChatRequest,
+    ),
+    "responses": lambda: ChatRequest.model_validate(
+        of_responses(
+            parse(
+                exact_json.dumps(
+                    {
+                        "input": [
+                            {
+                                "type": "function_call",
+                                "call_id": "c",
+                                "name": "pay",
+                                "arguments": json.dumps({"wei": MANY}),
+                            }
+                        ],
+                        "tools": [{"type": "function", "name": "pay", "parameters": SCHEMA}],
+                        "chat_template_kwargs": {"limit": MANY},
+                    }
+                ),
+                ResponsesRequest,
+            )
+        ).chat
+    ),
+    "messages": lambda: ChatRequest.model_validate(
+        of_messages(
+            parse(
+                exact_json.dumps(
+                    {
+                        "messages": [
+                            {
+                                "role": "assistant",
+                                "content": [{"type": "tool_use", "id": "c", "name": "pay", "input": {"wei": MANY}}],
+                            }
+                        ],
+                        "tools": [{"name": "pay", "input_schema": SCHEMA}],
+                        "max_tokens": 1,
+                    }
+                ),
+                MessagesRequest,
+            )
+        ).chat
+    ),
+}
 
 
 @pytest.mark.parametrize("api", CHATS)
@@ -79,8 +115,23 @@ def test_every_api_keeps_them(api):
     assert _input(f'{{"wei": {MANY}}}') == {"wei": MANY}
 
 
-NUMBERS = ("max_tokens", "n", "min_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "presence_penalty",
-           "prompt_logprobs", "logprobs", "repetition_penalty", "stop_token_ids", "logit_bias", "prompt")  # fmt: skip
+NUMBERS = (
+    "max_tokens",
+    "n",
+    "min_tokens",
+    "top_k",
+    "seed",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "prompt_logprobs",
+    "logprobs",
+    "repetition_penalty",
+    "stop_token_ids",
+    "logit_bias",
+    "prompt",
+)
 
 
 @pytest.mark.parametrize("number", [2**64, 10**30, 10**300, -(10**30)])

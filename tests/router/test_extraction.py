@@ -50,12 +50,19 @@ TWO = {
 SCHEMA = {
     "type": "object",
     "properties": {
-        "city": {"type": "string"}, "days": {"type": "array"}, "why": {"$ref": "#/$defs/Why"}, "n": {"type": "integer"},
-        "on": {"type": "boolean"}, "x": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "any": {},
-        "either": {"type": ["integer", "string"]}, "color": {"enum": ["red", "1"]}, "level": {"enum": [1, 2]},
+        "city": {"type": "string"},
+        "days": {"type": "array"},
+        "why": {"$ref": "#/$defs/Why"},
+        "n": {"type": "integer"},
+        "on": {"type": "boolean"},
+        "x": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "any": {},
+        "either": {"type": ["integer", "string"]},
+        "color": {"enum": ["red", "1"]},
+        "level": {"enum": [1, 2]},
     },
     "$defs": {"Why": {"type": "string"}},
-}  # fmt: skip
+}
 IDS = {"kimi_k2": ("functions.weather:0", "functions.now:1"), "mistral": ("seed10300", "seed10301")}
 
 
@@ -92,8 +99,9 @@ def test_two_calls(name):
     assert events_of(extraction(name), [TWO[name]]) == two_calls(name)
     assert events_of(extraction(name), TWO[name]) == two_calls(name)  # a character at a time
     assert events_of(extraction(name), ["Let me see.\n\n" + TWO[name] + "\n"]) == [
-        Content("Let me see."), *two_calls(name),
-    ]  # fmt: skip
+        Content("Let me see."),
+        *two_calls(name),
+    ]
     assert events_of(extraction(name, one_call=True), [TWO[name]]) == two_calls(name)[:3]
     assert events_of(extraction(name), ["No call here. "]) == [Content("No call here. ")]
 
@@ -160,12 +168,16 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>done', '{"a": 1}', [Content("done")]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>done', '{"a": [1', [Content("done")]),
         (
-            "hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
-            '{"a": "</tool_call>"}', [],
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            '{"a": "</tool_call>"}',
+            [],
         ),
         (
-            "hermes", '<tool_call>{"arguments": {"a": "' + "y" * 2000 + '"}, "name": "f"}</tool_call>\n\nand more',
-            '{"a": "' + "y" * 2000 + '"}', [Content("\n\nand more")],
+            "hermes",
+            '<tool_call>{"arguments": {"a": "' + "y" * 2000 + '"}, "name": "f"}</tool_call>\n\nand more',
+            '{"a": "' + "y" * 2000 + '"}',
+            [Content("\n\nand more")],
         ),
         ("mistral", '[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', '{"a": 1}', []),
         ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "{}", []),
@@ -190,23 +202,29 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
                 ("<parameter=level>\n1\n</parameter>", '{"level": 1}', "", []),
                 ("<parameter=any>\n{'a': 1}\n</parameter>", '{"any": "{\'a\': 1}"}', "", []),
                 ('<parameter=any>\n{"a": 1}\n</parameter>', '{"any": {"a": 1}}', "", []),
-                ('<parameter=days>\n[\n  1\n]\n</parameter>', '{"days": [\n  1\n]}', "", []),
+                ("<parameter=days>\n[\n  1\n]\n</parameter>", '{"days": [\n  1\n]}', "", []),
                 ('<parameter=days>\n["a\nb"]\n</parameter>', '{"days": ["a\\nb"]}', "", []),
                 ('<parameter=days>\n["\\ud83d\n"]\n</parameter>', '{"days": ["\\ud83d\\n"]}', "", []),
-                ('<parameter=days>\n[\n1e999]\n</parameter>', '{"days": [\n1e999]}', "", []),
+                ("<parameter=days>\n[\n1e999]\n</parameter>", '{"days": [\n1e999]}', "", []),
                 ("<parameter=days>\n[NaN]\n</parameter>", '{"days": "[NaN]"}', "", []),
                 ("<parameter=other>\nx\n</parameter>", '{"other": "x"}', "", []),
                 # What is forgotten, and what does not belong there.
                 ("<parameter=city>\nKöln", '{"city": "Köln"}', "", []),
-                ("<parameter=n>\n1\n</parameter> and <parameter>\n<parameter=city>\nb\n</parameter>",
-                 '{"n": "1\\n</parameter> and <parameter>\\n<parameter=city>\\nb"}', "", []),
+                (
+                    "<parameter=n>\n1\n</parameter> and <parameter>\n<parameter=city>\nb\n</parameter>",
+                    '{"n": "1\\n</parameter> and <parameter>\\n<parameter=city>\\nb"}',
+                    "",
+                    [],
+                ),
                 ('{"n": 1, "city": "b"}', '{"n": 1, "city": "b"}', "", []),
             )
         ),
         ("qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>", '{"n": 1}', []),
         (
-            "qwen3_coder", "<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nSo.",
-            '{"n": 1}', [Content("\nSo.")],
+            "qwen3_coder",
+            "<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nSo.",
+            '{"n": 1}',
+            [Content("\nSo.")],
         ),
         ("qwen3_coder", "<function=f>\n</function>\nSo.", "{}", [Content("\nSo.")]),
         *(
@@ -222,7 +240,7 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
         ),
         ("deepseek_v3", TWO["deepseek_v31"][:20] + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x", "{}", [Content("x")]),
     ],
-)  # fmt: skip
+)
 def test_calls_that_models_write_too(name, text, arguments, rest):
     expected = [*call(0, "call_seed10300" if name != "mistral" else "seed10300", "f", arguments), *rest]
     assert events_of(extraction(name), [text]) == expected
@@ -251,8 +269,9 @@ def test_reasoning(text, inside, expected):
 def test_reasoning_may_be_hidden_and_come_before_calls():
     text = "<think>I call <tool_call>.</think>\n\n" + TWO["hermes"]
     assert events_of(extraction("hermes", "qwen3"), text) == [
-        Reasoning("I call <tool_call>."), *two_calls("hermes"),
-    ]  # fmt: skip
+        Reasoning("I call <tool_call>."),
+        *two_calls("hermes"),
+    ]
     assert events_of(extraction("hermes", "qwen3", hide_reasoning=True), text) == two_calls("hermes")
     implicit = "<think>Now:\n" + TWO["kimi_k2"]
     assert events_of(extraction("kimi_k2", "kimi_k2"), implicit) == [Reasoning("Now:"), *two_calls("kimi_k2")]
@@ -262,9 +281,14 @@ def test_a_call_within_a_block_that_nobody_closed():
     """Qwen3.5 goes from thinking to a call; with a grammar of calls that is a thought, as the grammar takes it."""
     text = "I look it up.\n\n" + TWO["qwen3_coder"]
     form = extraction("qwen3_coder", "qwen3", inside=True, calls_end_reasoning=True)
-    assert events_of(form, text) == events_of(form, [text]) == [
-        Reasoning("I look it up."), *two_calls("qwen3_coder"),
-    ]  # fmt: skip
+    assert (
+        events_of(form, text)
+        == events_of(form, [text])
+        == [
+            Reasoning("I look it up."),
+            *two_calls("qwen3_coder"),
+        ]
+    )
     for other in (
         extraction("qwen3_coder", "qwen3", inside=True),
         extraction("hermes", "qwen3", inside=True, calls_end_reasoning=True),
@@ -308,14 +332,52 @@ def written_one_by_one(form, function, arguments):
 
 PARTS = st.sampled_from(
     [
-        *TWO.values(), *(m for f in TOOL_FORMATS.values() for m in f.markers), "<think>", "</think>", "\n", " ",
-        '{"name": "f", "arguments": ', '{"a": "x"}', "}", "]", "{", '"', "\\", "<", "word", "é🙂", ",", "```json\n",
-        "function", "functions.f:0", "f>", 'f">', "weather>\n", 'weather">\n', "city", "<parameter=", "</parameter>",
-        '<｜DSML｜parameter name="', '" string="true">', '" string="false">', "</｜DSML｜parameter>", "days>", "null",
-        "</", "\n```xml\n", "\n```\n", ', "id": "x"', '"parameters": {', '"name": "f", ', "</function>\n</tool_call>",
-        '{"arguments": {}, "name": "g"}', "\n" * 70, "[", ":",
+        *TWO.values(),
+        *(m for f in TOOL_FORMATS.values() for m in f.markers),
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        '{"name": "f", "arguments": ',
+        '{"a": "x"}',
+        "}",
+        "]",
+        "{",
+        '"',
+        "\\",
+        "<",
+        "word",
+        "é🙂",
+        ",",
+        "```json\n",
+        "function",
+        "functions.f:0",
+        "f>",
+        'f">',
+        "weather>\n",
+        'weather">\n',
+        "city",
+        "<parameter=",
+        "</parameter>",
+        '<｜DSML｜parameter name="',
+        '" string="true">',
+        '" string="false">',
+        "</｜DSML｜parameter>",
+        "days>",
+        "null",
+        "</",
+        "\n```xml\n",
+        "\n```\n",
+        ', "id": "x"',
+        '"parameters": {',
+        '"name": "f", ',
+        "</function>\n</tool_call>",
+        '{"arguments": {}, "name": "g"}',
+        "\n" * 70,
+        "[",
+        ":",
     ]
-)  # fmt: skip
+)
 TEXTS = st.lists(PARTS, max_size=12).map("".join)
 
 
@@ -324,9 +386,13 @@ def bare(text):
 
 
 @given(
-    TEXTS, st.sampled_from([*TWO, None]), st.sampled_from([*REASONING_FORMATS, None]), st.booleans(),
-    st.booleans(), st.lists(st.integers(1, 9), min_size=1, max_size=40),
-)  # fmt: skip
+    TEXTS,
+    st.sampled_from([*TWO, None]),
+    st.sampled_from([*REASONING_FORMATS, None]),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)
 @example('<tool_call>{"name": "f", "arguments": "a', "hermes", None, False, False, [5])
 @example("Now:\n<tool_call>\n<function=f>\n</function>", "qwen3_coder", "qwen3", True, True, [3])
 def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, ends, sizes):

@@ -220,9 +220,14 @@ def test_error_of_one_request_leaves_the_others_alone(service, pool, wait_for, r
     victim = next(w for w in service.workers if w.submits)
     name = victim.submits[0].request_id
     done = Done(
-        request_id=name, finish_reason="error", prompt_tokens=2, cached_tokens=0, completion_tokens=0, error="bad page",
+        request_id=name,
+        finish_reason="error",
+        prompt_tokens=2,
+        cached_tokens=0,
+        completion_tokens=0,
+        error="bad page",
         retryable=retryable,
-    )  # fmt: skip
+    )
     victim.do(lambda: victim.say(done))
     assert answer.result().status_code == status
     assert "bad page" in answer.result().json()["error"]["message"]

@@ -19,10 +19,20 @@ from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Su
 
 RANKS = 2
 SNAPSHOT = {
-    "world_size": RANKS, "epoch": 0, "step": 1, "state": "ready", "failure": None, "num_running": 0, "num_waiting": 0,
-    "num_waiting_tokens": 0, "kv_pages_total": 9, "kv_pages_free": 9, "page_size": 16, "max_model_len": 64,
+    "world_size": RANKS,
+    "epoch": 0,
+    "step": 1,
+    "state": "ready",
+    "failure": None,
+    "num_running": 0,
+    "num_waiting": 0,
+    "num_waiting_tokens": 0,
+    "kv_pages_total": 9,
+    "kv_pages_free": 9,
+    "page_size": 16,
+    "max_model_len": 64,
     "vocab_size": 10,
-}  # fmt: skip
+}
 DISASTERS = ["lose", "break", "ready", "recovering"]
 OPERATIONS = ["submit", "tokens", "done", "reject", "abort", "close", "late", "other rank", "unknown", "take"]
 

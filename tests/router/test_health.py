@@ -13,13 +13,30 @@ from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Done, SamplingParams, Snapshot, Tokens
 
 CONFIG = RouterConfig(
-    model_name="tiny", model_path=None, workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
-    max_model_len=4096, vocab_size=400, max_inflight=2, max_waiting_tokens=8,
-)  # fmt: skip
+    model_name="tiny",
+    model_path=None,
+    workers=(WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9"),),
+    max_model_len=4096,
+    vocab_size=400,
+    max_inflight=2,
+    max_waiting_tokens=8,
+)
 SNAPSHOT = Snapshot(
-    rank=0, world_size=1, epoch=0, step=1, state="ready", failure=None, num_running=0, num_waiting=0,
-    num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=4096, vocab_size=400,
-)  # fmt: skip
+    rank=0,
+    world_size=1,
+    epoch=0,
+    step=1,
+    state="ready",
+    failure=None,
+    num_running=0,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    kv_pages_total=9,
+    kv_pages_free=9,
+    page_size=16,
+    max_model_len=4096,
+    vocab_size=400,
+)
 
 
 class Played:

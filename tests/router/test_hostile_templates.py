@@ -130,9 +130,14 @@ def processes(checkpoint, tmp_path_factory):
     parts = (f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in IN_A_PROCESS.items())
     (directory / "chat_template.jinja").write_text("".join(parts) + "fine")
     config = RouterConfig(
-        model_name="tiny", model_path=directory, workers=(WorkerAddress(rank=0, endpoint="tcp://h:1"),),
-        max_model_len=1000, vocab_size=400, eos_token_ids=(1,), intake_processes=1,
-    )  # fmt: skip
+        model_name="tiny",
+        model_path=directory,
+        workers=(WorkerAddress(rank=0, endpoint="tcp://h:1"),),
+        max_model_len=1000,
+        vocab_size=400,
+        eos_token_ids=(1,),
+        intake_processes=1,
+    )
     bodies = Bodies(config, formats_of(config, TextCodec(directory)))
     yield bodies
     bodies.close()
@@ -241,8 +246,18 @@ kind(v, depth + 1) }}{{ ', ' if not loop.last }}{% endfor %} }{% else %}{{ p.typ
 {% for m in messages | selectattr('role', 'equalto', 'user') %}{{ m.content | replace('a', 'bb') | trim }}{{
 loop.index0 % 2 == 0 }}{% endfor %}{% set block %}{{ messages | length }} of {{ [1, 'b', none] }}{% endset %}
 {{- block }}"""
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {
-    "type": "string"}, "b": {"type": "object", "properties": {"c": {}}}}}}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "b": {"type": "object", "properties": {"c": {}}}},
+            },
+        },
+    }
+]
 
 
 @pytest.mark.parametrize("source", [QWEN, MACROS], ids=["qwen", "macros"])
@@ -261,10 +276,35 @@ def test_a_template_in_use_renders_here_as_jinja_does(source):
         assert template._bounded.left > UNITS // 3
 
 
-WORDS = ("x", "y", "'a'", "1", "[x, y]", "{'k': x}", "x + y", "x ~ y", "x == y", "x[1:]", "x | length", "x | upper",
-         "x | list", "x.split('a')", "x | tojson", "x | join('-')", "x in y", "x or y", "(x, y)", "x | first",
-         "x | replace('a', 'bb')", "messages", "messages[0].content", "x | string", "loop",
-         "x.items()", "x % 3")  # fmt: skip
+WORDS = (
+    "x",
+    "y",
+    "'a'",
+    "1",
+    "[x, y]",
+    "{'k': x}",
+    "x + y",
+    "x ~ y",
+    "x == y",
+    "x[1:]",
+    "x | length",
+    "x | upper",
+    "x | list",
+    "x.split('a')",
+    "x | tojson",
+    "x | join('-')",
+    "x in y",
+    "x or y",
+    "(x, y)",
+    "x | first",
+    "x | replace('a', 'bb')",
+    "messages",
+    "messages[0].content",
+    "x | string",
+    "loop",
+    "x.items()",
+    "x % 3",
+)
 
 
 @pytest.mark.timing
@@ -278,10 +318,17 @@ def test_random_templates(unit):
         lines = ["{% set x = 'ab' %}{% set y = ['a', 'b'] %}"]
         for _ in range(chance.randint(1, 8)):
             a, b = chance.choice(WORDS), chance.choice(WORDS)
-            lines.append(chance.choice([
-                f"{{% set x = {a} %}}", f"{{% set y = {a} %}}", f"{{{{ {a} }}}}",
-                f"{{% for x in {a} %}}{{{{ {b} }}}}{{% endfor %}}", f"{{% if {a} %}}{{{{ {b} }}}}{{% endif %}}",
-            ]))  # fmt: skip
+            lines.append(
+                chance.choice(
+                    [
+                        f"{{% set x = {a} %}}",
+                        f"{{% set y = {a} %}}",
+                        f"{{{{ {a} }}}}",
+                        f"{{% for x in {a} %}}{{{{ {b} }}}}{{% endfor %}}",
+                        f"{{% if {a} %}}{{{{ {b} }}}}{{% endif %}}",
+                    ]
+                )
+            )
         source = "".join(lines)
         theirs = outcome(plain_render, plain, source)
         begun = time.thread_time()

@@ -156,10 +156,23 @@ def test_random_seeds_differ(service):
 
 def test_sampling_fields_reach_the_worker(service):
     service.complete(
-        prompt="a", max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-1,
-        presence_penalty=1, frequency_penalty=-1.5, repetition_penalty=1.2, logit_bias={"3": 4, "399": -100},
-        stop_token_ids=[9, 9, 8], ignore_eos=True, logprobs=2, user="me",
-    )  # fmt: skip
+        prompt="a",
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=-1,
+        presence_penalty=1,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.2,
+        logit_bias={"3": 4, "399": -100},
+        stop_token_ids=[9, 9, 8],
+        ignore_eos=True,
+        logprobs=2,
+        user="me",
+    )
     sampling = service.submits[0].sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 7, 2**63 - 1)
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)

@@ -86,9 +86,13 @@ def render(codec, *messages, ask=True, **variables):
 
 def events(formats, text, *, inside):
     form = Extraction(
-        visible=[], tools=formats.tools, reasoning=formats.reasoning, inside=inside, id_seed="s",
+        visible=[],
+        tools=formats.tools,
+        reasoning=formats.reasoning,
+        inside=inside,
+        id_seed="s",
         schemas=dict.fromkeys(("weather", "now"), SCHEMA),
-    )  # fmt: skip
+    )
     extractor = Extractor(form, 0)
     return joined([event for piece in text for event in extractor.push(piece)] + extractor.finish())
 
@@ -111,8 +115,9 @@ def test_parsers_are_picked_and_read_what_the_template_writes(published):
     assert [type(event) for event in calls] == [CallBegin, CallArguments, CallEnd] * 2
     assert [event.name for event in calls if isinstance(event, CallBegin)] == ["weather", "now"]
     assert [event.text for event in calls if isinstance(event, CallArguments)] == [
-        '{"city": "Köln", "days": [1, 2]}', "{}",
-    ]  # fmt: skip
+        '{"city": "Köln", "days": [1, 2]}',
+        "{}",
+    ]
     if formats.tools.name == "kimi_k2":
         assert [e.id for e in calls if isinstance(e, CallBegin)] == [c["id"] for c in CALLS["tool_calls"]]
     result = {"role": "tool", "tool_call_id": "functions.weather:0", "content": "sunny"}

@@ -39,9 +39,15 @@ ERRORS = {
 @pytest.fixture(scope="module")
 def config(checkpoint):
     return RouterConfig(
-        model_name="tiny", model_path=checkpoint, workers=(WorkerAddress(rank=0, endpoint="tcp://h:1"),),
-        max_model_len=200_000, vocab_size=400, eos_token_ids=(1,), intake_processes=1, max_buffered_bytes=1000,
-    )  # fmt: skip
+        model_name="tiny",
+        model_path=checkpoint,
+        workers=(WorkerAddress(rank=0, endpoint="tcp://h:1"),),
+        max_model_len=200_000,
+        vocab_size=400,
+        eos_token_ids=(1,),
+        intake_processes=1,
+        max_buffered_bytes=1000,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,21 @@ class Late:
         if not self.fleet.admission.ranks[rank].connected:
             self.fleet._up(rank)
         snapshot = Snapshot(
-            rank=rank, world_size=world_size, epoch=epoch, step=1, state="ready", failure=None, num_running=0,
-            num_waiting=0, num_waiting_tokens=0, kv_pages_total=9, kv_pages_free=9, page_size=16, max_model_len=64,
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+            step=1,
+            state="ready",
+            failure=None,
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            kv_pages_total=9,
+            kv_pages_free=9,
+            page_size=16,
+            max_model_len=64,
             vocab_size=10,
-        )  # fmt: skip
+        )
         self.fleet._heard(rank, [snapshot])
 
 

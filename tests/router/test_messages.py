@@ -238,9 +238,11 @@ def test_what_clients_add_to_calls_is_named():
     messages[1]["parsed"] = {"name": "x"}
     ignored = given(messages, ChatTemplate(OBJECTS, {}))[1]
     assert ignored == (
-        "messages.parsed", "messages.tool_calls.index", "messages.tool_calls.extra_content",
+        "messages.parsed",
+        "messages.tool_calls.index",
+        "messages.tool_calls.extra_content",
         "messages.tool_calls.function.parsed_arguments",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

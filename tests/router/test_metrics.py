@@ -177,10 +177,15 @@ def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
         "request_prompt_tokens": "request_prompt_tokens",
         "request_generation_tokens": "request_generation_tokens",
     }.items():
-        ours = {(s.name.removeprefix("moeyard_" + name), s.labels.get("le")): s.value
-                for s in families["moeyard_" + name].samples if not s.name.endswith("_created")}  # fmt: skip
-        theirs = {(s.name.removeprefix("vllm:" + alias), s.labels.get("le")): s.value
-                  for s in families["vllm:" + alias].samples}  # fmt: skip
+        ours = {
+            (s.name.removeprefix("moeyard_" + name), s.labels.get("le")): s.value
+            for s in families["moeyard_" + name].samples
+            if not s.name.endswith("_created")
+        }
+        theirs = {
+            (s.name.removeprefix("vllm:" + alias), s.labels.get("le")): s.value
+            for s in families["vllm:" + alias].samples
+        }
         assert ours == theirs
 
 

@@ -29,25 +29,40 @@ MESSAGE_TOOLS = [
 APIS = {
     CHAT: (
         {"messages": ASK, "tools": [WEATHER, NOW]},
-        ChatCompletion, CHOICE | {"choices.message.content"},
-        ChatCompletionChunk, CHUNK | {"choices.delta.content"},
+        ChatCompletion,
+        CHOICE | {"choices.message.content"},
+        ChatCompletionChunk,
+        CHUNK | {"choices.delta.content"},
     ),
     f"{CHAT} with usage": (
         {"messages": ASK, "stream_options": {"include_usage": True}, "logprobs": True, "stream": True},
-        None, set(), ChatCompletionChunk, CHUNK | {"choices.delta.content", "usage"},
+        None,
+        set(),
+        ChatCompletionChunk,
+        CHUNK | {"choices.delta.content", "usage"},
     ),
     "/v1/completions": (
-        {"prompt": "x"}, Completion, CHOICE, None, CHUNK,  # the package's type has no null where OpenAI's streams do
+        {"prompt": "x"},
+        Completion,
+        CHOICE,
+        None,
+        CHUNK,  # the package's type has no null where OpenAI's streams do
     ),
     "/v1/responses": (
-        {"input": "x", "tools": RESPONSE_TOOLS}, Response, RESPONSE,
-        ResponseStreamEvent, {f"response.{name}" for name in (*RESPONSE, "usage")},
+        {"input": "x", "tools": RESPONSE_TOOLS},
+        Response,
+        RESPONSE,
+        ResponseStreamEvent,
+        {f"response.{name}" for name in (*RESPONSE, "usage")},
     ),
     "/v1/messages": (
-        {"messages": ASK, "max_tokens": 500, "tools": MESSAGE_TOOLS}, Message, {"stop_sequence"},
-        RawMessageStreamEvent, {*(f"message.{name}" for name in ENDS), "delta.stop_sequence"},
+        {"messages": ASK, "max_tokens": 500, "tools": MESSAGE_TOOLS},
+        Message,
+        {"stop_sequence"},
+        RawMessageStreamEvent,
+        {*(f"message.{name}" for name in ENDS), "delta.stop_sequence"},
     ),
-}  # fmt: skip
+}
 
 
 def nulls(value, path=""):

@@ -22,22 +22,37 @@ ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "router/moeyard_router/http/static"
 OURS = [path for path in sorted(STATIC.iterdir()) if not path.name.startswith("uplot")]
 TOLD = {
-    "generation_tokens": 70, "prefill_tokens": 40, "prefix_query_tokens": 40, "prefix_hit_tokens": 16,
-    "preemptions": 1, "expert_hits": 30, "expert_misses": 10, "expert_evictions": 9, "expert_slots": 24,
-    "draft_tokens": 20, "accepted_tokens": 15,
-}  # fmt: skip
+    "generation_tokens": 70,
+    "prefill_tokens": 40,
+    "prefix_query_tokens": 40,
+    "prefix_hit_tokens": 16,
+    "preemptions": 1,
+    "expert_hits": 30,
+    "expert_misses": 10,
+    "expert_evictions": 9,
+    "expert_slots": 24,
+    "draft_tokens": 20,
+    "accepted_tokens": 15,
+}
 
 
 # Field of a rank's snapshot -> its name in /metrics.
 SAME = {
-    "num_running": "num_requests_running", "num_waiting": "num_requests_waiting", "step": "engine_steps_total",
-    "generation_tokens": "generation_tokens_total", "prefill_tokens": "prefill_tokens_total",
-    "prefix_query_tokens": "prefix_cache_query_tokens_total", "preemptions": "preemptions_total",
-    "prefix_hit_tokens": "prefix_cache_hit_tokens_total", "expert_hits": "expert_cache_hits_total",
-    "expert_misses": "expert_cache_misses_total", "expert_evictions": "expert_cache_evictions_total",
-    "expert_slots": "expert_cache_slots", "draft_tokens": "spec_decode_draft_tokens_total",
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+    "step": "engine_steps_total",
+    "generation_tokens": "generation_tokens_total",
+    "prefill_tokens": "prefill_tokens_total",
+    "prefix_query_tokens": "prefix_cache_query_tokens_total",
+    "preemptions": "preemptions_total",
+    "prefix_hit_tokens": "prefix_cache_hit_tokens_total",
+    "expert_hits": "expert_cache_hits_total",
+    "expert_misses": "expert_cache_misses_total",
+    "expert_evictions": "expert_cache_evictions_total",
+    "expert_slots": "expert_cache_slots",
+    "draft_tokens": "spec_decode_draft_tokens_total",
     "accepted_tokens": "spec_decode_accepted_tokens_total",
-}  # fmt: skip
+}
 
 
 def tell(service: Any, wait_for: Callable[..., None]) -> None:

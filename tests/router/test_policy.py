@@ -30,11 +30,18 @@ def chosen(*changes, prompt_tokens=100, home=None):
 counts = st.integers(min_value=0, max_value=500)
 loads = st.lists(
     st.builds(
-        RankLoad, rank=st.just(0), usable=st.booleans(), sequences=counts, pending_tokens=counts, page_size=st.just(4),
-        kv_pages=st.just(600), kv_pages_free=counts, cached_tokens=counts,
+        RankLoad,
+        rank=st.just(0),
+        usable=st.booleans(),
+        sequences=counts,
+        pending_tokens=counts,
+        page_size=st.just(4),
+        kv_pages=st.just(600),
+        kv_pages_free=counts,
+        cached_tokens=counts,
     ),
     max_size=6,
-).map(lambda found: [dataclasses.replace(load, rank=i) for i, load in enumerate(found)])  # fmt: skip
+).map(lambda found: [dataclasses.replace(load, rank=i) for i, load in enumerate(found)])
 
 
 def test_fewest_sequences():

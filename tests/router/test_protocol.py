@@ -198,12 +198,22 @@ def test_a_batch_of_the_wrong_shape():
     first = (dataclasses.replace(rows[0], cached_tokens=0), rows[1])
     assert decode(encode(TokenBatch(rows=first))).rows == first
     damages = [
-        {"request_ids": ["a"]}, {"starts": [0, 1.0]}, {"starts": [0, True]}, {"token_ids": [[1], ["x"]]},
-        {"token_ids": [[1], 4]}, {"request_ids": ["a", 7]}, {"logprobs": [[]]}, {"logprobs": [[], 3]}, {"more": []},
-        {"logprobs": [None, None]}, {"cached_tokens": [1]}, {"cached_tokens": [None, 1.5]},
+        {"request_ids": ["a"]},
+        {"starts": [0, 1.0]},
+        {"starts": [0, True]},
+        {"token_ids": [[1], ["x"]]},
+        {"token_ids": [[1], 4]},
+        {"request_ids": ["a", 7]},
+        {"logprobs": [[]]},
+        {"logprobs": [[], 3]},
+        {"more": []},
+        {"logprobs": [None, None]},
+        {"cached_tokens": [1]},
+        {"cached_tokens": [None, 1.5]},
         {"cached_tokens": [True, 1]},
-        {"logprobs": [[], [{"logprob": -1.0, "rank": 1}] * 2]}, {"request_ids": [], "starts": [], "token_ids": []},
-    ]  # fmt: skip
+        {"logprobs": [[], [{"logprob": -1.0, "rank": 1}] * 2]},
+        {"request_ids": [], "starts": [], "token_ids": []},
+    ]
     for damage in damages:
         with pytest.raises(ProtocolError, match=r"token_batch"):
             decode(msgpack.packb({**body, "rows": {**body["rows"], **damage}}))

@@ -22,13 +22,17 @@ WEATHER = {
 NOW = {"type": "function", "name": "now"}
 # What Codex sends beside functions.
 PATCH = {
-    "type": "custom", "name": "apply_patch", "description": "Edits files.",
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
-}  # fmt: skip
+}
 GROUP = {
-    "type": "namespace", "name": "agents", "description": "Sub-agents.",
+    "type": "namespace",
+    "name": "agents",
+    "description": "Sub-agents.",
     "tools": [{"type": "function", "name": "spawn", "description": "Starts one."}, {"type": "custom", "name": "tell"}],
-}  # fmt: skip
+}
 HOSTED = {"type": "web_search", "external_web_access": False}
 
 
@@ -61,9 +65,13 @@ def bare(response):
 def test_text(model, client):
     model.says("It is sunny.")
     answer = client.responses.create(
-        model="tiny", input="Weather?", instructions="Be short.", temperature=0.5, max_output_tokens=50,
+        model="tiny",
+        input="Weather?",
+        instructions="Be short.",
+        temperature=0.5,
+        max_output_tokens=50,
         metadata={"a": "b"},
-    )  # fmt: skip
+    )
     assert (answer.status, answer.output_text, answer.object) == ("completed", "It is sunny.", "response")
     assert model.prompt() == "<|system|>Be short.<|eos|>\n<|user|>Weather?<|eos|>\n<|assistant|>"
     submit = model.worker.submits[-1]
@@ -142,15 +150,20 @@ def test_items_become_turns(model):
         {"type": "message", "role": "developer", "content": "Rules."},
         {"role": "user", "content": text},
         {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "hm"}]},
-        {"type": "message", "id": "m", "status": "completed", "role": "assistant",
-         "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
+        {
+            "type": "message",
+            "id": "m",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}],
+        },
         {"type": "function_call", "id": "f", "call_id": "c1", "name": "now", "arguments": "{}"},
         {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "noon"}]},
         {"type": "function_call_output", "call_id": "c2", "output": "night"},
         {"role": "assistant", "content": "Noon."},
         {"role": "user", "content": "Sure?"},
-    ]  # fmt: skip
+    ]
     answer = model.service.post(PATH, input=items, tools=[NOW], tool_choice="none")
     assert answer.json()["output"][0]["content"][0]["text"] == "Yes."
     call = SECOND.strip()
@@ -226,8 +239,9 @@ def test_custom_tools_and_namespaces_whole_and_streamed(model):
         assert deltas == ends == {2: patch, 3: "Go."}
         added = [event["item"] for event in stream if event["type"] == "response.output_item.added"]
         assert [(item["name"], item.get("input", item.get("arguments"))) for item in added[1:3]] == [
-            ("spawn", ""), ("apply_patch", ""),
-        ]  # fmt: skip
+            ("spawn", ""),
+            ("apply_patch", ""),
+        ]
     large = model.service.post(PATH, input="Hi", metadata={"a": "x" * 70_000}, **asked)
     assert bare(large.json())["output"] == bare(whole)["output"], "a process that reads large bodies says the same"
 
@@ -238,11 +252,17 @@ def test_custom_calls_and_namespaces_go_back(model):
         {"role": "user", "content": "Hi"},
         {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "function_call", "call_id": "c1", "namespace": "agents", "name": "spawn", "arguments": "{}"},
-        {"type": "custom_tool_call", "id": "t", "status": "completed", "call_id": "c2", "name": "apply_patch",
-         "input": "+ü"},
+        {
+            "type": "custom_tool_call",
+            "id": "t",
+            "status": "completed",
+            "call_id": "c2",
+            "name": "apply_patch",
+            "input": "+ü",
+        },
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "Patched."},
         {"type": "function_call", "call_id": "c3", "namespace": "gone", "name": "f", "arguments": "{}"},
-    ]  # fmt: skip
+    ]
     answer = model.service.post(PATH, input=items, tools=[GROUP, PATCH])
     assert answer.status_code == 200, answer.text
     calls = [called("agents__spawn"), called("apply_patch", input="+ü").replace("\\u00fc", "ü")]
@@ -361,14 +381,31 @@ def test_a_refusal_of_the_worker_is_an_error_of_its_own_status(model, client):
 def test_what_has_no_effect_is_named(model):
     model.says("Hi.")
     answer = model.service.post(
-        PATH, input="?", store=True, metadata={"a": "b"}, include=["reasoning.encrypted_content"], truncation="auto",
-        prompt_cache_key="k", reasoning={"summary": "auto"}, background=False, previous_response_id=None, user="u",
-        text={"format": {"type": "text"}, "verbosity": "medium"}, service_tier="auto", stream_options=None,
-    )  # fmt: skip
+        PATH,
+        input="?",
+        store=True,
+        metadata={"a": "b"},
+        include=["reasoning.encrypted_content"],
+        truncation="auto",
+        prompt_cache_key="k",
+        reasoning={"summary": "auto"},
+        background=False,
+        previous_response_id=None,
+        user="u",
+        text={"format": {"type": "text"}, "verbosity": "medium"},
+        service_tier="auto",
+        stream_options=None,
+    )
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-moeyard-ignored"].split(", ") == [
-        "store", "metadata", "include", "truncation", "prompt_cache_key", "service_tier", "reasoning.summary",
-    ]  # fmt: skip
+        "store",
+        "metadata",
+        "include",
+        "truncation",
+        "prompt_cache_key",
+        "service_tier",
+        "reasoning.summary",
+    ]
     assert answer.headers["x-moeyard-route"].startswith("rank=0")
     assert answer.json()["store"] is False
 

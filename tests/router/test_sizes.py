@@ -31,17 +31,24 @@ CAPS = {
     "stop": (COMPLETIONS, MAX_STOP_CHARACTERS, lambda n: {"prompt": "x", "stop": "y" * n}, "stop"),
     "stop-second": (COMPLETIONS, MAX_STOP_CHARACTERS, lambda n: {"prompt": "x", "stop": ["y", "é" * n]}, "stop"),
     "stop_sequences": (
-        MESSAGES, MAX_STOP_CHARACTERS,
-        lambda n: {"messages": turns(1), "max_tokens": 1, "stop_sequences": ["y" * n]}, "stop_sequences",
+        MESSAGES,
+        MAX_STOP_CHARACTERS,
+        lambda n: {"messages": turns(1), "max_tokens": 1, "stop_sequences": ["y" * n]},
+        "stop_sequences",
     ),
     "stop_token_ids": (
-        COMPLETIONS, MAX_STOP_TOKENS, lambda n: {"prompt": "x", "stop_token_ids": [i % 400 for i in range(n)]},
+        COMPLETIONS,
+        MAX_STOP_TOKENS,
+        lambda n: {"prompt": "x", "stop_token_ids": [i % 400 for i in range(n)]},
         "stop_token_ids",
     ),
     "logit_bias": (
-        COMPLETIONS, MAX_BIASES, lambda n: {"prompt": "x", "logit_bias": {str(i): 1 for i in range(n)}}, "logit_bias",
+        COMPLETIONS,
+        MAX_BIASES,
+        lambda n: {"prompt": "x", "logit_bias": {str(i): 1 for i in range(n)}},
+        "logit_bias",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CAPS)

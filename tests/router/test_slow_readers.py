@@ -23,9 +23,14 @@ NUM = 8
 RATE = 0.3e6  # bytes a second
 # Some 1.6 MB, far more than the transport and the kernel's buffers take up.
 BODY = {
-    "messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": NUM, "stream": True, "logprobs": True,
-    "top_logprobs": 20, "ignore_eos": True,
-}  # fmt: skip
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 200,
+    "n": NUM,
+    "stream": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "ignore_eos": True,
+}
 
 
 def ask(service, **more):

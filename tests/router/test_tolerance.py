@@ -16,10 +16,20 @@ HELLO = [{"role": "user", "content": "Hello"}]
 HEADER = "x-moeyard-ignored"
 # What the openai package echoes of its answers (`message.model_dump()`), and what others add.
 ECHOED = {
-    "role": "assistant", "content": "Hi.", "refusal": None, "annotations": [], "audio": None, "function_call": None,
-    "tool_calls": None, "reasoning_content": None, "reasoning": None, "provider_specific_fields": {"a": 1},
-    "thinking_blocks": None, "timestamp": 1795900000, "model": "tiny",
-}  # fmt: skip
+    "role": "assistant",
+    "content": "Hi.",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+    "reasoning_content": None,
+    "reasoning": None,
+    "provider_specific_fields": {"a": 1},
+    "thinking_blocks": None,
+    "timestamp": 1795900000,
+    "model": "tiny",
+}
 
 
 def named(answer):

@@ -343,9 +343,13 @@ def test_arguments_written_one_by_one_have_the_types_of_their_schema(starter, to
 def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):
     def formats(codec=tool_codec, **options):
         config = RouterConfig(
-            model_name="m", model_path=tool_checkpoint, workers=(WorkerAddress(rank=0, endpoint="tcp://x"),),
-            max_model_len=9, vocab_size=9, **options,
-        )  # fmt: skip
+            model_name="m",
+            model_path=tool_checkpoint,
+            workers=(WorkerAddress(rank=0, endpoint="tcp://x"),),
+            max_model_len=9,
+            vocab_size=9,
+            **options,
+        )
         return formats_of(config, codec)
 
     assert formats().describe() == "tool calls: hermes, reasoning: qwen3"
@@ -389,8 +393,9 @@ def test_openai_client_streams_a_call(model):
     kinds, final = asyncio.run(run())
     (choice,) = final.choices
     assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
-        ("weather", '{"city": "Köln"}'), ("now", "{}"),
-    ]  # fmt: skip
+        ("weather", '{"city": "Köln"}'),
+        ("now", "{}"),
+    ]
     assert choice.finish_reason == "tool_calls"
     assert kinds.count("tool_calls.function.arguments.done") == 2
     assert kinds.count("tool_calls.function.arguments.delta") > 3

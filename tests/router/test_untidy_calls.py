@@ -22,11 +22,16 @@ def said(tools, pieces, reasoning=None):
     """(content, reasoning, [(name, arguments)]) of an output."""
     extractor = Extractor(
         Extraction(
-            visible=[], tools=TOOL_FORMATS[tools], schemas=SCHEMAS, id_seed="seed1", calls_end_reasoning=True,
-            reasoning=REASONING_FORMATS[reasoning] if reasoning else None, inside=reasoning is not None,
+            visible=[],
+            tools=TOOL_FORMATS[tools],
+            schemas=SCHEMAS,
+            id_seed="seed1",
+            calls_end_reasoning=True,
+            reasoning=REASONING_FORMATS[reasoning] if reasoning else None,
+            inside=reasoning is not None,
         ),
         0,
-    )  # fmt: skip
+    )
     events = joined([*(event for piece in pieces for event in extractor.push(piece)), *extractor.finish()])
     texts = ["".join(e.text for e in events if isinstance(e, kind)) for kind in (Content, Reasoning)]
     calls = [[e.name, ""] for e in events if isinstance(e, CallBegin)]
@@ -68,119 +73,202 @@ def parameter(name, value, form="qwen3_coder"):
 
 # Parser, text, content, calls.
 OBJECTS = [
-    *(("hermes", f"<tool_call>{text}</tool_call> behind", content, calls) for text, content, calls in (
-        ('{"name": "save", "parameters": {"path": "a.txt", "n": 3}}', " behind", [SAVE]),
-        ('\n{"parameters": {"path": "a.txt", "n": 3}, "name": "save"}\n', " behind", [SAVE]),
-        ('{"id": "x", "type": "function", "name": "look", "arguments": {"city": "Bern"}}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {"city": "Bern"}, "id": "x", "why": ["y"]}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {"city": "Bern"}, "id": "x"', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {"city": "Bern"}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": "{\\"city\\": \\"Bern\\"}", "id": 3}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {}, "parameters": {"city": "Bern"}}', '"parameters": {"city": "Bern"} behind',
-         [("look", {})]),
-        ('{"arguments": {}, "name": "look", "parameters": {"city": "Bern"}}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {}, "city": "Bern"}', '"city": "Bern" behind', [("look", {})]),
-        ('{"type": "function", "name": "look", "arguments": {}, "city": "Bern"}', '"city": "Bern" behind',
-         [("look", {})]),
-        ('{"name": "now"}', " behind", [NOW]),
-        ('{"name": "now", "id": "x"}', " behind", [NOW]),
-        ('{"name": "now", "arguments": null}', " behind", [NOW]),
-        ('{"name": "now", "arguments": ""}', " behind", [NOW]),
-        ('{"name": "look", "arguments": {"city": "Bern"}}\n{"name": "now", "arguments": {}}', " behind", [LOOK, NOW]),
-        ('{"name": "look", "arguments": {"city": "Bern"}} between', "between behind", [LOOK]),
-        ('{"name": "look", "arguments": {"city": "Bern </tool_call> quoted"}}', " behind",
-         [("look", {"city": "Bern </tool_call> quoted"})]),
-        ('{"name": "look", "arguments": {"city": "Bern}}', " behind", [("look", '{"city": "Bern}}')]),
-    )),
-    *(("hermes", f"<tool_call>{text}</tool_call> behind", None, []) for text in (
-        '{"name": "look", "args": {"city": "Bern"}}',
-        '{"name": "look", "city": "Bern"}',
-        '{"name": "look", "arguments": ["Bern"]}',
-        '{"name": "look", "arguments": }',
-        '{"function": {"name": "look", "arguments": {"city": "Bern"}}}',
-        "{'name': 'look', 'arguments': {'city': 'Bern'}}",
-        "look(city='Bern')",
-    )),
-    ("hermes", '<tool_call>{"arguments": {"path": "a.txt}, "name": "save"}</tool_call> between '
-     + written("hermes", LOOK), '<tool_call>{"arguments": {"path": "a.txt}, "name": "save"}</tool_call> between',
-     [LOOK]),
-    *(("mistral", f"[TOOL_CALLS][{text}] behind", content, calls) for text, content, calls in (
-        ('{"name": "look", "arguments": {"city": "Bern"}, "id": "a1B2c3D4e"}', " behind", [LOOK]),
-        ('{"name": "look", "arguments": {"city": "Bern"}, "id": "a"}, {"name": "look", "arguments": {"city": "Rome"}, '
-         '"id": "b"}', " behind", [LOOK, ROME]),
-        ('{"id": "a", "name": "look", "arguments": {"city": "Bern"}}, {"name": "now"}', " behind", [LOOK, NOW]),
-        ('{"name": "save", "parameters": {"path": "a.txt", "n": 3}}', " behind", [SAVE]),
-        ('{"name": "look", "arguments": {}, "city": "Bern"}, {"name": "now", "arguments": {}}',
-         '"city": "Bern" behind', [("look", {}), NOW]),
-        ('{"name": "look", "arguments": {"city": "Bern"}, {"name": "look", "arguments": {"city": "Rome"}}', " behind",
-         [LOOK, ROME]),
-    )),
-]  # fmt: skip
+    *(
+        ("hermes", f"<tool_call>{text}</tool_call> behind", content, calls)
+        for text, content, calls in (
+            ('{"name": "save", "parameters": {"path": "a.txt", "n": 3}}', " behind", [SAVE]),
+            ('\n{"parameters": {"path": "a.txt", "n": 3}, "name": "save"}\n', " behind", [SAVE]),
+            ('{"id": "x", "type": "function", "name": "look", "arguments": {"city": "Bern"}}', " behind", [LOOK]),
+            ('{"name": "look", "arguments": {"city": "Bern"}, "id": "x", "why": ["y"]}', " behind", [LOOK]),
+            ('{"name": "look", "arguments": {"city": "Bern"}, "id": "x"', " behind", [LOOK]),
+            ('{"name": "look", "arguments": {"city": "Bern"}', " behind", [LOOK]),
+            ('{"name": "look", "arguments": "{\\"city\\": \\"Bern\\"}", "id": 3}', " behind", [LOOK]),
+            (
+                '{"name": "look", "arguments": {}, "parameters": {"city": "Bern"}}',
+                '"parameters": {"city": "Bern"} behind',
+                [("look", {})],
+            ),
+            ('{"arguments": {}, "name": "look", "parameters": {"city": "Bern"}}', " behind", [LOOK]),
+            ('{"name": "look", "arguments": {}, "city": "Bern"}', '"city": "Bern" behind', [("look", {})]),
+            (
+                '{"type": "function", "name": "look", "arguments": {}, "city": "Bern"}',
+                '"city": "Bern" behind',
+                [("look", {})],
+            ),
+            ('{"name": "now"}', " behind", [NOW]),
+            ('{"name": "now", "id": "x"}', " behind", [NOW]),
+            ('{"name": "now", "arguments": null}', " behind", [NOW]),
+            ('{"name": "now", "arguments": ""}', " behind", [NOW]),
+            (
+                '{"name": "look", "arguments": {"city": "Bern"}}\n{"name": "now", "arguments": {}}',
+                " behind",
+                [LOOK, NOW],
+            ),
+            ('{"name": "look", "arguments": {"city": "Bern"}} between', "between behind", [LOOK]),
+            (
+                '{"name": "look", "arguments": {"city": "Bern </tool_call> quoted"}}',
+                " behind",
+                [("look", {"city": "Bern </tool_call> quoted"})],
+            ),
+            ('{"name": "look", "arguments": {"city": "Bern}}', " behind", [("look", '{"city": "Bern}}')]),
+        )
+    ),
+    *(
+        ("hermes", f"<tool_call>{text}</tool_call> behind", None, [])
+        for text in (
+            '{"name": "look", "args": {"city": "Bern"}}',
+            '{"name": "look", "city": "Bern"}',
+            '{"name": "look", "arguments": ["Bern"]}',
+            '{"name": "look", "arguments": }',
+            '{"function": {"name": "look", "arguments": {"city": "Bern"}}}',
+            "{'name': 'look', 'arguments': {'city': 'Bern'}}",
+            "look(city='Bern')",
+        )
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"path": "a.txt}, "name": "save"}</tool_call> between ' + written("hermes", LOOK),
+        '<tool_call>{"arguments": {"path": "a.txt}, "name": "save"}</tool_call> between',
+        [LOOK],
+    ),
+    *(
+        ("mistral", f"[TOOL_CALLS][{text}] behind", content, calls)
+        for text, content, calls in (
+            ('{"name": "look", "arguments": {"city": "Bern"}, "id": "a1B2c3D4e"}', " behind", [LOOK]),
+            (
+                '{"name": "look", "arguments": {"city": "Bern"}, "id": "a"}, '
+                '{"name": "look", "arguments": {"city": "Rome"}, "id": "b"}',
+                " behind",
+                [LOOK, ROME],
+            ),
+            ('{"id": "a", "name": "look", "arguments": {"city": "Bern"}}, {"name": "now"}', " behind", [LOOK, NOW]),
+            ('{"name": "save", "parameters": {"path": "a.txt", "n": 3}}', " behind", [SAVE]),
+            (
+                '{"name": "look", "arguments": {}, "city": "Bern"}, {"name": "now", "arguments": {}}',
+                '"city": "Bern" behind',
+                [("look", {}), NOW],
+            ),
+            (
+                '{"name": "look", "arguments": {"city": "Bern"}, {"name": "look", "arguments": {"city": "Rome"}}',
+                " behind",
+                [LOOK, ROME],
+            ),
+        )
+    ),
+]
 MARKED = [
-    *(("kimi_k2", text, content, calls) for text, content, calls in (
-        ("before " + KIMI.format('{"city": "Bern"}'), "before", [LOOK]),
-        (f"<|tool_call_section_begin|>{KIMI.format('{}')}<|tool_call_section_end|>behind", "behind", [("look", {})]),
-        (f"<|tool_call_section_begin|>\n{KIMI.format('{}')}\n<|tool_calls_section_end|>", "", [("look", {})]),
-        (f"{KIMI.format('{}')}<|tool_calls_section_end|>behind", "behind", [("look", {})]),
-        (f"<|tool_calls_section_begin|>{KIMI.format('{}')} between {KIMI.format('{}')}<|tool_call_section_end|>behind",
-         " betweenbehind", [("look", {})] * 2),
-        (KIMI.format('{"city": "Bern"} between') + "<|tool_calls_section_end|>", "between", [LOOK]),
-        (KIMI.format('"{\\"city\\": \\"Bern\\"}"'), "", [LOOK]),
-        (KIMI.format('{"city": "Bern') + "behind", "behind", [("look", '{"city": "Bern')]),
-        (KIMI.format(""), "", [("look", {})]),
-        ("<|tool_calls_section_begin|><|tool_call_begin|>now:3<|tool_call_end|><|tool_calls_section_end|>", "", [NOW]),
-        ("<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|> <|tool_calls_section_end|>", "", [NOW]),
-        (KIMI.format("[3]"), None, []),
-    )),
-    *((parser, DEEPSEEK.format(text) + "behind", "behind", [call]) for parser in ("deepseek_v3", "deepseek_v31")
-      for text, call in (
-        ("function<｜tool▁sep｜>now\n```json\n{}\n```", NOW),
-        ("function<｜tool▁sep｜>now\n```json\n```", NOW),
-        ("function<｜tool▁sep｜>now", NOW),
-        ("now<｜tool▁sep｜>", NOW),
-        ("now", NOW),
-        ('look<｜tool▁sep｜>"{\\"city\\": \\"Bern\\"}"', LOOK),
-    )),
+    *(
+        ("kimi_k2", text, content, calls)
+        for text, content, calls in (
+            ("before " + KIMI.format('{"city": "Bern"}'), "before", [LOOK]),
+            (
+                f"<|tool_call_section_begin|>{KIMI.format('{}')}<|tool_call_section_end|>behind",
+                "behind",
+                [("look", {})],
+            ),
+            (f"<|tool_call_section_begin|>\n{KIMI.format('{}')}\n<|tool_calls_section_end|>", "", [("look", {})]),
+            (f"{KIMI.format('{}')}<|tool_calls_section_end|>behind", "behind", [("look", {})]),
+            (
+                f"<|tool_calls_section_begin|>{KIMI.format('{}')} between {KIMI.format('{}')}"
+                "<|tool_call_section_end|>behind",
+                " betweenbehind",
+                [("look", {})] * 2,
+            ),
+            (KIMI.format('{"city": "Bern"} between') + "<|tool_calls_section_end|>", "between", [LOOK]),
+            (KIMI.format('"{\\"city\\": \\"Bern\\"}"'), "", [LOOK]),
+            (KIMI.format('{"city": "Bern') + "behind", "behind", [("look", '{"city": "Bern')]),
+            (KIMI.format(""), "", [("look", {})]),
+            (
+                "<|tool_calls_section_begin|><|tool_call_begin|>now:3<|tool_call_end|><|tool_calls_section_end|>",
+                "",
+                [NOW],
+            ),
+            ("<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|> <|tool_calls_section_end|>", "", [NOW]),
+            (KIMI.format("[3]"), None, []),
+        )
+    ),
+    *(
+        (parser, DEEPSEEK.format(text) + "behind", "behind", [call])
+        for parser in ("deepseek_v3", "deepseek_v31")
+        for text, call in (
+            ("function<｜tool▁sep｜>now\n```json\n{}\n```", NOW),
+            ("function<｜tool▁sep｜>now\n```json\n```", NOW),
+            ("function<｜tool▁sep｜>now", NOW),
+            ("now<｜tool▁sep｜>", NOW),
+            ("now", NOW),
+            ('look<｜tool▁sep｜>"{\\"city\\": \\"Bern\\"}"', LOOK),
+        )
+    ),
     ("deepseek_v31", DEEPSEEK.format('look<｜tool▁sep｜>{"city": "Bern"} between'), "between", [LOOK]),
-]  # fmt: skip
+]
 INNER = QWEN.format(parameter("body", "quoted") + parameter("path", "x"))
 ONE_BY_ONE = [
-    *(("qwen3_coder", QWEN.format(parameter("path", "a.txt") + parameter("body", value)) + "\nbehind", "\nbehind",
-       [("save", {"path": "a.txt", "body": value})]) for value in (
-        'def f():\n    return "</parameter>"',
-        "<a><parameter=x>quoted</parameter></a>",
-        "<parameter=x>\nquoted\n</parameter>\n<parameter=y>\n1\n</parameter>",
-        "It ends with </parameter> and\n</parameter>\nquoted.",
-        "It ends with\n</function>\n</tool_call>\nquoted.",
-        "Write <parameter=path> first.",
-        "Write <function=f> and <parameter=path> first, quoted.",
-        INNER,
-        f"Like this:\n{INNER}\nor {INNER}",
-        "</function>",
-        "<tool_call>",
-        "</parameter",
-        "x</parameter>\n\n</parameter>",
-    )),
-    ("qwen3_coder", QWEN.format(parameter("body", INNER)) + "\n" + QWEN.format(parameter("path", "a.txt")), "",
-     [("save", {"body": INNER}), ("save", {"path": "a.txt"})]),
-    ("qwen3_coder", QWEN.format("<parameter=path>\na.txt\n") + "\n" + QWEN.format(parameter("n", "3")) + "behind",
-     "behind", [("save", {"path": "a.txt"}), ("save", {"n": 3})]),
+    *(
+        (
+            "qwen3_coder",
+            QWEN.format(parameter("path", "a.txt") + parameter("body", value)) + "\nbehind",
+            "\nbehind",
+            [("save", {"path": "a.txt", "body": value})],
+        )
+        for value in (
+            'def f():\n    return "</parameter>"',
+            "<a><parameter=x>quoted</parameter></a>",
+            "<parameter=x>\nquoted\n</parameter>\n<parameter=y>\n1\n</parameter>",
+            "It ends with </parameter> and\n</parameter>\nquoted.",
+            "It ends with\n</function>\n</tool_call>\nquoted.",
+            "Write <parameter=path> first.",
+            "Write <function=f> and <parameter=path> first, quoted.",
+            INNER,
+            f"Like this:\n{INNER}\nor {INNER}",
+            "</function>",
+            "<tool_call>",
+            "</parameter",
+            "x</parameter>\n\n</parameter>",
+        )
+    ),
+    (
+        "qwen3_coder",
+        QWEN.format(parameter("body", INNER)) + "\n" + QWEN.format(parameter("path", "a.txt")),
+        "",
+        [("save", {"body": INNER}), ("save", {"path": "a.txt"})],
+    ),
+    (
+        "qwen3_coder",
+        QWEN.format("<parameter=path>\na.txt\n") + "\n" + QWEN.format(parameter("n", "3")) + "behind",
+        "behind",
+        [("save", {"path": "a.txt"}), ("save", {"n": 3})],
+    ),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</tool_call>behind", "behind", [NOW]),
     ("qwen3_coder", QWEN.format("") + " between " + QWEN.format(""), " between", [("save", {})] * 2),
     ("qwen3_coder", QWEN.format("between " + parameter("path", "a.txt")), None, []),
     ("qwen3_coder", QWEN.format("<parameter=\n>\nquoted\n</parameter>\n"), None, []),
-    ("qwen3_coder", QWEN.format(parameter("path", "a.txt") + "between"), "",
-     [("save", {"path": "a.txt\n</parameter>\nbetween"})]),
-    *(("deepseek_v32", DSML.format(parameter("body", value, "deepseek_v32")) + "behind", "behind",
-       [("save", {"body": value})]) for value in (
-        'x = "</｜DSML｜parameter>"',
-        DSML.format(parameter("body", "quoted", "deepseek_v32")),
-        '<｜DSML｜parameter name="path" string="true">quoted',
-    )),
-    ("deepseek_v32", DSML.format(parameter("body", "a.txt", "deepseek_v32").replace('" s', '" type="string" s')), "",
-     [("save", {"body": "a.txt"})]),
+    (
+        "qwen3_coder",
+        QWEN.format(parameter("path", "a.txt") + "between"),
+        "",
+        [("save", {"path": "a.txt\n</parameter>\nbetween"})],
+    ),
+    *(
+        (
+            "deepseek_v32",
+            DSML.format(parameter("body", value, "deepseek_v32")) + "behind",
+            "behind",
+            [("save", {"body": value})],
+        )
+        for value in (
+            'x = "</｜DSML｜parameter>"',
+            DSML.format(parameter("body", "quoted", "deepseek_v32")),
+            '<｜DSML｜parameter name="path" string="true">quoted',
+        )
+    ),
+    (
+        "deepseek_v32",
+        DSML.format(parameter("body", "a.txt", "deepseek_v32").replace('" s', '" type="string" s')),
+        "",
+        [("save", {"body": "a.txt"})],
+    ),
     ("deepseek_v32", '<｜DSML｜invoke name="now">\n</｜DSML｜function_calls>behind', "behind", [NOW]),
-]  # fmt: skip
+]
 EVERY = [
     row
     for name in TOOL_FORMATS
@@ -188,16 +276,23 @@ EVERY = [
         (name, f"before\n\n{written(name, LOOK, SAVE)}\nbehind", "before\nbehind", [LOOK, SAVE]),
         (name, f"{written(name, NOW)} between {written(name, ROME)}", " between", [NOW, ROME]),
         (name, written(name, ("rain", {"city": "Bern"})), "", [("rain", {"city": "Bern"})]),
-        (name, FENCED.format(written(name, LOOK)) + "\n" + written(name, ROME), FENCED.format(written(name, LOOK)),
-         [ROME]),
+        (
+            name,
+            FENCED.format(written(name, LOOK)) + "\n" + written(name, ROME),
+            FENCED.format(written(name, LOOK)),
+            [ROME],
+        ),
         (name, "```py\nx\n```" + written(name, ROME), "```py\nx\n```", [ROME]),
         (name, "````md\n```\n```json\n{}\n```\n" + written(name, LOOK), None, []),
-        (name, written(name, ("save", {"body": written(name, LOOK)})), "",
-         [("save", {"body": written(name, LOOK)})]),
-        (name, written(name, ("save", {"body": "```quoted"})) + "\n" + written(name, NOW), "",
-         [("save", {"body": "```quoted"}), NOW]),
+        (name, written(name, ("save", {"body": written(name, LOOK)})), "", [("save", {"body": written(name, LOOK)})]),
+        (
+            name,
+            written(name, ("save", {"body": "```quoted"})) + "\n" + written(name, NOW),
+            "",
+            [("save", {"body": "```quoted"}), NOW],
+        ),
     )
-]  # fmt: skip
+]
 ROWS = [*OBJECTS, *MARKED, *ONE_BY_ONE, *EVERY]
 
 

@@ -11,9 +11,14 @@ from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Sub
 from moeyard_worker.scheduling.step import Compaction
 
 CONFIG = SchedulerConfig(
-    num_pages=32, page_size=4, max_model_len=100, vocab_size=100, max_batch_tokens=16, max_num_seqs=4,
+    num_pages=32,
+    page_size=4,
+    max_model_len=100,
+    vocab_size=100,
+    max_batch_tokens=16,
+    max_num_seqs=4,
     prefill_chunk=16,
-)  # fmt: skip
+)
 PROMPT = tuple(range(30))
 
 

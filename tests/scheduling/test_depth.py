@@ -29,9 +29,16 @@ CHEAP = {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}
 DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7}
 
 
-@pytest.mark.parametrize(("right", "seconds", "best"), [
-    (0.9, CHEAP, 3), (0.35, CHEAP, 1), (0.02, CHEAP, 0), (0.8, DEAR, 0), (0.8, {**DEAR, 1: 1.2}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("right", "seconds", "best"),
+    [
+        (0.9, CHEAP, 3),
+        (0.35, CHEAP, 1),
+        (0.02, CHEAP, 0),
+        (0.8, DEAR, 0),
+        (0.8, {**DEAR, 1: 1.2}, 1),
+    ],
+)
 def test_finds_what_gives_most_tokens_a_second(right: float, seconds: dict[int, float], best: int, seed: int) -> None:
     depth = Depth(3)
     chosen = live(depth, random.Random(seed), right=right, seconds=seconds, sequences=4, steps=1500)

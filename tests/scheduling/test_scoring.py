@@ -10,9 +10,14 @@ from moeyard_worker.scheduling.request import Reply
 from moeyard_worker.scheduling.step import Scoring
 
 CONFIG = SchedulerConfig(
-    num_pages=128, page_size=4, max_model_len=400, vocab_size=100, max_batch_tokens=300, max_num_seqs=4,
+    num_pages=128,
+    page_size=4,
+    max_model_len=400,
+    vocab_size=100,
+    max_batch_tokens=300,
+    max_num_seqs=4,
     prefill_chunk=300,
-)  # fmt: skip
+)
 
 
 def submit(request_id: str, length: int, max_tokens: int, prompt_logprobs: int | None = 2) -> Submit:

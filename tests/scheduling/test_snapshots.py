@@ -13,9 +13,17 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.state.snapshots import SnapshotPool
 
 CONFIG = SchedulerConfig(
-    num_pages=64, page_size=2, max_model_len=96, vocab_size=50, max_batch_tokens=16, max_num_seqs=4, prefill_chunk=8,
-    num_state_slots=4, num_snapshots=8, chunk_alignment=4,
-)  # fmt: skip
+    num_pages=64,
+    page_size=2,
+    max_model_len=96,
+    vocab_size=50,
+    max_batch_tokens=16,
+    max_num_seqs=4,
+    prefill_chunk=8,
+    num_state_slots=4,
+    num_snapshots=8,
+    chunk_alignment=4,
+)
 SHARED = tuple(range(10))
 
 

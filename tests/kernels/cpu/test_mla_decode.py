@@ -11,9 +11,10 @@ LENS = [5, 64, 190, 65, 1, 256]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("heads", "rank", "rope", "page"), [(4, 48, 16, 16), (16, 128, 32, 64), (5, 33, 8, 8), (128, 512, 64, 16)],
+    ("heads", "rank", "rope", "page"),
+    [(4, 48, 16, 16), (16, 128, 32, 64), (5, 33, 8, 8), (128, 512, 64, 16)],
     ids=lambda v: str(v),
-)  # fmt: skip
+)
 def test_values_and_batches(heads: int, rank: int, rope: int, page: int, dtype: torch.dtype) -> None:
     per_row = -(-max(LENS) // page)
     cache = torch.randn(per_row * len(LENS), page, rank + rope).to(dtype)

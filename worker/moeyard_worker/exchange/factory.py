@@ -88,9 +88,16 @@ def build_mesh(
 
 
 def build_exchange(
-    kind: str, *, mesh: Mesh, shape: ExchangeShape, placement: Placement, device: torch.device = CPU,
-    seconds: float = 5.0, drafts: bool = False, lending: Lending | None = None,
-) -> Exchange:  # fmt: skip
+    kind: str,
+    *,
+    mesh: Mesh,
+    shape: ExchangeShape,
+    placement: Placement,
+    device: torch.device = CPU,
+    seconds: float = 5.0,
+    drafts: bool = False,
+    lending: Lending | None = None,
+) -> Exchange:
     """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
 
     `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
@@ -107,12 +114,23 @@ def build_exchange(
             num_bytes = lending.shape.num_bytes
             lent = (lending, None if lending.lent is None else GpuMemory(num_bytes, device, "moeyard-fetch"))
         return NvlinkExchange(
-            memory, rank=mesh.rank, world_size=mesh.world_size, shape=shape, placement=placement, seconds=seconds,
-            drafts=drafts, lending=lent,
-        )  # fmt: skip
+            memory,
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            shape=shape,
+            placement=placement,
+            seconds=seconds,
+            drafts=drafts,
+            lending=lent,
+        )
     if kind == "nccl":
         return NcclExchange(
-            TorchGroup(device, captures=device.type == "cuda"), rank=mesh.rank, world_size=mesh.world_size, shape=shape,
-            placement=placement, seconds=seconds, device=device,
-        )  # fmt: skip
+            TorchGroup(device, captures=device.type == "cuda"),
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            shape=shape,
+            placement=placement,
+            seconds=seconds,
+            device=device,
+        )
     return ZmqExchange(mesh, shape=shape, placement=placement, device=device)

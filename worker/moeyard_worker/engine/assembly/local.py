@@ -70,15 +70,20 @@ def prompt_logits(
         ids = tuple(token_ids[begin : begin + size])
         chunk = Chunk(
             key=(b"", ""), start=begin, token_ids=ids, pages=tuple(pages), state_slot=slot, prompt=True, num_sampled=1
-        )  # fmt: skip
+        )
         rows.append(runner.forward(Step(prefill=(chunk,)))[0])
     return torch.stack(rows)
 
 
 def greedy_tokens(
-    runner: Runner, token_ids: Sequence[int], num_tokens: int, *, first_page: int = 0, chunk_size: int | None = None,
+    runner: Runner,
+    token_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    first_page: int = 0,
+    chunk_size: int | None = None,
     slot: int = 0,
-) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+) -> tuple[list[int], torch.Tensor]:
     """(`num_tokens` greedy tokens, the logits [num_tokens, V] they were chosen from) after a prompt.
 
     Uses the pages from `first_page` on, and `slot` if the model keeps state per sequence. The lowest id wins a tie.
@@ -90,9 +95,14 @@ def greedy_tokens(
     while len(tokens) < num_tokens:
         position = len(token_ids) + len(tokens) - 1
         chunk = Chunk(
-            key=(b"", ""), start=position, token_ids=(tokens[-1],), pages=pages, prompt=False, num_sampled=1,
+            key=(b"", ""),
+            start=position,
+            token_ids=(tokens[-1],),
+            pages=pages,
+            prompt=False,
+            num_sampled=1,
             state_slot=slot if runner.config.has_slots else -1,
-        )  # fmt: skip
+        )
         rows.append(runner.forward(Step(decode=(chunk,)))[0])
         tokens.append(int(rows[-1].argmax()))
     return tokens, torch.stack(rows)

@@ -159,15 +159,27 @@ class Worker:
         weights = open_weights(self.checkpoint, self._device.backend, self._dtype, staging, self._advance)
         slot = self._form.blob_bytes
         experts = self.experts = ExpertCache(
-            backend=backend, source=weights, layers=model.moe_layers, experts=owned, form=self._form,
-            num_slots=plan.expert_slots, policy=config.expert_policy, recorder=self._recording,
+            backend=backend,
+            source=weights,
+            layers=model.moe_layers,
+            experts=owned,
+            form=self._form,
+            num_slots=plan.expert_slots,
+            policy=config.expert_policy,
+            recorder=self._recording,
             shared=config.expert_fetch != "alone",
-        )  # fmt: skip
+        )
         self._total = self.checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
-            config.exchange, mesh=self._mesh, shape=self._shape, placement=self._placement, device=backend.device,
-            seconds=patience(config), drafts=config.num_drafts > 0, lending=lending(config, model, experts),
-        )  # fmt: skip
+            config.exchange,
+            mesh=self._mesh,
+            shape=self._shape,
+            placement=self._placement,
+            device=backend.device,
+            seconds=patience(config),
+            drafts=config.num_drafts > 0,
+            lending=lending(config, model, experts),
+        )
         if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         runner = Runner(
@@ -199,21 +211,31 @@ class Worker:
                 max_queue_seconds=config.max_queue_seconds,
                 prefix_caching=config.prefix_caching and (state.prefix_reusable or plan.num_snapshots > 0),
                 max_in_flight=2 if config.async_scheduling else 1,
-                num_drafts=config.num_drafts, adaptive_drafts=config.draft_tokens is None,
-                num_state_slots=num_state_slots, num_snapshots=plan.num_snapshots,
+                num_drafts=config.num_drafts,
+                adaptive_drafts=config.draft_tokens is None,
+                num_state_slots=num_state_slots,
+                num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
             )
-        )  # fmt: skip
+        )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)
         prepared = time.perf_counter()
         self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         self._engine = Engine(
-            rank=self._spec.rank, epoch=self._mesh.epoch, scheduler=scheduler, runner=step_runner, experts=experts,
-            exchange=exchange, mesh=self._mesh, frontend=self._frontend, metrics=self._metrics,
-            on_loss=self._ended.put, grammars=self.grammars,
-        )  # fmt: skip
+            rank=self._spec.rank,
+            epoch=self._mesh.epoch,
+            scheduler=scheduler,
+            runner=step_runner,
+            experts=experts,
+            exchange=exchange,
+            mesh=self._mesh,
+            frontend=self._frontend,
+            metrics=self._metrics,
+            on_loss=self._ended.put,
+            grammars=self.grammars,
+        )
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None else weights.read_rate
         log.info("%s", loading_rates(self._loaded, seconds, read))
@@ -237,12 +259,15 @@ class Worker:
         """Return what divides `available` bytes by a `config`; peers of one host have reserved their slabs."""
         footprints, dtype = self._device.footprints, str(self._dtype).removeprefix("torch.")
         return partial(
-            plan_with_fetch, model=self._model, dtype=dtype, footprints=footprints,
+            plan_with_fetch,
+            model=self._model,
+            dtype=dtype,
+            footprints=footprints,
             resident_bytes=self.checkpoint.resident_bytes(dtype, footprints),
             num_local_experts=self._placement.num_owned(self._spec.rank),
             slab_allocated=self._mesh.own_slab is not None,
             host_available=available_memory() // ranks_on_host if footprints.HOST_EXPERTS else None,
-        )  # fmt: skip
+        )
 
     def start(self, step: int = 0) -> None:
         """Run the engine in a thread of its own; its peers have begun `step` steps."""
@@ -356,9 +381,11 @@ def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> L
     if config.expert_fetch == "alone":
         return None
     return Lending(
-        shape=fetch_shape(config, model), lent=experts.lent, misses=not experts.all_resident,
+        shape=fetch_shape(config, model),
+        lent=experts.lent,
+        misses=not experts.all_resident,
         required=config.expert_fetch == "shared",
-    )  # fmt: skip
+    )
 
 
 def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:

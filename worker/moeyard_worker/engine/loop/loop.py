@@ -289,9 +289,12 @@ class Engine:
     def _launch(self, step: Step, started: float) -> None:
         """One lockstep step; idle ranks take part with no rows."""
         agreed = self._lockstep.agree(
-            self.step + 1, step.num_tokens, step.num_drafts, num_prompt=step.num_prefill_tokens,
+            self.step + 1,
+            step.num_tokens,
+            step.num_drafts,
+            num_prompt=step.num_prefill_tokens,
             num_rows=self._runner.rows_of(step),
-        )  # fmt: skip
+        )
         self.step += 1
         self._exchange.steps.begin(self.step)
         self._experts.begin_step(self.step)
@@ -350,9 +353,14 @@ class Engine:
         if self._pacing is not None:
             self._pacing.clear()
         loss = tell_loss(
-            error, finding, rank=self.rank, epoch=self.epoch, steps=self.step,
-            running=self._scheduler.running(), waiting=self._scheduler.num_waiting,
-        )  # fmt: skip
+            error,
+            finding,
+            rank=self.rank,
+            epoch=self.epoch,
+            steps=self.step,
+            running=self._scheduler.running(),
+            waiting=self._scheduler.num_waiting,
+        )
         log.log(logging.ERROR if loss.ranks else logging.INFO, "%s", loss)
         self._scheduler.roll_back(time.monotonic())
         self._report(force=True)

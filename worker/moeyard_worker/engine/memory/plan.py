@@ -238,13 +238,17 @@ def plan_memory(
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
     num_snapshots = _num_snapshots(
         config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
-    )  # fmt: skip
+    )
     snapshot_bytes = num_snapshots * state.bytes_per_sequence
     held, free = held + snapshot_bytes, free - snapshot_bytes
     num_pages = _num_pages(
-        config, state, budget=budget - snapshot_bytes, snapshot_bytes=snapshot_bytes, max_model_len=max_model_len,
+        config,
+        state,
+        budget=budget - snapshot_bytes,
+        snapshot_bytes=snapshot_bytes,
+        max_model_len=max_model_len,
         per_position=per_position,
-    )  # fmt: skip
+    )
     max_model_len = min(max_model_len, num_pages * config.page_size)
     kv, prefix = num_pages * config.page_size * state.bytes_per_token, max_model_len * per_position
     if kv + prefix > free:

@@ -140,9 +140,14 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
         raise FrameError(f"a plan frame has {TAG_BYTES + _PLAN.size} bytes, got {len(frame)}")
     num_tokens, num_prompt, num_rows, num_drafts = _PLAN.unpack_from(frame, TAG_BYTES)
     return PlanFrame(
-        epoch=tag.epoch, step=tag.step, source=tag.source, num_tokens=num_tokens, num_prompt=num_prompt,
-        num_rows=num_rows, num_drafts=num_drafts,
-    )  # fmt: skip
+        epoch=tag.epoch,
+        step=tag.step,
+        source=tag.source,
+        num_tokens=num_tokens,
+        num_prompt=num_prompt,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+    )
 
 
 def encode_handshake(handshake: Handshake) -> bytes:

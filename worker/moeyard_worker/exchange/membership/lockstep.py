@@ -53,9 +53,14 @@ class Lockstep:
         mesh.step = step
         most = num_tokens if num_rows is None else num_rows
         own = PlanFrame(
-            epoch=mesh.epoch, step=step, source=mesh.rank, num_tokens=num_tokens, num_prompt=num_prompt, num_rows=most,
+            epoch=mesh.epoch,
+            step=step,
+            source=mesh.rank,
+            num_tokens=num_tokens,
+            num_prompt=num_prompt,
+            num_rows=most,
             num_drafts=num_drafts,
-        )  # fmt: skip
+        )
         frames = self._exchanged(own, start) if mesh.peers else []
         counts = [0] * mesh.world_size
         counts[mesh.rank] = num_tokens
