@@ -9,7 +9,17 @@ PLACES = (
     ("worker",),
     ("router",),
     ("deploy",),
-    ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/deployment.md", "docs/expert_cache.md", "docs/benchmarks.md"),
+    (
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/deployment.md",
+        "docs/expert_cache.md",
+        "docs/benchmarks.md",
+        "docs/bench.md",
+        "docs/dashboard.md",
+        "docs/metrics.md",
+    ),
 )
 
 
