@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import zmq
@@ -31,6 +32,29 @@ from moeyard_worker.wire import decode, encode
 
 VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
 MAX_MODEL_LEN = 256
+
+
+def ready_snapshot(
+    *, rank: int = 0, world_size: int = 1, epoch: int = 0, max_model_len: int = 64, vocab_size: int = 10, **fields: Any
+) -> Snapshot:
+    """Return the snapshot of a ready rank without load. `fields` replace its other fields."""
+    ready = Snapshot(
+        rank=rank,
+        world_size=world_size,
+        epoch=epoch,
+        step=1,
+        state="ready",
+        failure=None,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        kv_pages_total=9,
+        kv_pages_free=9,
+        page_size=16,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+    )
+    return dataclasses.replace(ready, **fields)
 
 
 @dataclasses.dataclass
@@ -69,19 +93,14 @@ class ScriptedWorker:
         self.default_script = script
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
-        self.snapshot = Snapshot(
+        self.snapshot = ready_snapshot(
             rank=rank,
             world_size=world_size,
             epoch=epoch,
             step=0,
             state=state,
-            failure=None,
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
             kv_pages_total=64,
             kv_pages_free=64,
-            page_size=16,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
         )

@@ -5,32 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.router.scripted_worker import ready_snapshot
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.admission import PAUSE_SECONDS, SOON_SECONDS, TICK_SECONDS, Admission
 from moeyard_router.fleet.instructions import Carried, Connect, Disconnect, Lost, ReportLost, Run, Stop, WakeAt
 from moeyard_router.fleet.orders import Drain
-from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Tokens
+from moeyard_worker.protocol import Done, Rejected, SamplingParams, Tokens
 
 RANKS = 2
 NEW = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 20}") for rank in range(RANKS))
-READY = Snapshot(
-    rank=0,
-    world_size=RANKS,
-    epoch=0,
-    step=1,
-    state="ready",
-    failure=None,
-    num_running=0,
-    num_waiting=0,
-    num_waiting_tokens=0,
-    kv_pages_total=99,
-    kv_pages_free=99,
-    page_size=16,
-    max_model_len=64,
-    vocab_size=10,
-)
 
 
 class Played:
@@ -57,9 +42,9 @@ class Played:
             self.machine.validate()
         return done
 
-    def ready(self, rank, **changes):
+    def ready(self, rank, epoch=0):
         self.do("connected", rank, timed=False)
-        return self.do("heard", rank, [replace(READY, rank=rank, **changes)])
+        return self.do("heard", rank, [ready_snapshot(rank=rank, world_size=RANKS, epoch=epoch)])
 
     def submit(self, name, count=1, rank=None, key=None):
         sequences = [((1, 2), SamplingParams(max_tokens=9))] * count

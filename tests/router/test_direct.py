@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.limits import HANG_SECONDS
-from tests.router.scripted_worker import scripted_logprob
+from tests.router.scripted_worker import ready_snapshot, scripted_logprob
 from tests.router.tool_model import ASK, CALL, NOW, SECOND, THOUGHT, WEATHER
 
 from moeyard_router.api import endpoints
@@ -19,7 +19,7 @@ from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.http.connection import ChunkOutbox, DirectChunks
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Snapshot, Tokens
+from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens
 
 TEXT = 'Well, "one" two 你好 🙂\nthree stop and so on'
 PLAIN = {"prompt": "x", "max_tokens": 60, "stream": True}
@@ -47,23 +47,7 @@ def fleet_of_one():
     fleet = Fleet(config, RouterMetrics("tiny"))
     fleet.start()
     fleet._up(0)
-    snapshot = Snapshot(
-        rank=0,
-        world_size=1,
-        epoch=0,
-        step=1,
-        state="ready",
-        failure=None,
-        num_running=0,
-        num_waiting=0,
-        num_waiting_tokens=0,
-        kv_pages_total=9,
-        kv_pages_free=9,
-        page_size=16,
-        max_model_len=4096,
-        vocab_size=400,
-    )
-    fleet._heard(0, [snapshot])
+    fleet._heard(0, [ready_snapshot(max_model_len=4096, vocab_size=400)])
     return fleet
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.router.scripted_worker import ready_snapshot
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
@@ -15,24 +16,9 @@ from moeyard_router.fleet import admission
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.link import WorkerLink
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Done, Rejected, SamplingParams, Snapshot, Submit, Tokens
+from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, Tokens
 
 RANKS = 2
-SNAPSHOT = {
-    "world_size": RANKS,
-    "epoch": 0,
-    "step": 1,
-    "state": "ready",
-    "failure": None,
-    "num_running": 0,
-    "num_waiting": 0,
-    "num_waiting_tokens": 0,
-    "kv_pages_total": 9,
-    "kv_pages_free": 9,
-    "page_size": 16,
-    "max_model_len": 64,
-    "vocab_size": 10,
-}
 DISASTERS = ["lose", "break", "ready", "recovering"]
 OPERATIONS = ["submit", "tokens", "done", "reject", "abort", "close", "late", "other rank", "unknown", "take"]
 
@@ -75,8 +61,9 @@ class World:
     def ready(self, rank, state="ready"):
         if not self.fleet.admission.ranks[rank].lost:
             self.fleet._up(rank)
-            said = {**SNAPSHOT, "epoch": self.epoch, "state": state, "failure": None if state == "ready" else "a peer"}
-            self.fleet._heard(rank, [Snapshot(rank=rank, **said)])
+            failure = None if state == "ready" else "a peer"
+            said = ready_snapshot(rank=rank, world_size=RANKS, epoch=self.epoch, state=state, failure=failure)
+            self.fleet._heard(rank, [said])
 
     def submit(self, number, count, key):
         try:

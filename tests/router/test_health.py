@@ -1,16 +1,16 @@
 """Readiness while the fleet is as full as it may be, and while it changes under those who try it."""
 
 import asyncio
-import dataclasses
 
 import pytest
+from tests.router.scripted_worker import ready_snapshot
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Done, SamplingParams, Snapshot, Tokens
+from moeyard_worker.protocol import Done, SamplingParams, Tokens
 
 CONFIG = RouterConfig(
     model_name="tiny",
@@ -20,22 +20,6 @@ CONFIG = RouterConfig(
     vocab_size=400,
     max_inflight=2,
     max_waiting_tokens=8,
-)
-SNAPSHOT = Snapshot(
-    rank=0,
-    world_size=1,
-    epoch=0,
-    step=1,
-    state="ready",
-    failure=None,
-    num_running=0,
-    num_waiting=0,
-    num_waiting_tokens=0,
-    kv_pages_total=9,
-    kv_pages_free=9,
-    page_size=16,
-    max_model_len=4096,
-    vocab_size=400,
 )
 
 
@@ -55,7 +39,7 @@ class Played:
 
     def connect(self, epoch):
         self.fleet._up(0)
-        self.fleet._heard(0, [dataclasses.replace(SNAPSHOT, epoch=epoch)])
+        self.fleet._heard(0, [ready_snapshot(epoch=epoch, max_model_len=4096, vocab_size=400)])
 
     async def decode_canary(self):
         """Answer it, whatever its number."""

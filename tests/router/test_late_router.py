@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
+from tests.router.scripted_worker import ready_snapshot
 
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
-from moeyard_worker.protocol import Snapshot
 
 
 def address(rank, port):
@@ -30,23 +30,7 @@ class Late:
     def say(self, rank, *, epoch, world_size):
         if not self.fleet.admission.ranks[rank].connected:
             self.fleet._up(rank)
-        snapshot = Snapshot(
-            rank=rank,
-            world_size=world_size,
-            epoch=epoch,
-            step=1,
-            state="ready",
-            failure=None,
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            kv_pages_total=9,
-            kv_pages_free=9,
-            page_size=16,
-            max_model_len=64,
-            vocab_size=10,
-        )
-        self.fleet._heard(rank, [snapshot])
+        self.fleet._heard(rank, [ready_snapshot(rank=rank, epoch=epoch, world_size=world_size)])
 
 
 def test_survivors_that_go_on_already_are_no_other_fleet():
