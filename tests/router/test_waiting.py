@@ -280,3 +280,11 @@ def test_overload_is_a_queue_that_grows_and_ends_when_nobody_is_refused():
     overload.waiting(2.5, 0)
     assert overload.active(1.9 + CALM)
     assert not overload.active(2.1 + CALM)
+
+
+@pytest.mark.parametrize(("first_token", "limit"), [(0.001, 0.01), (1.0, 0.5), (60.0, 2.0)])
+def test_the_wait_in_overload_is_half_a_first_token_within_bounds(first_token, limit):
+    overload = Overload(PLACES)
+    assert overload.limit == 0.25, "no first token is known"
+    overload.answered(0.0, first_token)
+    assert overload.limit == limit

@@ -26,7 +26,7 @@ _LEAST, _MOST, _UNKNOWN = 0.01, 2.0, 0.25  # seconds
 # Weights of the latest first token, if it came earlier or later than expected. A late one says little about a quiet
 # fleet: its step may have begun many sequences, or its prompt may have been long.
 _SOONER, _LATER = 0.2, 0.01
-_MOST = 600.0  # seconds; the longest Retry-After
+_LONGEST_RETRY = 600.0  # seconds; the longest Retry-After
 _ENOUGH = 8  # starts after which their rate says something
 _EMPTY = 1.0  # seconds with an empty queue, after which the rate of starts no longer shows what the fleet can do
 # Places become free one by one: a key below its share may wait for this many of its turns, whatever the limit.
@@ -192,7 +192,7 @@ class WaitingRoom:
             self._slots = {name: at for name, at in self._slots.items() if at > now}
         keys = max(1, self.queue.num_keys)
         at = max(self._slots.get(key, 0.0), now + self.queue.ahead(key) / rate) + count * keys / rate
-        at = self._slots[key] = min(at, now + _MOST)
+        at = self._slots[key] = min(at, now + _LONGEST_RETRY)
         return at - now
 
     def _rate(self, now: float) -> float | None:
