@@ -85,7 +85,7 @@ class Simulation:
         self.ranks = [Rank() for _ in range(num_ranks)]
         self.pending = [0] * num_ranks
         self.map = PrefixMap(num_ranks)
-        self.homes: dict[str, int] = {}
+        self.last_ranks: dict[str, int] = {}
         self.choose: Chooser = {"turns": self._turns, "fewest": self._fewest, "score": self._score}[policy]
         self.computed = 0
         self.now = 0.0
@@ -109,7 +109,7 @@ class Simulation:
         request.expected = self.map.known(request.rank, request.blocks) * PAGE
         self.pending[request.rank] += request.asked.prompt_tokens - request.expected
         self.map.sent(request.rank, request.blocks, KV_PAGES)
-        self.homes[request.asked.client] = request.rank
+        self.last_ranks[request.asked.client] = request.rank
 
     def _turns(self, request: Running) -> int:
         return request.number % len(self.ranks)
@@ -131,8 +131,8 @@ class Simulation:
             )
             for i, rank in enumerate(self.ranks)
         ]
-        home = self.homes.get(request.asked.client) if request.asked.client else None
-        route = choose_rank(loads, prompt_tokens=request.asked.prompt_tokens, home=home)
+        last_rank = self.last_ranks.get(request.asked.client) if request.asked.client else None
+        route = choose_rank(loads, prompt_tokens=request.asked.prompt_tokens, last_rank=last_rank)
         assert route is not None
         return route.rank
 

@@ -1,9 +1,10 @@
-"""The router's own Prometheus metrics, in a registry of their own; the workers export the rest."""
+"""The router's own Prometheus metrics, in registries of their own."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -11,72 +12,47 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-# Seconds. Both lists are those of docs/metrics.md, for router and workers.
+# Seconds. The buckets for tokens and requests are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03),
+    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
 )
-# Seconds too: from a connection that is made again at once to a checkpoint that is read again from a slow disk.
-RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 REQUEST_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    60.0,
-    120.0,
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0),
 )
-# Tokens: 1, 2, 5 and so on up to what the longest models take, as vLLM's; choices of a request, as vLLM's too.
+# From a new connection to the same worker up to a checkpoint that is read again from a slow disk.
+RECOVERY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+# Tokens: 1, 2, 5 and so on up to the limit of the longest models. These and the buckets of choices are vLLM's.
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
-# As the router sees a worker, which may not have spoken yet.
+# States of a worker as the router sees it. A worker may not have sent a snapshot yet.
 _WORKER_STATES = ("connecting", "ready", "draining", "recovering", "failed", "stopping", "away")
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
 
 
 class RouterMetrics:
-    """Owner of the registry; every metric of one model carries vLLM's `model_name` label."""
+    """Owner of the registries. Every metric has vLLM's label `model_name`.
+
+    registry: metrics of this router. `aliases`: the same figures under other names, if configured.
+    fleet: metrics of the fleet, which are the same at each of its routers.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.aliases = CollectorRegistry()  # the same figures under other names, for those who ask for them
-        self.fleet = CollectorRegistry()  # what is the fleet's, and the same for every router before it
-        label = {"model_name": model_name}
+        self.aliases = CollectorRegistry()
+        self.fleet = CollectorRegistry()
+        self._model_name = model_name
+
+        def made(kind: type[_M], name: str, text: str, *labels: str, **options: Any) -> _M:
+            """Register a metric; return its only series if it has no further `labels`."""
+            metric = kind(f"moeyard_{name}", text, ["model_name", *labels], **{"registry": self.registry, **options})
+            return metric if labels else metric.labels(model_name)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(f"moeyard_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-            return metric.labels(**label)
+            return made(Histogram, name, text, buckets=buckets)
 
         self.ttft = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token, per choice.", REQUEST_BUCKETS
@@ -86,8 +62,8 @@ class RouterMetrics:
             "Per choice: time from first to last token over the number of tokens less one.",
             TOKEN_BUCKETS,
         )
-        self.itl = _TokenGaps(model_name)
-        self.registry.register(self.itl)
+        self.tokens = _TokenMetrics(model_name)
+        self.registry.register(self.tokens)
         self.e2e = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to the end of a choice.", REQUEST_BUCKETS
         )
@@ -107,71 +83,42 @@ class RouterMetrics:
         )
         self._max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
         self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
-        self.prompt_tokens = Counter(
-            "moeyard_prompt_tokens",
-            "Prompt tokens of requests that got a first token, or were to get none.",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(**label)
-        # A plain number on the way of every token; the counter reads it when somebody scrapes.
-        self.num_output_tokens = 0
-        self.registry.register(_OutputTokens(self, model_name))
-        self._success = Counter(
-            "moeyard_request_success",
-            "Choices ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self.prompt_tokens = made(
+            Counter, "prompt_tokens", "Prompt tokens of requests that got a first token, or asked for none."
         )
-        self._rejections = Counter(
-            "moeyard_rejections", "Requests refused, by reason.", ["model_name", "reason"], registry=self.registry
-        )
-        self._http = Counter(
-            "moeyard_http_requests",
-            "HTTP answers, by route and status.",
-            ["model_name", "path", "status"],
-            registry=self.registry,
-        )
-        self._http_seconds = Histogram(
-            "moeyard_http_request_duration_seconds",
+        self._success = made(Counter, "request_success", "Choices ended, by reason.", "finished_reason")
+        self._rejections = made(Counter, "rejections", "Requests refused, by reason.", "reason")
+        self._http = made(Counter, "http_requests", "HTTP answers, by route and status.", "path", "status")
+        self._http_seconds = made(
+            Histogram,
+            "http_request_duration_seconds",
             "From an HTTP request's head to the last byte of its answer, streams included.",
-            ["model_name", "path"],
+            "path",
             buckets=REQUEST_BUCKETS,
-            registry=self.registry,
         )
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"moeyard_{name}", text, ["model_name"], registry=self.registry).labels(**label)
-
-        self.recoveries = counter("recoveries", "Times that the fleet was whole again after a loss.")
+        self.recoveries = made(Counter, "recoveries", "Times that the fleet was whole again after a loss.")
         self.recovery_seconds = histogram(
             "recovery_seconds", "From a loss until the fleet was whole again.", RECOVERY_BUCKETS
         )
-        self.restarts = counter("worker_restarts", "Times that the fleet was whole again after a restart on purpose.")
-        self.scalings = counter("fleet_scalings", "Times that the fleet was whole again with more or fewer workers.")
-        self.carried = counter("requests_carried", "Sequences that went on at another rank or connection.")
-        self.recomputed = counter(
-            "tokens_recomputed", "Tokens of carried sequences that no cache was thought to hold at their new rank."
+        self.restarts = made(
+            Counter, "worker_restarts", "Times that the fleet was whole again after a restart on purpose."
         )
-        self.inflight = Gauge(
-            "moeyard_num_requests_inflight", "Sequences at the workers.", ["model_name"], registry=self.registry
-        ).labels(**label)
-        self.waiting = Gauge(
-            "moeyard_num_requests_queued",
-            "Sequences that wait at the router for a place at a worker.",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(**label)
+        self.scalings = made(
+            Counter, "fleet_scalings", "Times that the fleet was whole again with more or fewer workers."
+        )
+        self.carried = made(Counter, "requests_carried", "Sequences that continued on another rank or connection.")
+        self.recomputed = made(
+            Counter,
+            "tokens_recomputed",
+            "Tokens of carried sequences that no cache of their new rank was expected to hold.",
+        )
+        self.inflight = made(Gauge, "num_requests_inflight", "Sequences on the workers.")
+        self.waiting = made(Gauge, "num_requests_queued", "Sequences that wait in the router for a place on a worker.")
         self.waited = histogram(
-            "router_queue_seconds", "Of requests that waited at the router and started.", REQUEST_BUCKETS
+            "router_queue_seconds", "Wait at the router of a request that started after it.", REQUEST_BUCKETS
         )
-        self._cut = Counter(
-            "moeyard_connections_cut",
-            "Connections that the router cut, by reason.",
-            ["model_name", "reason"],
-            registry=self.registry,
-        )
-        self._workers = Gauge("moeyard_workers", "Workers by state.", ["model_name", "state"], registry=self.fleet)
-        self._model_name = model_name
+        self._cut = made(Counter, "connections_cut", "Connections that the router cut, by reason.", "reason")
+        self._workers = made(Gauge, "workers", "Workers by state.", "state", registry=self.fleet)
         ProcessCollector(registry=self.registry)
 
     def finished(self, reason: str) -> None:
@@ -191,23 +138,23 @@ class RouterMetrics:
         self._http.labels(self._model_name, path, str(status)).inc()
 
     def http_took(self, path: str, seconds: float) -> None:
-        """An HTTP answer is over."""
+        """Observe the duration of an HTTP answer."""
         self._http_seconds.labels(self._model_name, path).observe(seconds)
 
     def lengths(self, *, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Observe the lengths of a choice that ended by itself."""
+        """Observe the lengths of a choice that ended with stop or length."""
         self._prompt_length.observe(prompt_tokens)
         self._output_length.observe(output_tokens)
         self._max_tokens.observe(max_tokens)
 
     def phases(self, *, queue: float | None, prefill: float | None, decode: float | None) -> None:
-        """Observe the phases of a choice that ended by itself, in seconds; None is not known."""
+        """Observe the phases of a choice that ended with stop or length, in seconds; None if unknown."""
         for metric, seconds in ((self._queue, queue), (self._prefill, prefill), (self._decode, decode)):
             if seconds is not None:
                 metric.observe(seconds)
 
     def longest(self, output_tokens: int) -> None:
-        """Observe the longest choice of a request that ended by itself."""
+        """Observe the longest choice of a request whose choices ended with stop or length."""
         self._longest_output.observe(output_tokens)
 
     def set_workers(self, states: list[str]) -> None:
@@ -224,58 +171,43 @@ class RouterMetrics:
         return generate_latest(self.fleet)
 
 
-class _TokenGaps(Collector):
-    """`moeyard_inter_token_latency_seconds`, in plain numbers of one event loop: every token is observed.
+class _TokenMetrics(Collector):
+    """`moeyard_output_tokens_total` and `moeyard_inter_token_latency_seconds` as plain numbers of one event loop.
 
-    0.3 us where prometheus_client's histogram, which locks, takes 2 to 3.
+    Every token counts here. A gap takes 0.3 us; the histogram of prometheus_client, which locks, takes 2 to 3.
     """
 
     def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
-        self._sum = 0.0
+        self.count = 0  # output tokens of clients' sequences
+        self._labels = [model_name]
+        self._gaps = [0] * (len(TOKEN_BUCKETS) + 1)
+        self._seconds = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(TOKEN_BUCKETS, seconds)] += 1
-        self._sum += seconds
+    def observe_gap(self, seconds: float) -> None:
+        """Count the time between two token messages of a choice."""
+        self._gaps[bisect_left(TOKEN_BUCKETS, seconds)] += 1
+        self._seconds += seconds
 
     def describe(self) -> Iterable[Metric]:
-        """Its name, for views of a part of the registry."""
+        """Return the families with their names, which restricted registries need."""
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        """The one histogram."""
-        text = "Time between token messages of a choice."
-        family = HistogramMetricFamily("moeyard_inter_token_latency_seconds", text, labels=["model_name"])
-        bounds = [*map(floatToGoString, TOKEN_BUCKETS), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
-        yield family
-
-
-class _OutputTokens(Collector):
-    """`moeyard_output_tokens_total`: tokens that clients' sequences have got so far."""
-
-    def __init__(self, metrics: RouterMetrics, model_name: str) -> None:
-        self._metrics = metrics
-        self._model_name = model_name
-
-    def describe(self) -> Iterable[Metric]:
-        """Its name, for views of a part of the registry."""
-        return self.collect()
-
-    def collect(self) -> Iterable[Metric]:
-        """The one sample."""
+        """Yield both families."""
         text = "Output tokens of clients' sequences, as they arrive."
-        family = CounterMetricFamily("moeyard_output_tokens", text, labels=["model_name"])
-        family.add_metric([self._model_name], self._metrics.num_output_tokens)
-        yield family
+        tokens = CounterMetricFamily("moeyard_output_tokens", text, labels=["model_name"])
+        tokens.add_metric(self._labels, self.count)
+        yield tokens
+        text = "Time between token messages of a choice."
+        gaps = HistogramMetricFamily("moeyard_inter_token_latency_seconds", text, labels=["model_name"])
+        bounds = [*map(floatToGoString, TOKEN_BUCKETS), "+Inf"]
+        gaps.add_metric(self._labels, list(zip(bounds, map(float, accumulate(self._gaps)), strict=True)), self._seconds)
+        yield gaps
 
 
 @dataclass(slots=True)
 class Timing:
-    """Times of one choice on the router's monotonic clock, in seconds; observes its metrics as it goes."""
+    """Times of one choice in monotonic seconds. Observes the metrics of the choice."""
 
     metrics: RouterMetrics
     arrived: float
@@ -284,18 +216,18 @@ class Timing:
     num_tokens: int = 0
 
     def tokens(self, now: float, count: int) -> None:
-        """`count` tokens arrived at `now`."""
+        """Note that `count` tokens arrived at `now`."""
         if self.first is None:
             self.first = now
             self.metrics.ttft.observe(now - self.arrived)
         else:
-            self.metrics.itl.observe(now - self.last)
+            self.metrics.tokens.observe_gap(now - self.last)
         self.last = now
         self.num_tokens += count
-        self.metrics.num_output_tokens += count
+        self.metrics.tokens.count += count
 
     def finished(self, now: float, reason: str, *, prompt_tokens: int, max_tokens: int) -> None:
-        """The choice ended; an aborted or failed one says nothing about speed."""
+        """Note the end of the choice. An aborted or failed one counts in no histogram."""
         self.metrics.finished(reason)
         if reason not in ("stop", "length"):
             return

@@ -193,7 +193,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], caps
         (["--chat-template", str(DEMO / "model.safetensors")], ["model.safetensors: ", "utf-8"]),
         (
             ["--load-format", "dummy", "--shape", "DeepSeek-V2-Lite", "--layers", "2", "--chat-template", "x.jinja"],
-            ["chat template x.jinja: without a tokenizer there are no chats"],
+            ["chat template x.jinja: chats need a tokenizer"],
         ),
     ],
     ids=lambda value: value[0],

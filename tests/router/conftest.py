@@ -263,7 +263,8 @@ class Starter:
         for service, thread in self._started:
             service.client.close()
             fleet = service.server._fleet if isinstance(service.server, RouterServer) else None
-            if thread.is_alive() and fleet is not None and fleet.stopping is None and not fleet.given_up:
+            admission = None if fleet is None else fleet.admission
+            if thread.is_alive() and admission is not None and admission.stopping is None and not admission.given_up:
                 validate(service)
             service.server.stop()
             thread.join(HANG_SECONDS)

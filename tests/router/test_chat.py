@@ -278,7 +278,7 @@ def test_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"with a tokenizer\.json$"):
         TextCodec(tmp_path)
     (tmp_path / "tiktoken.model").touch()  # what Moonshot publishes in its place
-    with pytest.raises(ValueError, match=r"/tokenizer\.json: .* TikTokenConverter makes of tiktoken\.model \(docs/"):
+    with pytest.raises(ValueError, match=r"/tokenizer\.json: .* from tiktoken\.model with .*TikTokenConverter \(docs/"):
         TextCodec(tmp_path)
 
 

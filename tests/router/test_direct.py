@@ -359,7 +359,7 @@ def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain
         with pytest.raises(ZeroDivisionError):
             bad.task.result()
         bad.generation.close()
-        assert fleet.failure is None
+        assert fleet.admission.failure is None
         assert not good.task.done()
         assert good.pieces > bad.pieces
         good.task.cancel()

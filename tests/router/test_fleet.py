@@ -70,7 +70,7 @@ class World:
             ticket = self.fleet.submit(f"r{number}", [((1, 2), SamplingParams(max_tokens=9))] * count, key=key)
         except ApiError as error:
             if error.status == 503:
-                assert self.fleet.failure is not None
+                assert self.fleet.admission.failure is not None
                 return
             assert error.status == 429  # noqa: PT017
             unread = 2 * sum(1 for f in self.running.values() if not f.output)
@@ -184,7 +184,7 @@ async def play(operations, ending, monkeypatch, **changes):
             fleet.validate()
             world.replace(everywhere=True)
             fleet.validate()
-            assert fleet.incidents.open is None
+            assert fleet.admission.incidents.open is None
             assert all(flight.pauses for flight in fleet.admission.flights.waiting())
             while fleet.num_inflight:
                 # Those that two workers died with go on at a later turn of the event loop.

@@ -20,8 +20,8 @@ def records(*events):
             event(fleet)
             fleet.validate()
         fleet.close()
-        assert fleet.incidents.open is None
-        return fleet.incidents.latest()
+        assert fleet.admission.incidents.open is None
+        return fleet.admission.incidents.latest()
 
     return asyncio.run(play())
 

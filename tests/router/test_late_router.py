@@ -41,10 +41,10 @@ def test_survivors_that_go_on_already_are_no_other_fleet():
         for rank in (0, 2):
             late.say(rank, epoch=2, world_size=2)
         assert late.lost == []
-        assert late.fleet.failure is None
-        assert late.fleet.unavailable() == "worker 1 at tcp://127.0.0.1:10001 is not connected yet"
+        assert late.fleet.admission.failure is None
+        assert late.fleet.admission.unavailable() == "worker 1 at tcp://127.0.0.1:10001 is not connected yet"
         late.fleet.replace(WITHOUT_1)
-        assert late.fleet.unavailable() is None
+        assert late.fleet.admission.unavailable() is None
         late.fleet.close()
 
     asyncio.run(run())
@@ -58,12 +58,12 @@ def test_ranks_that_are_back_already_are_no_other_fleet(told_late):
         late = Late(WITHOUT_1)
         first = 2 - told_late
         late.say(first, epoch=3, world_size=3)
-        assert late.fleet.unavailable() is not None
+        assert late.fleet.admission.unavailable() is not None
         late.fleet.replace(WHOLE)
         for rank in (told_late, 1):
             late.say(rank, epoch=3, world_size=3)
         assert late.lost == []
-        assert late.fleet.unavailable() is None
+        assert late.fleet.admission.unavailable() is None
         late.fleet.close()
 
     asyncio.run(run())

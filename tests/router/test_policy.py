@@ -22,8 +22,8 @@ def ranks(*changes):
     return [dataclasses.replace(IDLE, rank=i, **change) for i, change in enumerate(changes)]
 
 
-def chosen(*changes, prompt_tokens=100, home=None):
-    route = choose_rank(ranks(*changes), prompt_tokens=prompt_tokens, home=home)
+def chosen(*changes, prompt_tokens=100, last_rank=None):
+    route = choose_rank(ranks(*changes), prompt_tokens=prompt_tokens, last_rank=last_rank)
     return route.rank, route.reason
 
 
@@ -63,9 +63,9 @@ def test_a_rank_without_room_is_passed_over():
 
 
 def test_a_client_stays_until_another_rank_is_clearly_better():
-    assert chosen({"pending_tokens": 0}, {"pending_tokens": 5}, home=1) == (1, "client")
-    assert chosen({"pending_tokens": 0}, {"pending_tokens": 6}, home=1) == (0, "load")
-    assert chosen({"pending_tokens": 5, "cached_tokens": 10}, {}, {"pending_tokens": 3}, home=2) == (0, "prefix")
+    assert chosen({"pending_tokens": 0}, {"pending_tokens": 5}, last_rank=1) == (1, "client")
+    assert chosen({"pending_tokens": 0}, {"pending_tokens": 6}, last_rank=1) == (0, "load")
+    assert chosen({"pending_tokens": 5, "cached_tokens": 10}, {}, {"pending_tokens": 3}, last_rank=2) == (0, "prefix")
 
 
 def test_ties():
@@ -74,23 +74,25 @@ def test_ties():
 
 
 def test_unusable_ranks_are_never_chosen():
-    assert chosen({"usable": False}, {"sequences": 9}, home=0) == (1, "only")
+    assert chosen({"usable": False}, {"sequences": 9}, last_rank=0) == (1, "only")
     assert choose_rank(ranks({"usable": False}), prompt_tokens=1) is None
     assert choose_rank([], prompt_tokens=1) is None
 
 
 @given(loads, st.integers(1, 1000), st.none() | st.integers(0, 5), st.randoms())
-def test_properties(found, prompt_tokens, home, random):
-    route = choose_rank(found, prompt_tokens=prompt_tokens, home=home)
+def test_properties(found, prompt_tokens, last_rank, random):
+    route = choose_rank(found, prompt_tokens=prompt_tokens, last_rank=last_rank)
     usable = [load for load in found if load.usable]
     assert (route is None) == (not usable)
     if route is not None:
         assert found[route.rank].usable
         assert route.cached_tokens == found[route.rank].cached_tokens
-        assert route.reason != "client" or route.rank == home
+        assert route.reason != "client" or route.rank == last_rank
     shuffled = list(found)
     random.shuffle(shuffled)
-    assert choose_rank(shuffled, prompt_tokens=prompt_tokens, home=home) == route, "the order of the list counts"
+    assert choose_rank(shuffled, prompt_tokens=prompt_tokens, last_rank=last_rank) == route, (
+        "the order of the list counts"
+    )
 
 
 @given(st.integers(min_value=1, max_value=5), st.integers(min_value=0, max_value=30))

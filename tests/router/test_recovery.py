@@ -72,7 +72,7 @@ def connection_alone(service, launcher, wait_for, moment):
     launcher.workers[moment % WORLD].hang_up()
     wait_for(lambda: incidents(service) and incidents(service)[0]["state"] == "recovered", "it must connect again")
     assert service.lost == []
-    assert service.server._fleet.generation == 0
+    assert service.server._fleet.admission.generation == 0
     return 1
 
 

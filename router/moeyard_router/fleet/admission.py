@@ -1,12 +1,11 @@
-"""Which sequence runs where, and what its client hears: one pure state machine. Events in, instructions out.
+"""Decides which sequence runs on which rank, and which events its client gets. A pure state machine.
 
-With expert parallelism every token needs every rank, so the fleet recovers while one is missing: nothing runs, and
-nothing is lost. The sequences of a missing rank wait with their output so far. They go on at any rank with room once
-every rank is ready again.
+With expert parallelism every token needs every rank. So nothing runs while a rank is missing, and nothing is lost. The
+sequences of the missing rank wait with their output so far, and continue on any rank with room once every rank is
+ready. A draining rank takes no new sequences but stays in lockstep, because the others need its experts.
 
-Each event is a method; `now` is monotonic seconds. After it the caller takes and carries out `deliveries` (events for
-clients), then `instructions`, each in order. A
-draining rank takes no new sequences but stays in lockstep, because the others need its experts.
+Each event is a method; `now` is monotonic seconds. After each event the caller takes and carries out `deliveries`
+(events for clients), then `instructions`, each in order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,10 +52,10 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-TICK_SECONDS = 0.005  # between looks at the queue, while it holds a request
-# A sequence whose new rank has not confirmed yet that it stopped it earlier.
+TICK_SECONDS = 0.005  # between checks of the queue, while it holds a request
+# Pause of a sequence whose new rank has not yet confirmed an earlier abort of it.
 SOON_SECONDS = 0.02
-# A carried sequence that found a full queue at its rank; its client was admitted long ago.
+# Pause of a carried sequence that its new rank refused because its queue was full.
 PAUSE_SECONDS = 0.25
 # A sequence that one more lost worker would end runs only after the fleet has been whole for this long.
 CALM_SECONDS = 3.0
@@ -65,8 +64,10 @@ CALM_SECONDS = 3.0
 class Admission:
     """Owner of all decisions about the sequences of one fleet.
 
-    `failure` is why the fleet has failed, `stopping` why it takes no more requests; `given_up`: nothing will recover.
-    `generation` counts replacements of workers. `last_progress` is the time of the latest sign that a step ran.
+    failure: why the fleet has failed, or None. `given_up`: whether it has failed permanently.
+    stopping: why it accepts no more requests, or None.
+    generation: number of replacements of workers.
+    last_progress: time of the latest sign that a step ran, in monotonic seconds.
     """
 
     def __init__(self, now: float, config: RouterConfig) -> None:
@@ -83,16 +84,17 @@ class Admission:
         self.waiters = Waiters(now, config)
         self.placement = PromptPlacement(len(config.workers), prefix_caching=config.prefix_caching)
         self.incidents = Incidents()
-        # Whether every rank is ready, and whether that was ever so, maybe before this router was started.
+        # Whether every rank is ready, and whether they ever were, perhaps before this router started.
         self.is_whole, self._was_whole = False, config.restarted
         self._config = config
         self._recovers = config.recovery_timeout > 0
         self._times_whole = 0
         self._late: tuple[float, str] | None = None  # when the open incident has lasted too long, and why
-        # When a paused sequence is sent again; a number only if the fleet has stayed whole since it was that often.
+        # (time of the next try, order, sequence, times that the fleet had become whole). With the last, the sequence is
+        # sent only if the fleet has stayed whole since.
         self._paused: list[tuple[float, int, Flight, int | None]] = []
         self._numbers = counter()
-        self._tick: float | None = None  # of the next look at the queue
+        self._tick: float | None = None  # time of the next check of the queue
 
     # Events: the life of the fleet.
 
@@ -102,10 +104,10 @@ class Admission:
         self._emit(Changed())
 
     def replace(self, now: float, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None) -> None:
-        """Go on with these workers; `facts` are the launcher's, about the incident.
+        """Continue with these workers. `facts` are the launcher's facts about the incident.
 
-        Workers that keep their endpoint and are not lost keep their sequences. The others' sequences go on once all
-        are ready.
+        Workers that keep their endpoint and are not lost keep their sequences. Other sequences continue once all
+        workers are ready.
         """
         if self.given_up:
             return
@@ -133,20 +135,20 @@ class Admission:
         self._emit(Changed())
 
     def stop(self, reason: str) -> None:
-        """Take no more requests; those in flight go on."""
+        """Accept no more requests. Those in flight continue."""
         if self.stopping is None:
             self.stopping = reason
             self._emit(Changed())
 
     def close(self, now: float, reason: str) -> None:
-        """End everything for good, without a failure."""
+        """End everything permanently, without a failure."""
         self.stop(reason)
         self.given_up = True
         self._end_recovery(reason)
         self.end_all(now, reason)
 
     def end_all(self, now: float, reason: str) -> None:
-        """End everything in flight with a named error, and tell the workers that still listen."""
+        """End everything in flight with `reason` as the error, and abort it at the workers."""
         for flight in list(self.flights.by_name.values()):
             if flight.listener is not None:
                 self._abort(flight)
@@ -155,16 +157,16 @@ class Admission:
             self.waiters.ended(now, flight, len(flight.output))
 
     def fail(self, now: float, reason: str) -> None:
-        """Declare the fleet lost, until it is whole again or its workers are replaced. The first reason stays."""
+        """Declare the fleet lost until it is whole again or its workers are replaced. The first reason remains."""
         if self.failure is None:
             self.failure = reason
-            self._begin(now, reason)  # the launcher may give up over a loss that this router has not seen
+            self._begin(now, reason)  # the launcher may give up because of a loss that this router has not seen
             self._end_recovery(reason)
             self.end_all(now, reason)
             self._emit(Changed())
 
     def give_up(self, now: float, reason: str) -> None:
-        """Declare the fleet lost for good."""
+        """Declare the fleet permanently lost."""
         self.given_up = True
         self.fail(now, reason)
 
@@ -181,11 +183,11 @@ class Admission:
         key: str | None,
         rank: int | None,
     ) -> list[Flight]:
-        """Take sequences (prompt ids, sampling) for the ranks that the policy chooses, or all for `rank`.
+        """Accept sequences of (prompt ids, sampling) for ranks that the policy chooses, or all of them for `rank`.
 
-        They queue until a rank has room and the fleet is whole; `key` takes turns with others. Sequences for a `rank`
+        They queue until a rank has room and the fleet is whole. API keys take turns by `key`. Sequences for a `rank`
         test it: they do not queue, need no room, and end if it is lost. Raises `ApiError` 503 if the fleet cannot run
-        them and 429 if it is full; then none was taken.
+        them and 429 if it is full. Then it has accepted none.
         """
         problem = self._refusal(rank)
         if problem is not None:
@@ -224,12 +226,12 @@ class Admission:
         return flights
 
     def check(self, now: float, key: str | None, count: int = 1) -> None:
-        """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap, so it is asked early, too."""
+        """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap enough for an early check."""
         if self.waiters.num_sequences:
             self.waiters.room.check(now, key, count)
 
     def abandon(self, now: float, name: str) -> None:
-        """Stop a sequence whose client has left. Unknown names are ignored."""
+        """Abort a sequence whose client has left. Unknown names are ignored."""
         flight = self.flights.by_name.get(name)
         if flight is None or flight.listener is None:
             return
@@ -240,10 +242,10 @@ class Admission:
             self._drain(now)
 
     def drain(self, now: float, order: Drain) -> int:
-        """Carry out an order; return how many sequences of clients `order.rank` has then, or UNKNOWN."""
+        """Carry out an order. Return how many sequences of clients `order.rank` has afterwards, or UNKNOWN."""
         self.ranks.drain(order.ranks)
         if order.carry:
-            self._carry_away(now, order.rank)
+            self._move_flights(now, order.rank)
         if not self.ranks.any_open():
             self.waiters.room.hold(now)  # requests wait because of this order
         elif self.is_whole:
@@ -257,17 +259,17 @@ class Admission:
         self._emit(Changed())
         if not self.is_whole and not order.leaves and order.size is None:
             return UNKNOWN
-        return len(self._of_clients(order.rank))
+        return len(self._client_flights(order.rank))
 
     # Events: ranks.
 
     def connected(self, number: int) -> None:
-        """Note that the connection to a rank stands."""
+        """Note that the connection to a rank is up."""
         self.ranks[number].connected = True
         self._emit(Changed())
 
     def broke(self, now: float, number: int, reason: str) -> None:
-        """Connect again after a connection broke, once in a step deadline; the next time the worker is lost."""
+        """Connect again after a connection broke. If it breaks twice within a step deadline, the worker is lost."""
         rank = self.ranks[number]
         if not self._recovers or now - rank.broke < self._config.step_deadline:
             self.lose(now, number, reason)
@@ -279,7 +281,7 @@ class Admission:
         self._emit(Changed())
 
     def lose(self, now: float, number: int, reason: str, *, replaced: bool = False) -> None:
-        """Declare a worker lost: another must take its place, unless it is `replaced` already."""
+        """Declare a worker lost. Report it, so that another takes its place, unless it is `replaced` already."""
         rank = self.ranks[number]
         if rank.lost:
             return
@@ -299,7 +301,7 @@ class Admission:
             self._emit(ReportLost(number, reason))
 
     def heard(self, now: float, number: int, messages: Sequence[Message]) -> None:
-        """Take messages of a rank, in order."""
+        """Handle messages of a rank, in order."""
         for message in messages:
             if isinstance(message, Tokens):
                 self._tokens(now, number, message)
@@ -319,7 +321,7 @@ class Admission:
     # Events: time.
 
     def time_passed(self, now: float) -> None:
-        """Do what is due."""
+        """Do everything that is due at `now`."""
         if self._late is not None and now >= self._late[0]:
             self.fail(now, self._late[1])
         due = []
@@ -350,7 +352,7 @@ class Admission:
         return self.ranks.unready()
 
     def describe(self) -> dict[str, Any]:
-        """Return the state of the fleet and of each rank, for people and dashboards."""
+        """Return the state of the fleet and of each rank as JSON."""
         return {
             "failure": self.failure,
             "stopping": self.stopping,
@@ -365,16 +367,16 @@ class Admission:
         flights = self.flights.by_name.values()
         self.flights.validate()
         self.waiters.validate(flights)
-        assert (self.incidents.open is None) == (self._late is None), "an incident has a bound, and nothing else has"
+        assert (self.incidents.open is None) == (self._late is None), "an open incident has a time limit"
         assert self.incidents.open is None or not self.is_whole, "a whole fleet has no open incident"
         assert self.failure is None or not flights, "a failed fleet has nothing in flight"
         pausing = {flight.name for _, _, flight, _ in self._paused}
         assert all(flight.name in pausing for flight in flights if flight.pauses), "a paused sequence has no timer"
         idle = any(not flight.pauses for flight in self.flights.waiting())
         idle = idle or (self.waiters.num_sequences > 0 and not self.ranks.any_usable())
-        assert self.incidents.open is not None or not idle, "a sequence waits that nothing will run"
+        assert self.incidents.open is not None or not idle, "nothing will run a waiting sequence"
         if self.waiters.num_sequences:
-            assert self._tick is not None, "no timer looks at the queue"
+            assert self._tick is not None, "no timer checks the queue"
             assert not self.is_whole or not self._has_room(), "a request is queued while a rank has room"
 
     # The messages of ranks.
@@ -383,7 +385,7 @@ class Admission:
         self.last_progress = now
         flight = self.flights.by_name.get(message.request_id)
         if flight is None or flight.rank != number or flight.listener is None or not message.token_ids:
-            return  # late tokens of a sequence that has ended here, or runs elsewhere
+            return  # late tokens of a sequence that has ended, or runs on another rank
         output = flight.output
         if message.start != len(output):
             reason = (
@@ -414,7 +416,7 @@ class Admission:
         if flight is not None and number in flight.left:
             flight.left -= {number}
             return
-        if flight is None or flight.rank != number or self._goes_on(now, number, flight, message):
+        if flight is None or flight.rank != number or self._continues(now, number, flight, message):
             return
         if isinstance(message, Done):
             self._leave(now, flight, ran=True, output=message.completion_tokens)
@@ -427,58 +429,58 @@ class Admission:
         if flight.listener is not None:
             self.deliveries.append((now, flight.listener, flight.index, message))
 
-    def _goes_on(self, now: float, number: int, flight: Flight, message: Done | Rejected) -> bool:
-        """Return whether the message is about the worker's end or lack of room, so that the sequence goes on."""
+    def _continues(self, now: float, number: int, flight: Flight, message: Done | Rejected) -> bool:
+        """Return whether the worker's exit or lack of room caused the message. Then the sequence continues."""
         if not self._recovers or flight.listener is None or not flight.carried:
             return False
         stopping = self.ranks[number].state == "stopping"
         if isinstance(message, Done):
-            goes_on = stopping and message.finish_reason == "abort"
+            continues = stopping and message.finish_reason == "abort"
         elif message.reason == "fleet_failed" and not stopping:
             self.lose(now, number, f"worker {number} failed: {message.message}")
             return True
         else:
-            goes_on = stopping or (message.reason == "queue_full" and flight.began)
-        if goes_on:
+            continues = stopping or (message.reason == "queue_full" and flight.began)
+        if continues:
             self.flights.unplace(flight)
             if stopping:
                 self._send(now, flight)
             else:
                 self._pause_flight(now + PAUSE_SECONDS, flight)
-        return goes_on
+        return continues
 
-    def _snapshot(self, now: float, number: int, said: Snapshot) -> None:
+    def _snapshot(self, now: float, number: int, snapshot: Snapshot) -> None:
         rank = self.ranks[number]
         if not rank.lost:
-            before, problem = rank.snapshot, self.ranks.mismatch(rank, said)
-            rank.take(said)
+            before, problem = rank.snapshot, self.ranks.mismatch(rank, snapshot)
+            rank.take(snapshot)
             if problem is not None:
                 self.lose(now, number, problem)
                 self.fail(now, problem)
-            elif before is None and rank.epoch not in (None, said.epoch):
-                epochs = f"its epoch is {said.epoch}, and was {rank.epoch} before its connection broke"
-                self.lose(now, number, f"worker {number} at {rank.endpoint} is another than it was: {epochs}")
-            elif said.state == "failed":
-                self.lose(now, number, f"worker {number} failed: {said.failure}")
-            elif said.state == "recovering" and (before is None or before.state != "recovering"):
-                self._wait(now, f"worker {number} recovers: {said.failure}")
-            if before is None or before.state != said.state:
+            elif before is None and rank.epoch not in (None, snapshot.epoch):
+                epochs = f"its epoch is {snapshot.epoch}, and was {rank.epoch} before its connection broke"
+                self.lose(now, number, f"worker {number} at {rank.endpoint} is not the same as before: {epochs}")
+            elif snapshot.state == "failed":
+                self.lose(now, number, f"worker {number} failed: {snapshot.failure}")
+            elif snapshot.state == "recovering" and (before is None or before.state != "recovering"):
+                self._wait(now, f"worker {number} recovers: {snapshot.failure}")
+            if before is None or before.state != snapshot.state:
                 self._emit(Changed())
-            if before is not None and said.step > before.step:
+            if before is not None and snapshot.step > before.step:
                 self.last_progress = now
         self._settle(now)
 
     # Whether the fleet is whole.
 
     def _refusal(self, rank: int | None) -> str | None:
-        """Return why a request (for `rank`, unless it is None) cannot even queue here."""
+        """Return why a request cannot even queue, or None. `rank`: the rank that it must run on, if any."""
         if self.failure is None and self.stopping is None and self._recovers and self._was_whole:
             ready = rank is None or (rank < len(self.ranks) and self.ranks[rank].state == "ready")
             return None if ready else f"worker {rank} is not ready"
         return self.unavailable()
 
     def _wait(self, now: float, reason: str, lost: int | None = None) -> None:
-        """Let requests wait until the fleet is whole; a fleet that does not recover has failed."""
+        """Let requests wait until the fleet is whole. A fleet without recovery fails instead."""
         if not self._recovers:
             self.fail(now, reason)
         elif self.failure is None:
@@ -494,7 +496,7 @@ class Admission:
         planned: Iterable[int] | None = None,
         scales: bool = False,
     ) -> None:
-        """Open an incident, or report to the open one. `planned`: ranks that a person restarts or removes."""
+        """Open an incident, or add a report to the open one. `planned`: ranks that an operator restarts or removes."""
         incident = self.incidents.open
         if incident is None:
             self.is_whole = False
@@ -504,15 +506,15 @@ class Admission:
             self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
             self._emit(Began(incident))
             self._emit(WakeAt(self._late[0]))
-        incident.say(now, reason, lost)
+        incident.report(now, reason, lost)
 
     def _end_recovery(self, reason: str) -> None:
-        """Wait no longer: the fleet has failed."""
+        """End the open incident as failed."""
         self.is_whole, self._late = False, None
         self.incidents.fail(reason)
 
     def _settle(self, now: float) -> None:
-        """Let all sequences go on if every rank is ready."""
+        """Let all sequences continue if every rank is ready."""
         over = self.given_up or (self.failure is not None and not self._recovers)
         if over or self.is_whole or self.ranks.unready() is not None:
             return
@@ -520,8 +522,8 @@ class Admission:
         waiting = self.flights.waiting()
         self._times_whole += 1
         for flight in waiting:
-            # Workers that are lost one after the other for reasons of their own do not end a sequence that waits for
-            # calm. A sequence that kills its workers meets the last one only after that.
+            # A sequence that one more death would end waits for calm first. So unrelated losses of workers in quick
+            # succession do not end it.
             if flight.deaths < MOST_DEATHS - 1:
                 self._send(now, flight)
             else:
@@ -542,7 +544,7 @@ class Admission:
         self._emit(Changed())
 
     def _pause(self, now: float, leaving: Sequence[int], reason: str, *, scales: bool) -> None:
-        """Run nothing until the ranks in `leaving` have others in their places, or the fleet has another size."""
+        """Run nothing until the ranks in `leaving` are replaced, or the fleet has another size."""
         self.ranks.pausing = reason
         for number in leaving:
             self.ranks[number].leaving = True
@@ -563,7 +565,7 @@ class Admission:
         return self.ranks.has_room(self.waiters.worker_places)
 
     def _drain(self, now: float) -> None:
-        """Send queued requests while a rank has room for them."""
+        """Start queued requests while a rank has room for them."""
         if not self.is_whole or not self.waiters.num_sequences:
             return
         while self._has_room() and (flights := self.waiters.pop(now)):
@@ -574,7 +576,7 @@ class Admission:
             self._wait(now, self.ranks.unready() or "no worker takes requests")
 
     def _send(self, now: float, flight: Flight, rank: int | None = None) -> None:
-        """Give a sequence to the rank that the policy chooses, or to `rank`; if none is usable it waits."""
+        """Send a sequence to the rank that the policy chooses, or to `rank`. It waits if none is usable."""
         if rank is None:
             loads = self.ranks.loads(self.waiters.worker_places)
             route = self.placement.choose(loads, flight.prompt, client=flight.client)
@@ -584,10 +586,10 @@ class Admission:
             self._wait(now, self.ranks.unready() or "no worker takes requests")
             return
         if route.rank in flight.left:
-            # The rank's next messages may be about the earlier run, until it confirms that it has stopped.
+            # The rank's next messages may be about the earlier run, until the rank confirms the abort.
             self._pause_flight(now + SOON_SECONDS, flight)
             return
-        assert flight.listener is not None, "a client listens to each waiting sequence"
+        assert flight.listener is not None, "each waiting sequence has a client"
         self.flights.place(flight, route.rank, route.cached_tokens)
         self._emit(Run(flight.listener, flight.index, route, flight.submit()))
 
@@ -597,28 +599,26 @@ class Admission:
         self._emit(WakeAt(until))
 
     def _resume_paused(self, now: float, flight: Flight, times_whole: int | None) -> None:
-        if self.flights.by_name.get(flight.name) is not flight or flight.rank is not None:
+        has_ended = self.flights.by_name.get(flight.name) is not flight
+        if has_ended or flight.rank is not None or times_whole not in (None, self._times_whole):
             return
-        if times_whole is None or (times_whole == self._times_whole and self.ranks.unready() is None):
+        if times_whole is None or self.ranks.unready() is None:
             flight.pauses = False
             self._send(now, flight)
-        elif times_whole == self._times_whole and self.is_whole:
+        elif self.is_whole:
             self._pause_flight(now + CALM_SECONDS, flight, times_whole)
-        elif times_whole == self._times_whole:
+        else:
             flight.pauses = False  # `_settle` sends it, or lets it wait for calm again
 
-    def _of_clients(self, number: int) -> list[Flight]:
-        """Return a rank's sequences without those that it was asked to stop, and without tests of the rank.
-
-        A test goes to every rank by its number, to a draining one too.
-        """
+    def _client_flights(self, number: int) -> list[Flight]:
+        """Return a rank's sequences, without aborted ones and without tests of the rank itself."""
         return [f for f in self.flights.at(number) if f.carried and f.listener is not None]
 
-    def _carry_away(self, now: float, number: int) -> None:
-        """Take a rank's sequences to others; they stay if no other rank takes sequences."""
+    def _move_flights(self, now: float, number: int) -> None:
+        """Move a rank's sequences to other ranks. They stay if no other rank takes sequences."""
         if not self.ranks.any_open():
             return
-        flights, recomputed = self._of_clients(number), 0
+        flights, recomputed = self._client_flights(number), 0
         for flight in flights:
             self._abort(flight)
             flight.left |= {number}
@@ -626,7 +626,7 @@ class Admission:
             if self.is_whole:
                 self._send(now, flight)
             recomputed += flight.pending
-        if self.is_whole:  # otherwise they are counted once it is
+        if self.is_whole:  # otherwise `_settle` counts them
             self._emit(Carried(len(flights), recomputed))
 
     def _abort(self, flight: Flight) -> None:
@@ -634,7 +634,7 @@ class Admission:
             self._emit(Stop(flight.rank, flight.name))
 
     def _release(self, now: float, number: int, reason: str) -> None:
-        """Let the sequences of an unreachable rank wait; forget those without a listener, end those that test it."""
+        """Let the sequences of an unreachable rank wait. Those without a listener, and tests of the rank, end."""
         for flight in self.flights.by_name.values():
             flight.left -= {number}
         there = self.flights.at(number)
@@ -648,12 +648,12 @@ class Admission:
                 self._end_here(now, flight, Lost(reason))
 
     def _end_here(self, now: float, flight: Flight, event: Lost | Rejected) -> None:
-        """End a sequence for the fleet's own reason."""
+        """End a sequence for a reason of the router, not of its worker."""
         self._leave(now, flight, ran=False)
         if flight.listener is not None:
             self.deliveries.append((now, flight.listener, flight.index, event))
 
     def _leave(self, now: float, flight: Flight, *, ran: bool, output: int | None = None) -> None:
-        """Forget an ended sequence; `output` counts its tokens if more came than were delivered."""
+        """Forget an ended sequence. `output` is its number of tokens, if that exceeds the delivered ones."""
         self.flights.remove(now, flight, ran=ran)
         self.waiters.ended(now, flight, len(flight.output) if output is None else output)

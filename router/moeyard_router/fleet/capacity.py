@@ -1,4 +1,4 @@
-"""The capacity of a fleet: how many sequences may enter, how fast they leave, and when a client should retry. Pure.
+"""The capacity of a fleet: how many sequences may enter, how fast they end, and when a client should retry. Pure.
 
 All times are arguments, in monotonic seconds.
 """
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from moeyard_router.errors import ApiError
 
 WINDOW = 30.0  # seconds; older events hardly count
-UNKNOWN = 5.0  # seconds to wait while no rate is known, because nothing has ended lately
-LEAST, MOST = 1.0, 60.0  # seconds; Retry-After stays within
+UNKNOWN = 5.0  # seconds until a retry while no rate is known, because nothing has ended lately
+LEAST, MOST = 1.0, 60.0  # bounds of Retry-After in seconds
 
 
 @dataclass(slots=True)
 class DrainRate:
-    """Amounts per second that left, weighted by e^(-age / WINDOW), since `start`.
+    """Rate at which amounts have left since `start`, weighted by e^(-age / WINDOW).
 
-    Early on the weights do not sum to one; they are scaled, so that the first minute is no underestimate.
+    The weights are scaled to a sum of one, so that the first minute is no underestimate.
     """
 
     start: float
@@ -30,7 +30,7 @@ class DrainRate:
         self._at = now
 
     def per_second(self, now: float) -> float:
-        """Return the rate at `now`, 0 if nothing has left."""
+        """Return the rate at `now`. 0 if nothing has left."""
         seen = -WINDOW * math.expm1(-(now - self.start) / WINDOW)
         return self._decayed(now) / seen if seen > 0 else 0.0
 
@@ -41,7 +41,7 @@ class DrainRate:
 def retry_after(missing: float, per_second: float) -> float:
     """Return the seconds until `missing` (sequences, tokens) leave at this rate, within [LEAST, MOST].
 
-    Below a thousandth per second the rate says nothing, and the result is UNKNOWN.
+    UNKNOWN for a rate below a thousandth per second, which means nothing.
     """
     if per_second < 1e-3:
         return UNKNOWN
@@ -49,9 +49,9 @@ def retry_after(missing: float, per_second: float) -> float:
 
 
 class Capacity:
-    """Counts sequences in flight and the prompt tokens of those that have no token yet.
+    """Counts the sequences in flight, and the prompt tokens of those without a first token.
 
-    At most `most` sequences may be in flight, and `most_tokens` such tokens unless it is None.
+    At most `most` sequences may be in flight, and `most_tokens` such tokens, unless it is None.
     """
 
     def __init__(self, now: float, most: int, most_tokens: int | None) -> None:
@@ -62,11 +62,11 @@ class Capacity:
         self._ends, self._reads = DrainRate(now), DrainRate(now)  # of sequences, and of prompt tokens
 
     def resize(self, most: int) -> None:
-        """Allow at most `most` sequences from now on; those that are there stay."""
+        """Change the limit of sequences. Those in flight stay."""
         self._most = most
 
     def fits(self, count: int, tokens: int) -> bool:
-        """Whether `count` sequences with `tokens` prompt tokens may enter."""
+        """Return whether `count` sequences with `tokens` prompt tokens may enter."""
         most = self._most_tokens
         if self.sequences + count > self._most:
             return False
@@ -79,7 +79,7 @@ class Capacity:
             message = f"{self.sequences} of {self._most} sequences are in flight, no room for {count} more"
             raise ApiError(429, message, reason="queue_full", retry_after=self.wait(now, missing))
         most = self._most_tokens
-        # A request of any size enters if no prompt waits, because it could never enter otherwise.
+        # A request of any size enters if no other prompt waits, because it could never enter otherwise.
         if most is not None and self.unread_tokens and self.unread_tokens + tokens > most:
             message = f"{self.unread_tokens} of {most} prompt tokens wait to be read, no room for {tokens} more"
             missing = min(self.unread_tokens + tokens - most, self.unread_tokens)
@@ -87,7 +87,7 @@ class Capacity:
             raise ApiError(429, message, reason="queue_full", retry_after=wait)
 
     def wait(self, now: float, missing: int) -> float:
-        """Return the seconds until `missing` more sequences have ended, by `retry_after`."""
+        """Return the expected seconds until `missing` more sequences have ended, as `retry_after`."""
         return retry_after(missing, self._ends.per_second(now))
 
     def entered(self, prompt: int) -> None:
@@ -96,17 +96,17 @@ class Capacity:
         self.unread_tokens += prompt
 
     def read(self, now: float, prompt: int) -> None:
-        """Count its prompt as read: its first token is there."""
+        """Count a prompt as read, because its first token has arrived."""
         self.unread_tokens -= prompt
         self._reads.left(now, prompt)
 
     def left(self, now: float, unread: int, *, ran: bool) -> None:
-        """Count its end, with `unread` prompt tokens; a refused sequence (`ran` false) made no room."""
+        """Count the end of a sequence with `unread` prompt tokens. A refused one has not `ran` and made no room."""
         self.sequences -= 1
         self.unread_tokens -= unread
         if ran:
             self._ends.left(now)
 
     def cleared(self) -> None:
-        """Forget all sequences: the fleet itself ended them."""
+        """Forget all sequences, because the fleet itself ended them."""
         self.sequences = self.unread_tokens = 0

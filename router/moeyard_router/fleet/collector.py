@@ -1,8 +1,8 @@
-"""The workers' figures and vLLM's names as metrics, read when Prometheus scrapes. Nothing is kept between scrapes.
+"""The workers' figures, and vLLM's names of metrics, read when Prometheus scrapes. Nothing is stored between scrapes.
 
-vLLM's names let its dashboards and the inference gateway of Kubernetes find the router. It stands for one vLLM engine
-(`engine="0"`) that is the whole fleet: a value is the sum over ranks, and for the KV cache the share of all ranks'
-pages. A figure that is not known is absent.
+vLLM's names let its dashboards and the inference gateway of Kubernetes find the router. The whole fleet appears as one
+vLLM engine (`engine="0"`). A value is the sum over ranks; for the KV cache it is the share of all ranks' pages. Unknown
+figures are absent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,75 +18,47 @@ from moeyard_router.metrics import RouterMetrics
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
-# Name, field of the snapshot, meaning. Totals are the workers' own, so canary requests are among them.
-_PER_RANK: tuple[tuple[Family, str, str, str], ...] = (
-    (GaugeMetricFamily, "num_requests_running", "num_running", "Sequences that take part in steps, per rank."),
-    (GaugeMetricFamily, "num_requests_waiting", "num_waiting", "Sequences in the queue of a rank."),
-    (GaugeMetricFamily, "expert_cache_slots", "expert_slots", "Expert slots of a rank."),
-    (CounterMetricFamily, "generation_tokens", "generation_tokens", "Tokens sampled by a rank."),
-    (CounterMetricFamily, "prefill_tokens", "prefill_tokens", "Prompt positions computed by a rank."),
-    (
-        CounterMetricFamily,
-        "prefix_cache_query_tokens",
-        "prefix_query_tokens",
-        "Prompt tokens that a rank looked up in its prefix index.",
-    ),
-    (
-        CounterMetricFamily,
-        "prefix_cache_hit_tokens",
-        "prefix_hit_tokens",
-        "Prompt tokens that a rank found in its prefix index.",
-    ),
-    (CounterMetricFamily, "preemptions", "preemptions", "Sequences that a rank preempted for lack of pages."),
-    (CounterMetricFamily, "engine_steps", "step", "Lockstep steps of a rank."),
-    (CounterMetricFamily, "spec_decode_draft_tokens", "draft_tokens", "Drafts that a rank verified."),
-    (
-        CounterMetricFamily,
-        "spec_decode_accepted_tokens",
-        "accepted_tokens",
-        "Drafts that a rank verified and accepted.",
-    ),
-    (CounterMetricFamily, "expert_cache_hits", "expert_hits", "Needed experts that a rank found in a slot."),
-    (CounterMetricFamily, "expert_cache_misses", "expert_misses", "Needed experts that a rank copied into a slot."),
-    (CounterMetricFamily, "expert_cache_evictions", "expert_evictions", "Experts whose slot a rank took."),
+# Fields of the snapshot that are gauges. The others are totals of the workers, which include canary requests.
+_GAUGES = frozenset(("num_running", "num_waiting", "expert_slots"))
+# Name, field of the snapshot, help.
+_PER_RANK = (
+    ("num_requests_running", "num_running", "Sequences that take part in steps, per rank."),
+    ("num_requests_waiting", "num_waiting", "Sequences in the queue of a rank."),
+    ("expert_cache_slots", "expert_slots", "Expert slots of a rank."),
+    ("generation_tokens", "generation_tokens", "Tokens sampled by a rank."),
+    ("prefill_tokens", "prefill_tokens", "Prompt positions computed by a rank."),
+    ("prefix_cache_query_tokens", "prefix_query_tokens", "Prompt tokens that a rank looked up in its prefix index."),
+    ("prefix_cache_hit_tokens", "prefix_hit_tokens", "Prompt tokens that a rank found in its prefix index."),
+    ("preemptions", "preemptions", "Sequences that a rank preempted for lack of pages."),
+    ("engine_steps", "step", "Lockstep steps of a rank."),
+    ("spec_decode_draft_tokens", "draft_tokens", "Drafts that a rank verified."),
+    ("spec_decode_accepted_tokens", "accepted_tokens", "Drafts that a rank verified and accepted."),
+    ("expert_cache_hits", "expert_hits", "Needed experts that a rank found in a slot."),
+    ("expert_cache_misses", "expert_misses", "Needed experts that a rank copied into a slot."),
+    ("expert_cache_evictions", "expert_evictions", "Experts that a rank evicted from a slot."),
 )
 # The same for the fleet, under vLLM's names.
-_FLEET: tuple[tuple[Family, str, str, str], ...] = (
-    (GaugeMetricFamily, "num_requests_running", "num_running", "Sequences that take part in steps."),
-    (GaugeMetricFamily, "num_requests_waiting", "num_waiting", "Sequences in the queues."),
-    (
-        CounterMetricFamily,
-        "prefix_cache_queries",
-        "prefix_query_tokens",
-        "Prompt tokens looked up in the prefix indexes.",
-    ),
-    (CounterMetricFamily, "prefix_cache_hits", "prefix_hit_tokens", "Prompt tokens found in the prefix indexes."),
-    (CounterMetricFamily, "spec_decode_num_draft_tokens", "draft_tokens", "Drafts that were verified."),
-    (
-        CounterMetricFamily,
-        "spec_decode_num_accepted_tokens",
-        "accepted_tokens",
-        "Drafts that were verified and accepted.",
-    ),
-    (CounterMetricFamily, "num_preemptions", "preemptions", "Sequences preempted for lack of pages."),
+_FLEET = (
+    ("num_requests_running", "num_running", "Sequences that take part in steps."),
+    ("num_requests_waiting", "num_waiting", "Sequences in the queues."),
+    ("prefix_cache_queries", "prefix_query_tokens", "Prompt tokens looked up in the prefix indexes."),
+    ("prefix_cache_hits", "prefix_hit_tokens", "Prompt tokens found in the prefix indexes."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Drafts that were verified."),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Drafts that were verified and accepted."),
+    ("num_preemptions", "preemptions", "Sequences preempted for lack of pages."),
 )
-# Our metric -> vLLM's names for it. vLLM renamed some; dashboards of both ages are in use.
-_SAME: Mapping[str, tuple[str, ...]] = MappingProxyType(
+# Metric of this router -> vLLM's names for it. vLLM renamed some, and dashboards use both names.
+_VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        **{
-            name: (name,)
-            for name in (
-                "time_to_first_token_seconds",
-                "e2e_request_latency_seconds",
-                "request_prompt_tokens",
-                "request_generation_tokens",
-                "request_max_num_generation_tokens",
-                "request_params_max_tokens",
-                "request_params_n",
-                "prompt_tokens",
-                "request_success",
-            )
-        },
+        "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+        "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+        "request_prompt_tokens": ("request_prompt_tokens",),
+        "request_generation_tokens": ("request_generation_tokens",),
+        "request_max_num_generation_tokens": ("request_max_num_generation_tokens",),
+        "request_params_max_tokens": ("request_params_max_tokens",),
+        "request_params_n": ("request_params_n",),
+        "prompt_tokens": ("prompt_tokens",),
+        "request_success": ("request_success",),
         "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
         "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
         "request_queue_seconds": ("request_queue_time_seconds",),
@@ -99,22 +71,23 @@ _ENGINE = "0"
 
 
 class FleetCollector(Collector):
-    """A `moeyard_fleet_` series per rank for each figure that the rank has sent."""
+    """Metrics `moeyard_fleet_*`, with a series for each rank that has sent the figure."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._model_name = fleet.config.model_name
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all families, each with the ranks that know it."""
-        workers = self._fleet.describe()["workers"]
+        """Yield all families."""
+        workers = self._fleet.admission.describe()["workers"]
         ready = {worker["rank"]: float(worker["state"] == "ready") for worker in workers}
         yield self._family(GaugeMetricFamily, "rank_ready", "1 if the rank takes requests, else 0.", ready)
         usage = {worker["rank"]: kv_usage([worker]) for worker in workers}
         text = "Share of a rank's KV pages that live sequences hold."
         yield self._family(GaugeMetricFamily, "kv_cache_usage_ratio", text, usage)
-        for kind, name, field, text in _PER_RANK:
-            yield self._family(kind, name, text, {w["rank"]: w.get("snapshot", {}).get(field) for w in workers})
+        for name, field, text in _PER_RANK:
+            values = {worker["rank"]: worker.get("snapshot", {}).get(field) for worker in workers}
+            yield self._family(_kind(field), name, text, values)
 
     def _family(self, kind: Family, name: str, text: str, values: Mapping[int, float | None]) -> Metric:
         family = kind(f"moeyard_fleet_{name}", text, labels=("model_name", "rank"))
@@ -131,9 +104,9 @@ class VllmAliases(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all aliases, with vLLM's label for an engine."""
+        """Yield all aliases, with vLLM's label `engine`."""
         for metric in self._metrics.registry.collect():
-            for alias in _SAME.get(metric.name.removeprefix("moeyard_"), ()):
+            for alias in _VLLM_NAMES.get(metric.name.removeprefix("moeyard_"), ()):
                 renamed = Metric(f"vllm:{alias}", metric.documentation, metric.type)
                 for sample in metric.samples:
                     suffix = sample.name.removeprefix(metric.name)
@@ -152,20 +125,21 @@ class VllmFleetAliases(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield all aliases."""
-        workers = self._fleet.describe()["workers"]
-        for kind, name, field, text in _FLEET:
+        workers = self._fleet.admission.describe()["workers"]
+        for name, field, text in _FLEET:
             value = total(workers, field)
             if value is not None:
-                yield self._one(kind, name, text, value + (self._fleet.num_queued if field == "num_waiting" else 0))
+                queued = self._fleet.num_queued if field == "num_waiting" else 0
+                yield self._one(_kind(field), name, text, value + queued)
         usage = kv_usage(workers)
         if usage is not None:
             text = "Share of all KV pages that live sequences hold, 0 to 1."
             yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", text, usage)
         snapshots = [worker["snapshot"] for worker in workers if "snapshot" in worker]
-        if snapshots:  # the inference gateway learns from these labels how large the KV cache is
+        if snapshots:  # the inference gateway reads the size of the KV cache from these labels
             family = GaugeMetricFamily(
                 "vllm:cache_config_info",
-                "The KV cache of the fleet: tokens of a page and pages.",
+                "The KV cache of the fleet: tokens per page, and pages.",
                 labels=("block_size", "num_gpu_blocks", "engine"),
             )
             pages = sum(snapshot["kv_pages_total"] for snapshot in snapshots)
@@ -178,14 +152,21 @@ class VllmFleetAliases(Collector):
         return family
 
 
+def _kind(field: str) -> Family:
+    return GaugeMetricFamily if field in _GAUGES else CounterMetricFamily
+
+
 def kv_usage(workers: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the share of the KV pages of `workers` (of `Fleet.describe`) that live sequences hold, if known."""
+    """Return the share of the KV pages of `workers` that live sequences hold. None if no worker sent a snapshot.
+
+    `workers`: as in `Admission.describe`.
+    """
     snapshots = [worker["snapshot"] for worker in workers if "snapshot" in worker]
     pages = sum(snapshot["kv_pages_total"] for snapshot in snapshots)
     return 1 - sum(snapshot["kv_pages_free"] for snapshot in snapshots) / pages if pages else None
 
 
 def total(workers: Iterable[Mapping[str, Any]], field: str) -> int | None:
-    """Return the sum of a snapshot's field over the ranks that have sent it; None if none has."""
+    """Return the sum of a snapshot's field over the ranks that have sent it. None if no rank has."""
     known = [value for w in workers if (value := w.get("snapshot", {}).get(field)) is not None]
     return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""The workers as one thing: carries out over links what the admission machine (fleet/admission.py) decides."""
+"""The connections to all workers. Carries out the instructions of the admission machine (fleet/admission.py)."""
 
 import asyncio
 import time
@@ -37,11 +37,10 @@ _WAITS = Route(rank=None, reason="waits")
 
 
 class Fleet:
-    """Owner of the connections to all workers. Lives in one event loop; `start` it there and `close` it there.
+    """Owner of the connections to all workers, in one event loop. `admission` decides and knows the fleet's state.
 
-    `on_lost(rank, reason)` is called in the loop, once for every worker that does not come back by itself; its owner
-    then calls `replace` with another worker, or `give_up`. With a `recovery_timeout` of 0 it is called once, and all
-    that is in flight ends.
+    `on_lost(rank, reason)` reports a worker that does not come back by itself. The owner of the workers then calls
+    `replace` or `give_up`. With a `recovery_timeout` of 0 it is called once, and everything in flight ends.
     """
 
     def __init__(
@@ -56,43 +55,43 @@ class Fleet:
         self.recent = RecentRequests()
         self.loads = LoadsReader(self._ready_links)
         self.admission = Admission(time.monotonic(), config)
-        self.incidents = self.admission.incidents
         self._metrics = metrics
         self._on_change = on_change
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, WorkerLink] = {}
-        self._watches: set[asyncio.Task[None]] = set()  # over links that may not come up again
+        self._watches: set[asyncio.Task[None]] = set()  # of links that were opened again
         self._announced: list[Ticket] = []  # to call once all received messages are delivered
         self._carries_out = False
-        self._inflight = 0  # as the metrics have it
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
+        metrics.inflight.set_function(lambda: self.num_inflight - self.num_queued)
+        metrics.waiting.set_function(lambda: self.num_queued)
 
     # The life of the fleet.
 
     def start(self) -> None:
-        """Begin to connect to every worker; raises `ValueError` for an unusable endpoint."""
+        """Begin to connect to every worker. Raises `ValueError` for an unusable endpoint."""
         self.admission.start()
         self._carry_out()
 
     def replace(self, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None = None) -> None:
-        """Go on with these workers, as `Admission.replace`; raises `ValueError` as `start`."""
+        """Continue with these workers, as `Admission.replace`. Raises `ValueError` for an unusable endpoint."""
         self.admission.replace(time.monotonic(), addresses, facts)
         self._carry_out()
 
     def stop(self, reason: str) -> None:
-        """Take no more requests; those in flight go on."""
+        """Accept no more requests. Those in flight continue."""
         self.admission.stop(reason)
         self._carry_out()
 
     def end_all(self, reason: str) -> None:
-        """End everything in flight with a named error, and tell the workers that still listen."""
+        """End everything in flight with `reason` as the error, and abort it at the workers."""
         self.admission.end_all(time.monotonic(), reason)
         self._carry_out()
 
     def give_up(self, reason: str) -> None:
-        """Declare the fleet lost for good."""
+        """Declare the fleet permanently lost."""
         self.admission.give_up(time.monotonic(), reason)
         self._carry_out()
 
@@ -121,7 +120,7 @@ class Fleet:
         self.admission.check(time.monotonic(), key)
 
     async def read(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Hash prompts for `submit`, one in each turn of the event loop: a long one takes half a ms."""
+        """Hash prompts for `submit`, one per turn of the event loop, because a long one takes half a ms."""
         loads = self.admission.ranks.loads()
         for prompt in prompts if loads and self.config.prefix_caching else ():
             self.admission.placement.read(prompt, loads[0].page_size)
@@ -136,7 +135,7 @@ class Fleet:
         key: str | None = None,
         rank: int | None = None,
     ) -> Ticket:
-        """Take sequences (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429."""
+        """Accept sequences of (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429."""
         ticket = Ticket(self.abandon, self._announced.append)
         try:
             flights = self.admission.submit(
@@ -149,69 +148,31 @@ class Fleet:
         return ticket
 
     def abandon(self, request_id: str) -> None:
-        """Stop listening to a sequence and tell its worker to stop it. Unknown ids are ignored."""
+        """Abort a sequence whose client has left. Unknown ids are ignored."""
         self.admission.abandon(time.monotonic(), request_id)
         self._carry_out()
 
     # State.
 
     @property
-    def addresses(self) -> tuple[WorkerAddress, ...]:
-        """Addresses of the workers in use, by rank."""
-        return self.admission.ranks.addresses
-
-    @property
-    def failure(self) -> str | None:
-        """Why the fleet has failed, or None."""
-        return self.admission.failure
-
-    @property
-    def given_up(self) -> bool:
-        """Whether it has failed for good."""
-        return self.admission.given_up
-
-    @property
-    def stopping(self) -> str | None:
-        """Why it takes no more requests, or None."""
-        return self.admission.stopping
-
-    @property
-    def generation(self) -> int:
-        """Number of times that workers were replaced."""
-        return self.admission.generation
-
-    @property
-    def last_progress(self) -> float | None:
-        """Monotonic seconds of the latest sign that a step ran."""
-        return self.admission.last_progress
-
-    @property
     def num_inflight(self) -> int:
-        """Sequences without an end, aborted ones included until their worker confirms."""
+        """Number of sequences that have not ended. An aborted one counts until its worker confirms."""
         return len(self.admission.flights.by_name)
 
     @property
     def num_queued(self) -> int:
-        """Sequences that wait for their first turn."""
+        """Number of sequences that wait for their first start."""
         return self.admission.waiters.num_sequences
 
-    def unavailable(self) -> str | None:
-        """Return why nothing runs now, or None."""
-        return self.admission.unavailable()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the state of the fleet and of each rank, for people and dashboards."""
-        return self.admission.describe()
-
     def validate(self) -> None:
-        """Assert all invariants, of the machine and of what is connected to it."""
+        """Assert all invariants of the machine, its listeners and its links."""
         self.admission.validate()
-        assert not self.admission.deliveries, "deliveries are left"
-        assert not self.admission.instructions, "instructions are left"
+        assert not self.admission.deliveries, "a delivery was not carried out"
+        assert not self.admission.instructions, "an instruction was not carried out"
         for name, flight in self.admission.flights.by_name.items():
             assert flight.listener is None or flight.listener.runs(flight.index, name), f"no request has {name}"
         linked = {rank.number for rank in self.admission.ranks if not rank.lost}
-        assert self.admission.given_up or set(self._links) == linked, "a link is left over, or missing"
+        assert self.admission.given_up or set(self._links) == linked, "links and ranks differ"
 
     # Events from links and the clock.
 
@@ -239,28 +200,23 @@ class Fleet:
     # Instructions.
 
     def _carry_out(self) -> None:
-        """Carry out all instructions in order, those that come meanwhile included."""
+        """Carry out all deliveries and instructions in order, with those that are added meanwhile."""
         if self._carries_out:
-            return  # called while one is carried out: the loop below goes on to the new ones
-        machine, acted = self.admission, False
+            return  # an instruction below has called: the loop continues with the new ones
+        machine = self.admission
         self._carries_out = True
         try:
-            while machine.deliveries or machine.instructions:
+            while True:
                 deliveries, machine.deliveries = machine.deliveries, []
                 for now, ticket, index, event in deliveries:
                     ticket.put(now, index, event)
-                if machine.instructions:
-                    acted = True
-                    instructions, machine.instructions = machine.instructions, []
-                    for instruction in instructions:
-                        self._carry_out_one(instruction)
+                if not machine.instructions:
+                    break
+                instructions, machine.instructions = machine.instructions, []
+                for instruction in instructions:
+                    self._carry_out_one(instruction)
         finally:
             self._carries_out = False
-        inflight = len(machine.flights.by_name)
-        if acted or inflight != self._inflight:
-            self._inflight = inflight
-            self._metrics.inflight.set(inflight - self.num_queued)
-            self._metrics.waiting.set(self.num_queued)
         if self._announced:
             announced = self._announced[:]
             self._announced.clear()

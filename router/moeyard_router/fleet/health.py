@@ -1,4 +1,4 @@
-"""Whether the fleet decodes: a warm-up on every rank, then tiny canary requests whenever it has been idle for long."""
+"""Tests whether the fleet decodes: a warm-up on every rank, then tiny canary requests after long idle times."""
 
 import asyncio
 import contextlib
@@ -15,34 +15,34 @@ _RETRY_SECONDS = 0.5
 
 
 class Health:
-    """Answers /readyz. `run` is a background task that lasts as long as the fleet works."""
+    """The answer of /readyz. `run` is a background task for the life of the fleet."""
 
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
-        self._warm = -1  # the generation of workers that has decoded
+        self._warm = -1  # the latest generation of workers that has decoded
         self._problem: str | None = None
         self._numbers = itertools.count()
 
     def unready(self) -> str | None:
-        """Why the service is not ready, or None: all workers are up, and a decode step ran lately.
+        """Return why the service is not ready, or None. Ready means that all workers are up and decoded lately.
 
-        While the fleet recovers requests are taken, but none is decoded: then it is not ready either.
+        A recovering fleet is not ready. It accepts requests but decodes none.
         """
-        problem = self._fleet.unavailable()
+        problem = self._fleet.admission.unavailable()
         if problem is not None:
             return problem
-        if self._warm != self._fleet.generation:
+        if self._warm != self._fleet.admission.generation:
             return self._problem or "the fleet is warming up: no decode step has run yet"
-        silence = time.monotonic() - (self._fleet.last_progress or 0.0)
+        silence = time.monotonic() - (self._fleet.admission.last_progress or 0.0)
         if silence > self._config.canary_interval + self._config.canary_timeout:
             return self._problem or f"no decode step has run for {silence:.0f} s"
         return None
 
     async def run(self, changed: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Warm up once all workers are there (`changed` wakes this up), call `on_ready`, then watch over idle times.
+        """Warm up once all workers are up, call `on_ready` once, then send canaries after idle times.
 
-        Workers that take the others' place warm up too; `on_ready` is called once.
+        `changed` is set at each change of the fleet. Workers that replace others warm up too.
         """
         first = True
         while await self._warm_up(changed):
@@ -52,10 +52,10 @@ class Health:
             await self._watch(changed)
 
     async def _warm_up(self, changed: asyncio.Event) -> bool:
-        """Until every worker of this generation has decoded; False if none will."""
-        while self._warm != self._fleet.generation:
-            generation = self._fleet.generation
-            if self._fleet.unavailable() is None:
+        """Wait until every worker of the present generation has decoded. False if the fleet stops before."""
+        while self._warm != self._fleet.admission.generation:
+            generation = self._fleet.admission.generation
+            if self._fleet.admission.unavailable() is None:
                 ranks = self._ranks()
                 problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
                 self._problem = next((p for p in problems if p is not None), None)
@@ -63,7 +63,7 @@ class Health:
                     self._warm = generation
                 else:
                     await asyncio.sleep(_RETRY_SECONDS)
-            elif self._fleet.stopping is not None:
+            elif self._fleet.admission.stopping is not None:
                 return False
             else:
                 changed.clear()
@@ -71,17 +71,17 @@ class Health:
         return True
 
     async def _watch(self, changed: asyncio.Event) -> None:
-        """Until other workers are there."""
+        """Send canaries after idle times, until workers are replaced."""
         ranks = itertools.cycle(self._ranks())
-        while self._warm == self._fleet.generation:
-            idle = time.monotonic() - (self._fleet.last_progress or 0.0)
+        while self._warm == self._fleet.admission.generation:
+            idle = time.monotonic() - (self._fleet.admission.last_progress or 0.0)
             wait = self._config.canary_interval - idle
             if wait > 0:
                 changed.clear()
-                with contextlib.suppress(TimeoutError):  # boundary: nothing has changed, as mostly
+                with contextlib.suppress(TimeoutError):  # boundary: usually nothing changes
                     async with asyncio.timeout(wait):
                         await changed.wait()
-            elif self._fleet.unavailable() is None and self._fleet.num_inflight == 0:
+            elif self._fleet.admission.unavailable() is None and self._fleet.num_inflight == 0:
                 self._problem = await self._canary(next(ranks))
                 if self._problem is not None:
                     await asyncio.sleep(_RETRY_SECONDS)
@@ -89,11 +89,11 @@ class Health:
                 await asyncio.sleep(min(1.0, self._config.canary_interval))
 
     def _ranks(self) -> list[int]:
-        """Those that are not away."""
-        return [address.rank for address in self._fleet.addresses if not address.away]
+        """Return the ranks that are not away."""
+        return [address.rank for address in self._fleet.admission.ranks.addresses if not address.away]
 
     async def _canary(self, rank: int) -> str | None:
-        """Run one token of prompt and two of output on `rank`; what went wrong, or None."""
+        """Run one token of prompt and two of output on `rank`. Return the problem, or None."""
         sampling = SamplingParams(max_tokens=min(2, self._config.max_model_len - 1), temperature=0.0, ignore_eos=True)
         try:
             ticket = self._fleet.submit(f"canary-{next(self._numbers)}", [((0,), sampling)], rank=rank)

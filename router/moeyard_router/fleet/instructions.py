@@ -1,4 +1,4 @@
-"""The instructions of the admission machine to its caller. Pure data, in the order in which it must be done."""
+"""The instructions of the admission machine to its caller, which carries them out in order. Pure data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from moeyard_worker.protocol import Done, ExpertLoads, PromptLogprobs, Rejected,
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The end of a sequence that no worker ends any more."""
+    """The end of a sequence without a worker that could end it."""
 
     reason: str
 
@@ -19,7 +19,7 @@ class Lost:
 Event = PromptLogprobs | Tokens | Done | Rejected | Lost
 
 
-# Monotonic seconds, listener of a request, index of its sequence, event: a plain tuple, because each token needs one.
+# (monotonic seconds, listener of a request, index of its sequence, event). A plain tuple, because each token needs one.
 Delivery = tuple[float, Any, int, Event]
 
 
@@ -45,8 +45,8 @@ class Stop:
 class Connect:
     """Open a connection to a rank.
 
-    `broke` is why its former connection broke, if it had one. Then the rank is lost, for this reason, unless it speaks
-    within a step deadline.
+    `broke`: why its previous connection broke, if it had one. Then the rank is lost, for this reason, unless it sends a
+    snapshot within a step deadline.
     """
 
     address: WorkerAddress
@@ -62,14 +62,14 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A rank has answered the question for its experts' loads."""
+    """Store a rank's answer to `Inspect`."""
 
     loads: ExpertLoads
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLost:
-    """Tell the owner of the workers that one does not come back."""
+    """Report to the owner of the workers that one does not come back."""
 
     rank: int
     reason: str
@@ -77,26 +77,26 @@ class ReportLost:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Show the states of the ranks and of the fleet: one may have changed."""
+    """Publish the states of the ranks and of the fleet, because one may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """Set the wall-clock time of an incident."""
+    """Set the wall-clock time of a new incident."""
 
     incident: IncidentRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Count an incident that has ended because the fleet is whole."""
+    """Count an incident that ended because the fleet is whole."""
 
     incident: IncidentRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Count sequences that go on at another rank or connection."""
+    """Count sequences that continue on another rank or connection."""
 
     sequences: int
     recomputed_tokens: int

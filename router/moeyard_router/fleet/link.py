@@ -1,4 +1,4 @@
-"""One connection to one worker: a DEALER socket read by the event loop, and a monitor that sees it break at once."""
+"""One connection to one worker: a DEALER socket in the event loop, and a monitor that detects a break at once."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,23 @@ from moeyard_worker.wire import ProtocolError, decode, encode, reply_limits
 
 log = logging.getLogger(__name__)
 
-_LONG_PROMPT = 8192  # tokens; to encode and to send 131,072 of them takes 1.4 ms
-# Frames, or bytes of frames, that are read before other work of the event loop gets its turn.
+_LONG_PROMPT = 8192  # tokens; encoding and sending 131,072 tokens takes 1.4 ms
+# Frames, and bytes of frames, read before other work of the event loop gets its turn (prompt logprobs are large).
 _FRAMES_PER_TURN = 256
 _BYTES_PER_TURN = 16 * 1024
-# How soon a connection that was refused is tried again, and at most how late.
-_RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500
-_FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # seconds between looks for a listener
-# Without this event, because it also occurs when a worker's process ends during a reconnection.
+_RECONNECT_MS, _RECONNECT_MAX_MS = 10, 500  # first and longest wait after a refused connection
+_FIRST_LOOK, _LONGEST_LOOK = 0.05, 1.0  # first and longest wait between checks for a listener, in seconds
+# The excluded event also occurs when a worker's process ends during a reconnection.
 _REFUSED = REFUSED_EVENTS & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEvents:
-    """Where a link reports, in the loop: it is up, messages came (in order).
+    """Callbacks of a link in the event loop. Each gets the rank.
 
-    Or it ended, and why: the connection broke (`broke`), or the peer is no worker that can be talked to (`lost`).
+    `messages` gets messages in order. `broke` and `lost` get the reason: the connection broke, or the peer breaks the
+    protocol.
     """
 
     up: Callable[[int], None]
@@ -44,12 +44,12 @@ class LinkEvents:
 
 
 class WorkerLink:
-    """Connects, says `Hello`, and stays until it is closed or ends; it never connects again silently.
+    """Connects and sends `Hello`. After a break it reports, and never connects again by itself.
 
-    A peer whose connection breaks is noticed at once. One that is only silent (stopped process, cut cable) is noticed
-    when a ZMTP heartbeat stays unanswered: after `step_deadline` seconds, and at most a fifth of them later.
+    A broken connection is detected at once. A silent peer (stopped process, cut cable) is detected by an unanswered
+    ZMTP heartbeat, after `step_deadline` seconds and at most a fifth of that later.
 
-    With `config.keys` both sides prove who they are; what is read of a worker is bounded by what one may have to say.
+    With `config.keys` both sides authenticate by CURVE. The size of a worker's messages is limited.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class WorkerLink:
         self._outbox: deque[Message] = deque()
 
     def open(self) -> None:
-        """Start connecting; the worker may come up later. Raises `ValueError` for an endpoint that ZMQ refuses."""
+        """Start connecting. The worker may start later. Raises `ValueError` for an endpoint that ZMQ refuses."""
         sock = self._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
-        # No limit in frames: what may be in flight is limited in sequences, and a full queue would drop or block.
+        # No limit on frames: sequences in flight are limited, and a full queue would drop messages or block.
         sock.setsockopt(zmq.SNDHWM, 0)
         sock.setsockopt(zmq.RCVHWM, 0)
         sock.setsockopt(zmq.MAXMSGSIZE, self._limits.frame_bytes)
@@ -96,12 +96,12 @@ class WorkerLink:
             raise ValueError(f"worker {self.rank}: cannot use endpoint '{self.endpoint}': {error}") from error
         self._loop.add_reader(self._monitor.FD, self._read_monitor)
         self._loop.add_reader(sock.FD, self._read)
-        self._schedule(self._read_monitor)
+        self._loop.call_soon(self._read_monitor)
 
     def send(self, message: Message) -> None:
-        """Queue a message; never blocks. Does nothing on a closed link.
+        """Queue a message without blocking. Does nothing on a closed link.
 
-        Long prompts, and what follows them, leave in later turns of the event loop, one prompt in each.
+        Long prompts, and messages behind them, leave in later turns of the event loop, one long prompt per turn.
         """
         if self._socket is None:
             return
@@ -110,7 +110,7 @@ class WorkerLink:
             return
         self._outbox.append(message)
         if len(self._outbox) == 1:
-            self._schedule(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         while self._socket is not None and self._outbox:
@@ -119,17 +119,17 @@ class WorkerLink:
             if _is_long(message):
                 break
         if self._outbox:
-            self._schedule(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _send(self, sock: "zmq.Socket[bytes]", message: Message) -> None:
         sock.send(encode(message), zmq.NOBLOCK)
-        # Sending may swallow the readiness of ZMQ's edge-triggered descriptor, so look for input once more.
+        # Sending may consume the readiness of ZMQ's edge-triggered descriptor, so check for input again.
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._read)
 
     def close(self) -> None:
-        """Close both sockets; what was not sent yet is dropped."""
+        """Close both sockets and drop unsent messages."""
         sock, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
         self._outbox.clear()
@@ -141,9 +141,6 @@ class WorkerLink:
             sock.disable_monitor()
             monitor.close(0)
         sock.close(0)
-
-    def _schedule(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon(callback)
 
     def _read(self) -> None:
         self._scheduled = False
@@ -157,7 +154,7 @@ class WorkerLink:
             if size > _BYTES_PER_TURN:
                 self._read_on()
                 break
-            # An exception that says that nothing is there took 2 % of the router's time.
+            # Catching the exception of an empty socket instead took 2 % of the router's time.
             if not int(sock.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
             frame = sock.recv(zmq.NOBLOCK, copy=False)
@@ -180,7 +177,7 @@ class WorkerLink:
 
     def _read_on(self) -> None:
         self._scheduled = True
-        self._schedule(self._read)
+        self._loop.call_soon(self._read)
 
     def _read_monitor(self) -> None:
         while self._monitor is not None and (event := next_event(self._monitor)) is not None:
@@ -190,8 +187,8 @@ class WorkerLink:
                 self._is_up = True
                 self.send(Hello())
                 self._events.up(self.rank)
-            elif self._is_up:  # one that ends before there was a word is tried again by ZMQ, like one that is refused
-                self._read()  # what the worker said before it left still counts
+            elif self._is_up:  # ZMQ itself tries again after a connection that ends before its handshake
+                self._read()  # messages from before the break still count
                 if self._socket is not None:
                     reason = f"worker {self.rank} at {self.endpoint} is gone: its connection broke"
                     self._events.broke(self.rank, reason)
@@ -202,9 +199,9 @@ def _is_long(message: Message) -> bool:
 
 
 async def refused(endpoint: str) -> bool:
-    """Return whether the machine refuses a connection: the worker's process is gone.
+    """Return whether the machine refuses a connection, because the worker's process has ended.
 
-    False if the connection succeeds, and if nothing is heard: an unreachable machine may come back.
+    False if the connection succeeds, and if there is no answer, because an unreachable machine may come back.
     """
     url = urlsplit(endpoint)
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
@@ -220,9 +217,9 @@ async def refused(endpoint: str) -> bool:
 
 
 async def gave_up(endpoint: str, seconds: float, answered: Callable[[], bool]) -> bool:
-    """Wait until `answered`; return True if `seconds` pass before, or if no process listens at `endpoint` any more."""
+    """Wait until `answered`. Return True if it never is within `seconds`, or if no process listens at `endpoint`."""
     wait = _FIRST_LOOK
-    with contextlib.suppress(TimeoutError):  # boundary: it is what is waited for
+    with contextlib.suppress(TimeoutError):  # boundary: the time limit is an expected result
         async with asyncio.timeout(seconds):
             while not answered():
                 if await refused(endpoint):

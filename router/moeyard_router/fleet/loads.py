@@ -1,6 +1,6 @@
-"""Rows per expert, asked of the workers when somebody looks, and at most once a second however many do.
+"""Rows per expert. The router queries the workers on demand, at most once a second for all callers.
 
-A rank on a CPU tells what its own experts have computed, one on a GPU what its own rows have chosen of all experts.
+A CPU rank reports the rows that its experts computed. A GPU rank reports the experts that its rows chose.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ _FRESH_SECONDS = 1.0
 _ANSWER_SECONDS = 1.0
 
 
-# Rows of one rank [layer][expert], by the layers and experts that its answer names.
+# Rows of one rank as [layer][expert], in the order of the layers and experts that it names.
 LayerRows = list[list[int]]
 
 
 def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
-    """Return the rows that the experts of each rank have computed, in the order of `answers`; empty if unknown.
+    """Return the rows that each rank's experts computed, in the order of `answers`; empty for a rank without counts.
 
-    Counts of chosen experts are added up over ranks and belong to the rank that holds the expert. If several ranks hold
-    it, its rows are split evenly and the first ones get the rest, because the real split was not counted.
+    Choices are summed over ranks and credited to the rank that holds the expert. Replicas of an expert share its rows
+    equally, and the first replicas get the remainder: the workers do not count how replicas shared the rows.
     """
     telling = [each for each in answers if each.chosen]
-    # All ranks serve the same model, so all answers have the same length.
+    # A fleet has one model, so all counts have the same length.
     left = [sum(column) for column in zip_longest(*(each.chosen for each in telling), fillvalue=0)]
     places = {each.rank: _places(each) for each in telling}
     holders = Counter[int]()
@@ -51,13 +51,13 @@ def rows_of_ranks(answers: Sequence[ExpertLoads]) -> list[LayerRows]:
 
 
 def _places(loads: ExpertLoads) -> list[int]:
-    """Return the index in `chosen` of each (layer, expert)."""
+    """Return the index in `chosen` of each [layer, expert], layer by layer."""
     width = len(loads.chosen) // len(loads.layers)
     return [start + expert for start in range(0, len(loads.chosen), width) for expert in loads.experts]
 
 
 class LoadsReader:
-    """Collects one `ExpertLoads` per rank. `links` says which ranks can be asked now."""
+    """Collects one `ExpertLoads` per rank. `links` returns the ranks that can be queried now."""
 
     def __init__(self, links: Callable[[], Sequence[WorkerLink]]) -> None:
         self._links = links
@@ -67,13 +67,13 @@ class LoadsReader:
         self._complete = asyncio.Event()
 
     def take(self, answer: ExpertLoads) -> None:
-        """Take a rank's answer."""
+        """Store a rank's answer."""
         self._answers[answer.rank] = answer
         if len(self._answers) >= self._expected:
             self._complete.set()
 
     async def read(self) -> list[ExpertLoads]:
-        """Return the ranks' counts, at most a second old. Ranks that do not answer within a second are left out."""
+        """Return counts by rank, at most a second old. A rank that does not answer within a second is left out."""
         now = time.monotonic()
         if now - self._asked >= _FRESH_SECONDS:
             self._asked = now
@@ -84,7 +84,7 @@ class LoadsReader:
             for link in links:
                 link.send(Inspect())
         if self._expected:
-            with contextlib.suppress(TimeoutError):  # boundary: a rank in a long step is left out, as promised
+            with contextlib.suppress(TimeoutError):  # boundary: a rank in a long step is left out
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await self._complete.wait()
         return [self._answers[rank] for rank in sorted(self._answers)]

@@ -1,19 +1,18 @@
-"""Orders of a launcher to routers about ranks that drain or will be replaced. Pure."""
+"""Orders of a launcher about ranks that drain or are about to be replaced. Pure."""
 
 from dataclasses import dataclass
 
-# Instead of a number of sequences: the fleet is incomplete, so the number is unknown.
+# Replaces a number of sequences while the fleet is incomplete: the sequences may then be on any rank.
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Stop sending new sequences to `ranks`, and send them to all others.
+    """Stop sending new sequences to `ranks`, and only to these.
 
-    rank: the rank whose sequences the answer counts.
-    carry: whether its sequences go on at other ranks, if another rank takes sequences.
-    leaves: whether its process will be replaced. Its end is then planned, and requests wait for its successor.
-    size: the next number of ranks, or None. Ranks from `size` on leave for good.
+    The answer is about `rank`. `carry`: its sequences continue on other ranks, if another rank accepts sequences.
+    `leaves`: its process is about to be replaced. Its exit is not a fault, and requests wait until then.
+    `size`: the new number of ranks. If it is smaller, all ranks from `size` on leave for good. None: no change.
     """
 
     ranks: tuple[int, ...]

@@ -1,27 +1,28 @@
-"""The memory behind the choice of rank: which prompts went to which rank, and where each client was last. Pure.
+"""Remembers which prompts went to which rank, and each client's last rank, for the choice of a rank. Pure.
 
-Ranks are not asked what their prefix caches hold. A rank computes each prompt that it is sent, page by page. Its pages
-stay in the prefix index until others need their room, the least recently used first. The same rule is applied here to
-hashes of blocks of pages. A wrong guess costs time and never changes an answer, so 64-bit hashes suffice.
+The router infers the contents of the ranks' prefix caches. A rank computes each prompt that it receives, page by page.
+Its pages stay in the prefix index until others need the space, least recently used first. This module applies the same
+rule to hashes of blocks of pages. A wrong guess costs time and never changes an answer, so 64-bit hashes suffice.
 """
 
 import dataclasses
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from moeyard_router.fleet.policy import RankLoad, Route, choose_rank
 from moeyard_worker.protocol import TokenIds
 
-_ENDS = 256  # bytes at either end of a block that are looked at: the middle of a long one is not worth the time
-_FINE = 32  # pages; from there on blocks grow with the prompt, so that a long one has few
+_ENDS = 256  # bytes at either end of a block that are hashed, because hashing all of a long block takes too long
+_FINE = 32  # pages; beyond them blocks grow with the prompt, so that a long prompt has few blocks
 _MAX_CLIENTS = 65536
-_PROMPTS = 32  # whose blocks are kept until they are asked for again
+_PROMPTS = 32  # prompts with cached blocks
 
 
 class PromptBlock(NamedTuple):
-    """A piece of a prompt: `key` hashes it and all before it; `pages` counts its own, `end` those up to its end."""
+    """A piece of a prompt. `key` hashes the prompt up to its end. `pages`: its length. `end`: pages up to its end."""
 
     key: int
     pages: int
@@ -31,7 +32,7 @@ class PromptBlock(NamedTuple):
 def blocks(token_ids: Sequence[int], page_size: int) -> list[PromptBlock]:
     """Return the full pages of `token_ids` (ids below 2^32) in blocks: of 1 page up to 64, of 2 up to 128, and so on.
 
-    Later tokens do not change where blocks begin. 131,072 ids in pages of 16 are 288 blocks, and take 0.2 ms.
+    Later tokens do not move the boundaries. 131,072 ids in pages of 16 make 288 blocks and take 0.2 ms.
     """
     raw = (token_ids if isinstance(token_ids, TokenIds) else TokenIds.of(token_ids)).data
     width = page_size * 4
@@ -51,14 +52,14 @@ def blocks(token_ids: Sequence[int], page_size: int) -> list[PromptBlock]:
 
 
 class PrefixMap:
-    """The blocks that each rank was given lately, at most as many pages as it has."""
+    """The blocks that were sent to each rank lately, up to the number of pages of the rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._blocks: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_ranks)]  # key -> pages
         self._held = [0] * num_ranks
 
     def forget(self, rank: int) -> None:
-        """Let a rank hold nothing: its worker is another. A rank beyond the last one is added."""
+        """Forget a rank's blocks, because its worker was replaced. A rank beyond the last one is added."""
         while len(self._blocks) <= rank:
             self._blocks.append(OrderedDict())
             self._held.append(0)
@@ -66,9 +67,9 @@ class PrefixMap:
         self._held[rank] = 0
 
     def known(self, rank: int, prompt: Sequence[PromptBlock]) -> int:
-        """Return the pages at the beginning of a prompt that the rank probably holds.
+        """Return how many pages at the beginning of a prompt the rank probably holds.
 
-        A block is forgotten after those that follow it, so the known ones are a prefix: O(log n).
+        A block is forgotten after its successors, so the known blocks are a prefix: O(log n).
         """
         held, low, high = self._blocks[rank], 0, len(prompt)
         while low < high:
@@ -77,12 +78,12 @@ class PrefixMap:
         return prompt[low - 1].end if low else 0
 
     def sent(self, rank: int, prompt: Sequence[PromptBlock], capacity: int) -> None:
-        """Note that the rank gets this prompt; it has `capacity` pages in all."""
+        """Note that the rank gets this prompt. It has `capacity` pages in total."""
         held = self._blocks[rank]
         if prompt and prompt[-1].end > capacity:  # the last blocks are forgotten first
-            prompt = prompt[: bisect_right(prompt, capacity, key=_end)]
+            prompt = prompt[: bisect_right(prompt, capacity, key=attrgetter("end"))]
         if prompt and next(reversed(held), None) == prompt[0].key and self.known(rank, prompt) == prompt[-1].end:
-            return  # the latest prompt once more
+            return  # the same prompt as the latest
         for block in reversed(prompt):
             if block.key not in held:
                 self._held[rank] += block.pages
@@ -92,12 +93,8 @@ class PrefixMap:
             self._held[rank] -= held.popitem(last=False)[1]
 
 
-def _end(block: PromptBlock) -> int:
-    return block.end
-
-
 class PromptPlacement:
-    """Chooses ranks for prompts and remembers its choices. Without prefix caching it remembers no prompts."""
+    """Chooses ranks for prompts and remembers the choices. Without prefix caching it remembers no prompts."""
 
     def __init__(self, num_ranks: int, *, prefix_caching: bool) -> None:
         self._prefix_caching = prefix_caching
@@ -106,27 +103,26 @@ class PromptPlacement:
         self._seen: OrderedDict[int, tuple[Sequence[int], int, list[PromptBlock]]] = OrderedDict()
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Forget what these ranks cached and which clients they served: other workers took their places."""
+        """Forget the prompts and clients of these ranks, because their workers were replaced."""
         gone = frozenset(ranks)
         for rank in gone:
             self._prefixes.forget(rank)
         self._last_ranks = OrderedDict((client, rank) for client, rank in self._last_ranks.items() if rank not in gone)
 
     def choose(self, loads: Sequence[RankLoad], prompt: Sequence[int], *, client: str | None) -> Route | None:
-        """Return the rank for `prompt` (token ids), None if none is usable; `client` names the client, if known."""
+        """Return the rank for `prompt` (token ids), or None if no rank is usable. `client`: its name, if known."""
         if not any(load.usable for load in loads):
             return None
-        pieces = self.read(prompt, loads[0].page_size) if self._prefix_caching else []
+        found = self.read(prompt, loads[0].page_size) if self._prefix_caching else []
         known = [
-            dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, pieces) * load.page_size)
+            dataclasses.replace(load, cached_tokens=self._prefixes.known(load.rank, found) * load.page_size)
             for load in loads
         ]
-        route = choose_rank(
-            known, prompt_tokens=len(prompt), home=None if client is None else self._last_ranks.get(client)
-        )
+        last_rank = None if client is None else self._last_ranks.get(client)
+        route = choose_rank(known, prompt_tokens=len(prompt), last_rank=last_rank)
         assert route is not None, "there is a usable rank"
         assert route.rank is not None
-        self._prefixes.sent(route.rank, pieces, next(load.kv_pages for load in loads if load.rank == route.rank))
+        self._prefixes.sent(route.rank, found, next(load.kv_pages for load in loads if load.rank == route.rank))
         if client is not None:
             self._last_ranks[client] = route.rank
             self._last_ranks.move_to_end(client)
@@ -135,8 +131,8 @@ class PromptPlacement:
         return route
 
     def read(self, prompt: Sequence[int], page_size: int) -> list[PromptBlock]:
-        """Return the prompt's blocks, and remember them for a while: for its other choices, and a later `choose`."""
-        seen = self._seen.get(id(prompt))  # the entry keeps the prompt, so that its id stays its own
+        """Return the prompt's blocks, and cache them for further choices of the prompt and a later `choose`."""
+        seen = self._seen.get(id(prompt))  # the entry holds the prompt, so no other object gets its id
         if seen is None or seen[1] != page_size:
             seen = self._seen[id(prompt)] = (prompt, page_size, blocks(prompt, page_size))
             if len(self._seen) > _PROMPTS:

@@ -6,10 +6,10 @@ A rank's score counts all costs of a choice in prompt tokens. The lowest score w
           + _ROW_TOKENS * sequences it holds                                            (how long every step lasts)
           + _KV_TOKENS if its free KV pages do not hold the prompt                      (preemption, waiting for room)
 
-Ranks run each step together, so a step lasts as long as the rank with most rows needs. _ROW_TOKENS weighs an even
-spread of rows against tokens saved by a cached prefix. The client's last rank is preferred, then the rank that knows
-most of the prompt, unless another is better by `_MARGIN` of the prompt. Otherwise small differences would move a
-conversation between ranks, and its prefix into every rank's cache.
+Ranks run each step together, so a step lasts as long as the rank with most rows needs. The constant `_ROW_TOKENS`
+weighs an even spread of rows against tokens saved by a cached prefix. The client's last rank is preferred, then the
+rank that knows most of the prompt, unless another is better by `_MARGIN` of the prompt. Otherwise small differences
+would move a conversation between ranks, and its prefix into every rank's cache.
 
 The constants are from `bench/policy.py`, which compares on traces (docs/architecture.md has its table). A further term
 for tokens by which the rank would exceed the fullest one gained nothing there.
@@ -55,19 +55,19 @@ class Route:
     cached_tokens: int = 0
 
 
-def choose_rank(loads: Sequence[RankLoad], *, prompt_tokens: int, home: int | None = None) -> Route | None:
-    """Return the usable rank by score, with ties by fewer sequences and then lower rank. None if none is usable.
+def choose_rank(loads: Sequence[RankLoad], *, prompt_tokens: int, last_rank: int | None = None) -> Route | None:
+    """Return the usable rank with the lowest score, or None if no rank is usable. `last_rank`: of this client.
 
-    home: the client's last rank.
+    Ties go to the rank with fewer sequences, then to the lower rank.
     """
     usable = [load for load in loads if load.usable]
     if len(usable) < 2:
         return _route(usable[0], "only") if usable else None
 
     def score(load: RankLoad) -> int:
-        work = load.pending_tokens + prompt_tokens - load.cached_tokens
         return (
-            work
+            load.pending_tokens
+            + (prompt_tokens - load.cached_tokens)
             + _ROW_TOKENS * load.sequences
             + (_KV_TOKENS if load.kv_pages_free * load.page_size < prompt_tokens else 0)
         )
@@ -75,7 +75,7 @@ def choose_rank(loads: Sequence[RankLoad], *, prompt_tokens: int, home: int | No
     best = min(usable, key=lambda load: (score(load), load.sequences, load.rank))
     good_enough = score(best) + _MARGIN * prompt_tokens
     for load in usable:
-        if load.rank == home and score(load) <= good_enough:
+        if load.rank == last_rank and score(load) <= good_enough:
             return _route(load, "client")
     warmest = min(usable, key=lambda load: (-load.cached_tokens, score(load), load.rank))
     if warmest.cached_tokens > 0 and score(warmest) <= good_enough:

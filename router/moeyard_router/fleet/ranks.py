@@ -1,4 +1,4 @@
-"""The router's view of each rank: its connection, its latest snapshot, and the load the router sent there. Pure."""
+"""The router's view of each rank: its connection, its latest snapshot, and the load sent there. Pure."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -12,11 +12,14 @@ from moeyard_worker.protocol import Snapshot
 
 @dataclass(slots=True)
 class Rank:
-    """One rank. `sequences` counts those this router has there, `pending` their tokens that are not computed yet.
+    """State of one rank.
 
-    A `lost` rank does not come back. After a broken connection, `broke` is the time (monotonic seconds), `epoch` the
-    epoch that the worker must still have, and `stopped` whether it was about to exit. A `draining` rank takes no new
-    sequences. A `leaving` rank is about to be replaced on request.
+    draining: whether it takes no new sequences. `lost`: whether its worker does not come back.
+    leaving: whether it is about to be replaced on request.
+    sequences: number of this router's sequences there. `pending`: their tokens that are not computed yet.
+    snapshot: the latest one. `own_at_snapshot`, `pending_at_snapshot`: the two counts at that time.
+    broke: time at which its connection broke, in monotonic seconds. `epoch`: the epoch that its worker must still have
+        afterwards. `stopped`: whether the worker was about to exit.
     """
 
     number: int
@@ -36,56 +39,56 @@ class Rank:
 
     @classmethod
     def at(cls, address: WorkerAddress) -> "Rank":
-        """Return a rank that nothing was heard from."""
+        """Return a rank without a connection."""
         return cls(address.rank, address.endpoint, draining=address.draining, lost=address.away)
 
     @property
     def away(self) -> bool:
-        """Whether the others serve without it."""
+        """Whether the other ranks serve without this one."""
         return not self.endpoint
 
     @property
     def state(self) -> str:
-        """connecting, ready, recovering, failed, stopping or away."""
+        """One of connecting, ready, recovering, failed, stopping and away."""
         if self.lost:
             return "away" if self.away else "failed"
         return self.snapshot.state if self.connected and self.snapshot is not None else "connecting"
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests; while it recovers they wait there."""
+        """Whether it takes requests. They wait there while it recovers."""
         return self.state in ("ready", "recovering")
 
     @property
     def shown(self) -> str:
-        """The state in metrics: a ready rank that drains is draining."""
+        """The state in metrics, where a ready rank that drains is draining."""
         return "draining" if self.draining and self.state == "ready" else self.state
 
     @property
     def open(self) -> bool:
-        """Whether it also takes new sequences."""
+        """Whether it takes new sequences."""
         return self.usable and not self.draining
 
     def take(self, snapshot: Snapshot) -> None:
-        """Keep the latest snapshot, and what was unanswered when it came."""
+        """Store the latest snapshot, and this router's load at that time."""
         self.snapshot = snapshot
         self.own_at_snapshot, self.pending_at_snapshot = self.sequences, self.pending
 
     def reconnect(self, now: float) -> None:
-        """Forget the connection that broke, and expect the same worker again."""
+        """Reset the connection, and expect the same worker again."""
         self.stopped = self.state == "stopping"
         self.epoch = None if self.snapshot is None else self.snapshot.epoch
         self.broke, self.connected, self.snapshot = now, False, None
         self.own_at_snapshot = self.pending_at_snapshot = 0
 
     def total_sequences(self, snapshot: Snapshot) -> int:
-        """This router's sequences exactly, and those of other routers as of the snapshot."""
+        """Return the rank's sequences: exact for this router, as of the snapshot for other routers."""
         return self.sequences + max(0, snapshot.num_running + snapshot.num_waiting - self.own_at_snapshot)
 
     def has_room(self, places: int | None) -> bool:
-        """Whether it takes a queued sequence: it holds fewer than `places`, and has pages for those that it holds.
+        """Return whether it takes a queued sequence: it holds fewer than `places`, and has pages for those it holds.
 
-        Sequences that wait at the worker for pages mean that it is full. Those that wait for the end of a step do not.
+        Sequences that wait at the worker for pages mean that it is full. Sequences that wait for a step do not.
         """
         s = self.snapshot
         if s is None or self.state != "ready" or self.draining:
@@ -96,7 +99,7 @@ class Rank:
         return self.total_sequences(s) < places and not (lacks_pages and self.own_at_snapshot)
 
     def describe(self) -> dict[str, Any]:
-        """Return the rank's state for people and dashboards."""
+        """Return the rank's state as JSON."""
         entry: dict[str, Any] = {
             "rank": self.number,
             "endpoint": self.endpoint,
@@ -111,7 +114,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks by number. `pausing` is why nothing runs until `replace`, if ranks are about to be replaced."""
+    """All ranks by number. `pausing`: why nothing runs until `replace`, if ranks are about to be replaced."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.addresses = config.workers
@@ -130,17 +133,16 @@ class Ranks:
         return len(self._all)
 
     def changed_by(self, addresses: Sequence[WorkerAddress]) -> list[int]:
-        """Return the ranks that have another worker in `addresses`, or are lost, or are away from now on."""
+        """Return the ranks that have another worker in `addresses`, that are lost, or that go away."""
         changed = []
         for address in addresses:
             rank = self._all[address.rank] if address.rank < len(self) else None
-            same = rank is not None and rank.endpoint == address.endpoint
-            if rank is None or not same or (rank.lost and not address.away):
+            if rank is None or rank.endpoint != address.endpoint or (rank.lost and not address.away):
                 changed.append(address.rank)
         return changed
 
     def replace(self, addresses: tuple[WorkerAddress, ...], new: Collection[int]) -> None:
-        """Use `addresses`; the ranks in `new` have another worker. Ranks that left are lost and hold nothing."""
+        """Use `addresses`. The ranks in `new` have another worker. Ranks that left must hold nothing."""
         kept = self._all[: len(addresses)]
         assert not any(rank.sequences for rank in self._all[len(addresses) :]), "a rank left with its sequences"
         self._all = [Rank.at(a) if a.rank in new else kept[a.rank] for a in addresses]
@@ -149,21 +151,21 @@ class Ranks:
             rank.draining, rank.leaving = address.draining, False
 
     def drain(self, numbers: Collection[int]) -> None:
-        """Let these ranks take no new sequences, and all others take them."""
+        """Let exactly these ranks take no new sequences."""
         self.addresses = tuple(replace(a, draining=a.rank in numbers) for a in self.addresses)
         for rank in self._all:
             rank.draining = rank.number in numbers
 
     def any_usable(self) -> bool:
-        """Whether a rank takes requests."""
+        """Return whether any rank takes requests."""
         return any(rank.usable for rank in self._all)
 
     def any_open(self) -> bool:
-        """Whether a rank takes new ones."""
+        """Return whether any rank takes new sequences."""
         return any(rank.open for rank in self._all)
 
     def unready(self) -> str | None:
-        """Return which rank is not ready for steps with the others, or None: the fleet is whole."""
+        """Return why the fleet is not whole, or None. Every rank must be ready, in the same epoch and world."""
         if self.pausing is not None:
             return self.pausing
         there = [rank for rank in self._all if not rank.away]
@@ -172,41 +174,41 @@ class Ranks:
                 what = "is not connected yet" if rank.state == "connecting" else f"is {rank.state}"
                 return f"worker {rank.number} at {rank.endpoint} {what}"
         # Survivors reach a new epoch with other ranks before the launcher informs this router.
-        said = {(r.snapshot.epoch, r.snapshot.world_size) for r in there if r.snapshot is not None}
-        if {world for _, world in said} != {len(there)}:
-            return f"the workers count {', '.join(str(world) for _, world in sorted(said))} ranks, not {len(there)}"
-        if len(said) > 1:
-            return f"the workers are of epochs {', '.join(str(epoch) for epoch, _ in sorted(said))}"
+        states = sorted({(r.snapshot.epoch, r.snapshot.world_size) for r in there if r.snapshot is not None})
+        if {world for _, world in states} != {len(there)}:
+            return f"the workers count {', '.join(str(world) for _, world in states)} ranks, not {len(there)}"
+        if len(states) > 1:
+            return f"the workers are of epochs {', '.join(str(epoch) for epoch, _ in states)}"
         return None
 
-    def mismatch(self, rank: Rank, said: Snapshot) -> str | None:
-        """Return what makes a worker another than the one that this router serves, or None.
+    def mismatch(self, rank: Rank, snapshot: Snapshot) -> str | None:
+        """Return why a snapshot is not from the worker that this router expects, or None.
 
-        The number of ranks may change. A fleet that recovers may have changed it before this router started.
+        The number of ranks may change. A fleet with recovery may have changed it before this router started.
         """
         config = self._config
         known = rank.snapshot is not None or self._replaced or config.recovery_timeout > 0
-        world = said.world_size if known else sum(not each.away for each in self._all)
-        if (said.rank, said.world_size, said.vocab_size) != (rank.number, world, config.vocab_size):
+        world = snapshot.world_size if known else sum(not each.away for each in self._all)
+        if (snapshot.rank, snapshot.world_size, snapshot.vocab_size) != (rank.number, world, config.vocab_size):
             return (
-                f"the worker at {rank.endpoint} is rank {said.rank} of {said.world_size} with "
-                f"{said.vocab_size} token ids; expected rank {rank.number} of {len(self)} with {config.vocab_size}"
+                f"the worker at {rank.endpoint} is rank {snapshot.rank} of {snapshot.world_size} with "
+                f"{snapshot.vocab_size} token ids; expected rank {rank.number} of {len(self)} with {config.vocab_size}"
             )
-        if said.max_model_len < config.max_model_len:
+        if snapshot.max_model_len < config.max_model_len:
             return (
-                f"worker {rank.number} takes sequences of {said.max_model_len} tokens, the router promises "
+                f"worker {rank.number} takes sequences of {snapshot.max_model_len} tokens, the router promises "
                 f"{config.max_model_len}"
             )
         return None
 
     def has_room(self, places: int | None) -> bool:
-        """Whether a rank takes one more queued sequence."""
+        """Return whether any rank takes one more queued sequence."""
         return any(rank.has_room(places) for rank in self._all)
 
     def loads(self, places: int | None = None) -> list[RankLoad]:
-        """Return the policy's view of ranks with a snapshot. If any has room, those without room are unusable.
+        """Return the loads of all ranks with a snapshot. If any rank has room, those without room are unusable.
 
-        A draining rank is usable if all drain: the sequences that are placed then have run before and must go on.
+        A draining rank is usable if all ranks drain. Sequences that are placed then have run before and must continue.
         """
         known = [(rank, s, rank.has_room(places)) for rank in self._all if (s := rank.snapshot) is not None]
         any_room = any(room for _, _, room in known)

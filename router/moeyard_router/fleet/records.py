@@ -1,24 +1,28 @@
-"""Records for people: the fleet's incidents, and the latest requests. Pure; text of requests is never kept."""
+"""The fleet's latest incidents and requests, for operators. Pure. Texts of requests are never stored."""
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT = 100
-_REPORTS = 32  # per incident; a fleet that comes and goes must not fill the memory
+_MAX_INCIDENTS = 100
+_MAX_REPORTS = 32  # per incident, so that an unstable fleet does not fill the memory
 
 
 @dataclass(slots=True, kw_only=True)
 class IncidentRecord:
-    """The time from the first missing rank until the fleet was whole again, or was given up (`failure`).
+    """The time from the first missing rank until the fleet was whole again, or failed (`failure`).
 
-    `began` is monotonic; `when` is Unix time, set by the owner of a clock. `reason` is the first report, `reports` are
-    all, each with the seconds since `began`; `ranks` are those that were lost. `whole_seconds` lasted until every rank
-    was ready, `output_seconds` until a sequence in flight got its next token (None without any). `carried` counts
-    sequences that went on at another rank or connection, `recomputed_tokens` their tokens that no cache was expected
-    to hold. `launcher` holds the launcher's facts. `planned` are the ranks that a person restarted or removed, None for
-    any other incident; `scales`: it was for another number of ranks.
+    reason, reports: the first report, and all reports with their seconds since `began`.
+    began, when: start in monotonic seconds, and in Unix time (set by the owner of a clock).
+    ranks: the lost ranks.
+    whole_seconds: seconds until every rank was ready.
+    output_seconds: seconds until a sequence in flight got its next token. None without such a sequence.
+    carried, recomputed_tokens: sequences that continued on another rank or connection, and their tokens that no cache
+        was expected to hold.
+    planned: the ranks that an operator restarted or removed. None for any other incident.
+    scales: whether the number of ranks changed on purpose.
+    launcher: the launcher's facts.
     """
 
     reason: str
@@ -35,16 +39,16 @@ class IncidentRecord:
     scales: bool = False
     launcher: Mapping[str, Any] | None = None
 
-    def say(self, now: float, reason: str, rank: int | None) -> None:
-        """Add a report; `rank` is a rank that was lost."""
+    def report(self, now: float, reason: str, rank: int | None) -> None:
+        """Add a report. `rank`: the rank that was lost, if any."""
         if rank is not None and rank not in self.ranks:
             self.ranks.append(rank)
             self.planned = self.planned if rank in (self.planned or ()) else None
-        if len(self.reports) < _REPORTS:
+        if len(self.reports) < _MAX_REPORTS:
             self.reports.append((now - self.began, reason))
 
     def describe(self) -> dict[str, Any]:
-        """Return the record for people and programs."""
+        """Return the record as JSON."""
         over = "failed" if self.failure is not None else "recovered"
         return {
             "state": "recovering" if self.whole_seconds is None and self.failure is None else over,
@@ -63,15 +67,15 @@ class IncidentRecord:
 
 
 class Incidents:
-    """The latest hundred. `open` is the present one; `silent` has ended, but no token has come since."""
+    """The latest incidents. `open`: the present one. `silent`: one that ended, but no token has come since."""
 
     def __init__(self) -> None:
         self.open: IncidentRecord | None = None
         self.silent: IncidentRecord | None = None
-        self._ring: deque[IncidentRecord] = deque(maxlen=_KEPT)
+        self._ring: deque[IncidentRecord] = deque(maxlen=_MAX_INCIDENTS)
 
     def begin(self, now: float, reason: str) -> IncidentRecord:
-        """Open a new one; none is open."""
+        """Open a new incident."""
         assert self.open is None, "one incident at a time"
         self.silent = None
         self.open = IncidentRecord(reason=reason, began=now)
@@ -79,7 +83,7 @@ class Incidents:
         return self.open
 
     def whole(self, now: float, *, expects_output: bool) -> IncidentRecord | None:
-        """Return the incident that ends because the fleet is whole, if one is open."""
+        """End the open incident, because the fleet is whole. Return it, or None."""
         ended, self.open = self.open, None
         if ended is not None:
             ended.whole_seconds = now - ended.began
@@ -99,16 +103,16 @@ class Incidents:
         self.open = self.silent = None
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """Add the launcher's facts to the open one, or to the latest."""
+        """Add the launcher's facts to the open incident, or to the latest one."""
         if self._ring:
             (self.open or self._ring[-1]).launcher = facts
 
     def latest(self) -> list[dict[str, Any]]:
-        """Return all of them, the latest first."""
+        """Return all incidents as JSON, the latest first."""
         return [incident.describe() for incident in reversed(self._ring)]
 
 
-RECENT = 32  # choices that are remembered
+RECENT = 32  # choices in the ring of recent requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +147,9 @@ class RecentRequests:
         self._ring: deque[Phases] = deque(maxlen=RECENT)
 
     def add(self, phases: Phases) -> None:
-        """Add one in place of the oldest."""
+        """Add a choice, which replaces the oldest one."""
         self._ring.append(phases)
 
     def latest(self) -> list[Phases]:
-        """Return all of them, the latest first."""
+        """Return all choices, the latest first."""
         return list(reversed(self._ring))

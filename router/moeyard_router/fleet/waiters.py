@@ -1,4 +1,4 @@
-"""The sequences that queue for a place at a worker. Pure."""
+"""The sequences that queue for a place on a worker. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -8,26 +8,26 @@ from moeyard_router.fleet.flights import Flight
 from moeyard_router.fleet.waiting import WaitingRoom
 from moeyard_worker.protocol import Rejected
 
-_FIRST_GUESS = 128.0  # output tokens, before any answer has ended
-_NEW = 0.02  # weight of the latest answer
-_LONG = 100  # output tokens; one more or less does not matter in an answer this long
+_FIRST_GUESS = 128.0  # output tokens of a sequence, before any has ended
+_NEW = 0.02  # weight of the latest answer in the average
+_LONG = 100  # output tokens; an empty place for one step hardly matters after an answer this long
 
 
 def ready_sequences(places: int, answer: float) -> int:
-    """Return how many sequences a worker holds ready behind the `places` that run; answers average `answer` tokens.
+    """Return how many sequences a worker holds beyond the `places` that run. `answer`: average output tokens.
 
-    Between the end of a sequence and the arrival of the next one the worker computes a step. Without a ready sequence
-    its place stays empty for one step per answer. `places` / `answer` sequences end in a step; more than that would
-    wait at the worker without any gain.
+    The worker computes a step between the end of a sequence and the arrival of the next one. Without a ready sequence,
+    a place stays empty for one step per answer. `places` / `answer` sequences end per step, so more ready sequences
+    have no use.
     """
     ends = places / max(answer, 1.0)
     return 0 if ends < 1 and answer >= _LONG else max(1, round(ends))
 
 
 class Waiters:
-    """The sequences before their first turn; those of one request wait as one entry.
+    """The sequences before their first start. The sequences of one request wait as one entry.
 
-    `worker_places` is how many sequences a worker is given at once, None if any number.
+    `worker_places`: how many sequences a worker gets at once, None for no limit.
     """
 
     def __init__(self, now: float, config: RouterConfig) -> None:
@@ -39,11 +39,11 @@ class Waiters:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that wait."""
+        """Number of waiting sequences."""
         return self.room.queue.num_sequences
 
     def resize(self, num_workers: int) -> None:
-        """Follow the number of workers."""
+        """Change the number of workers."""
         self.room.resize(self._running(num_workers))
 
     def _running(self, num_workers: int) -> int:
@@ -58,7 +58,7 @@ class Waiters:
         self.room.push(now, entry)
 
     def pop(self, now: float) -> list[Flight]:
-        """Take and start those whose turn it is; none if the queue is empty."""
+        """Remove and start the sequences of the next request. Empty if none waits."""
         entry = self.room.queue.first()
         if entry is None:
             return []
@@ -70,18 +70,18 @@ class Waiters:
         return flights
 
     def started(self, now: float, flight: Flight) -> None:
-        """Charge for a sequence that goes to a worker for the first time, after a wait or without."""
+        """Charge for a sequence that goes to a worker for the first time, with or without a wait."""
         assert flight.charged is None, f"{flight.name} starts twice"
         flight.sent = now
         flight.charged = self.room.started(now, flight.key, len(flight.prompt), flight.sampling.max_tokens)
 
     def answered(self, now: float, flight: Flight) -> None:
-        """Learn from the first token of a sequence."""
+        """Take the first token of a sequence as a measurement for the overload limit."""
         if not flight.waited and not flight.began:
             self.room.overload.answered(now, now - flight.sent, self.room.queue.num_running)
 
     def ended(self, now: float, flight: Flight, output: int) -> None:
-        """Settle the charge of a sequence that has ended, queued or not, after `output` tokens."""
+        """Settle the charge of a sequence that ended after `output` tokens, or remove it from the queue."""
         if flight.entry is not None:
             self._withdraw(now, flight, flight.entry)
         elif flight.charged is not None:
@@ -92,20 +92,20 @@ class Waiters:
                 self.worker_places = self._places + ready_sequences(self._places, self._answer)
 
     def displace(self, now: float, key: str | None, until: Callable[[], bool]) -> Iterator[tuple[Flight, Rejected]]:
-        """Refuse the newest requests of keys that have more waiting than `key` would have, `until` there is room."""
+        """Refuse the newest requests of keys with longer queues than `key` would have, `until` there is room."""
         while self.num_sequences and not until() and (entry := self.room.queue.displaceable(key)) is not None:
             yield from self._refuse(now, entry, "queue_full", "the fleet is full, and others had less waiting")
 
     def late(self, now: float) -> Iterator[tuple[Flight, Rejected]]:
-        """Refuse those that have waited too long."""
+        """Refuse the requests that have waited too long."""
         for entry in self.room.late(now):
             yield from self._refuse(now, entry, "queue_timeout", f"waited {now - entry.since:.1f} s for its start")
 
     def validate(self, flights: Iterable[Flight]) -> None:
-        """Assert that the queue holds those of `flights` (all) that wait, and that every key's share is counted."""
+        """Assert that the queue holds the waiting ones of `flights` (all), and that all counts are right."""
         queue, flights = self.room.queue, list(flights)
         assert {id(f) for e in queue for f in e.load} == {id(f) for f in flights if f.entry is not None}
-        assert all(flight.entry is entry for entry in queue for flight in entry.load), "a flight is in another's place"
+        assert all(flight.entry is entry for entry in queue for flight in entry.load), "a flight has another entry"
         assert all(entry.count == len(entry.load) for entry in queue), "an entry is miscounted"
         assert all(flight.key == entry.key for entry in queue for flight in entry.load), "another key pays"
         assert queue.num_sequences == sum(entry.count for entry in queue), "the queue is miscounted"

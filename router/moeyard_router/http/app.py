@@ -106,8 +106,8 @@ class _Pages:
 
     async def livez(self, request: Request) -> Response:
         """Return 200 while the fleet may still recover, 503 with the reason after the router has given it up."""
-        if self._fleet.given_up:
-            return _json({"status": "dead", "reason": self._fleet.failure}, 503)
+        if self._fleet.admission.given_up:
+            return _json({"status": "dead", "reason": self._fleet.admission.failure}, 503)
         return _json({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
@@ -130,7 +130,7 @@ class _Pages:
     async def metrics_targets(self) -> list[dict[str, Any]]:
         """Return the addresses of the workers' metrics for Prometheus' HTTP service discovery."""
         groups = []
-        for worker in self._fleet.addresses:
+        for worker in self._fleet.admission.ranks.addresses:
             if worker.metrics_url is not None:
                 url = urlsplit(worker.metrics_url)
                 labels = {

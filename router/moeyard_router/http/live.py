@@ -146,7 +146,7 @@ class LiveView:
             "has_chat": self._codec.template is not None,
             "unready": self._health.unready(),
             **fleet,
-            "generation": self._fleet.generation,
+            "generation": self._fleet.admission.generation,
             "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
             **_counters_and_histograms(figures["samples"]),
             "requests": figures["requests"],
@@ -154,7 +154,7 @@ class LiveView:
 
     async def incidents(self) -> dict[str, Any]:
         """Return the latest losses and how the fleet recovered."""
-        return {"time": time.time(), "incidents": self._fleet.incidents.latest()}
+        return {"time": time.time(), "incidents": self._fleet.admission.incidents.latest()}
 
     async def experts(self) -> dict[str, Any]:
         """Return the rows that each expert computed, per rank: `rows[i]` of layer `layers[i]`, in `experts` order."""
@@ -163,11 +163,11 @@ class LiveView:
             {"rank": each.rank, "layers": each.layers, "experts": each.experts, "rows": rows}
             for each, rows in zip(loads, rows_of_ranks(loads), strict=True)
         ]
-        return {"time": time.time(), "generation": self._fleet.generation, "ranks": ranks}
+        return {"time": time.time(), "generation": self._fleet.admission.generation, "ranks": ranks}
 
     def _described(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Return the fleet as this router sees it, with the in-flight counts of all routers."""
-        fleet = self._fleet.describe() | {"inflight": figures["inflight"]}
+        fleet = self._fleet.admission.describe() | {"inflight": figures["inflight"]}
         for worker, count in zip(fleet["workers"], figures["router_inflight"], strict=False):
             worker["router_inflight"] = count
         return fleet
@@ -181,7 +181,7 @@ class LiveView:
         return merged([orjson.loads(page) for page in pages], num_requests=RECENT)
 
     def _own_figures(self) -> dict[str, Any]:
-        described = self._fleet.describe()
+        described = self._fleet.admission.describe()
         samples = {}
         for metric in self._registry.collect():
             for sample in metric.samples:

@@ -134,7 +134,7 @@ class RouterServer:
     @property
     def workers(self) -> tuple[WorkerAddress, ...]:
         """The workers in use."""
-        return self._config.workers if self._fleet is None else self._fleet.addresses
+        return self._config.workers if self._fleet is None else self._fleet.admission.ranks.addresses
 
     def _in_loop(self, call: Callable[[], None]) -> None:
         """Call this in the event loop if it runs."""

@@ -16,9 +16,11 @@ REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 class AnswerFormats:
     """The formats of a model's answers beyond plain text.
 
-    `tools` and `reasoning` are None for a model that has no such thing, or none that is known. `auto_tools`: calls are
-    looked for where `tool_choice` is "auto". `shown` are bytes by token id in which the markers of `tools` and
-    `reasoning` can be seen, `shown_reasoning` those of `reasoning` alone; `token_ids` are the markers that are tokens.
+    tools, reasoning: None for a model without such a format, or with an unknown one.
+    auto_tools: whether tool calls are parsed if `tool_choice` is "auto".
+    shown: bytes by token id that include the markers of `tools` and `reasoning`. `shown_reasoning`: without those of
+        `tools`.
+    token_ids: the markers that are single tokens.
     """
 
     tools: ToolFormat | None
@@ -29,7 +31,7 @@ class AnswerFormats:
     token_ids: Mapping[str, int]
 
     def visible(self, tools: ToolFormat | None) -> list[bytes]:
-        """Bytes by token id in which the markers of reasoning and of `tools` can be seen."""
+        """Return bytes by token id that include the markers of reasoning and of `tools`."""
         return self.shown if tools is not None and tools is self.tools else self.shown_reasoning
 
     def describe(self) -> str:
@@ -40,11 +42,11 @@ class AnswerFormats:
 def answer_formats(
     codec: Codec, *, tools: str = AUTO, reasoning: str = AUTO, auto: bool | None = None
 ) -> AnswerFormats:
-    """Return a model's formats by parser names, or by its template for "auto".
+    """Return a model's formats by the names of parsers. "auto" derives a format from the chat template.
 
-    Raises `ValueError`, also if `auto` demands a parser of calls and there is none.
+    Raises `ValueError` for an unknown name, and if `auto` requires a format of tool calls and none is known.
     """
-    # The template for chats with tools comes first: it shows how calls are written.
+    # The template for chats with tools comes first, because it shows the format of calls.
     found = dict.fromkeys((codec.tool_template, codec.template))
     template = "\n".join(each.source for each in found if each is not None)
     for what, name, known in (("tool", tools, TOOL_PARSERS), ("reasoning", reasoning, REASONING_PARSERS)):
@@ -54,7 +56,7 @@ def answer_formats(
     thoughts = reasoning_format_of(template) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
     if auto and calls is None:
         raise ValueError(
-            "enable_auto_tool_choice: the chat template shows no format of tool calls that is known here; name one "
+            "enable_auto_tool_choice: the chat template shows no known format of tool calls; name one "
             f"with --tool-call-parser: {', '.join(TOOL_FORMATS)}"
         )
     of_reasoning = (THINK, END_THINK) if thoughts is not None else ()

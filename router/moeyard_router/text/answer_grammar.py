@@ -1,12 +1,13 @@
-"""The grammar of an answer that must have a form, in the words of the model's own family.
+"""Builds the grammar of an answer with a required form, in the format of the model's family.
 
-Calls of tools are as the family's templates write them. A requested form (JSON, a choice, ...) holds behind the block
-of reasoning, or in place of calls. Lark in llguidance's dialect (its docs/syntax.md). A marker that is a token is
-named by its id, because llguidance admits no special token in plain text; any other marker is text.
+Tool calls have the format of the family's templates. A requested form (JSON, a choice, ...) follows the reasoning, or
+replaces the calls. The language is Lark in llguidance's dialect (its docs/syntax.md). A marker that is a token is
+written as its id, because llguidance allows no special token in plain text. Any other marker is text.
 
 Arguments that are written one by one (text/parameters.py) follow the schema of their function. Values other than text
-are JSON by their own schemas. Text stands there bare, so only constants and `minLength` of its schema hold. (A count of
-characters makes an automaton with a state for each: a mask of 12 ms in place of 5 us, vocabulary 151,936, 2026-11-22.)
+are JSON by their own schemas. A text is unquoted, so only constants and `minLength` of its schema apply. (A limit
+on characters needs an automaton with a state for each: a mask then takes 12 ms instead of 5 us, with 151,936 token ids,
+2026-11-22.)
 """
 
 import json
@@ -20,21 +21,21 @@ from moeyard_router.text.reasoning import END_THINK, THINK
 from moeyard_router.text.tool_formats import ToolFormat
 from moeyard_worker.protocol import SCHEMA_MAPS, Grammar
 
-# Blanks between the parts of a JSON text, in llguidance's words. Arguments are written in one line everywhere. A model
-# that has lost its way fills what room it has: the demo model did, 20 to a gap, until its tokens were spent.
+# Blanks between the parts of a JSON text, as llguidance's `whitespace_pattern`. All families write arguments in one
+# line. A confused model writes all blanks that are allowed: the demo model wrote 20 per gap until its end.
 BLANKS, BLANKS_OF_ARGUMENTS = r"[ \t\n\r]{1,20}", " "
-# Keywords of a schema that say nothing about valid values.
+# Keywords of a schema that do not constrain values.
 _NOTES = frozenset(("default", "description", "examples", "title"))
 ANY_TEXT = "(?s:.*)"
 
 
 def json_text(schema: Mapping[str, Any], blanks: str = BLANKS) -> str:
-    """A JSON text that `schema` validates."""
+    """Return the grammar of a JSON text that is valid by `schema`."""
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": blanks}, **schema})
 
 
 def lost_integer(schema: Any) -> int | None:
-    """Find an integer among the constants of a schema that llguidance would change: it reads numbers as doubles."""
+    """Return an integer constant of a schema that llguidance would change, because it reads numbers as doubles."""
     waiting: list[tuple[Any, bool]] = [(schema, False)]  # a part of the schema, and whether it is a constant
     while waiting:
         part, constant = waiting.pop()
@@ -57,7 +58,7 @@ def _is_kept(number: int) -> bool:
 
 
 def literal(text: str, token_ids: Mapping[str, int]) -> str:
-    """A text as a sequence of literals and tokens; {index} is any number."""
+    """Return the grammar of a text as a sequence of literals and tokens. {index} is any number."""
     known = [re.escape(m) for m in sorted(token_ids, key=len, reverse=True)]
     out = []
     for part in re.split(f"({'|'.join([*known, re.escape('{index}')])})", text):
@@ -71,14 +72,14 @@ def literal(text: str, token_ids: Mapping[str, int]) -> str:
 
 
 def text_until(rule: str, marker: str, token_ids: Mapping[str, int], *, text: str = ANY_TEXT) -> list[str]:
-    """`rule`: what the regular expression `text` matches, up to the first `marker`, and the marker."""
+    """Return rules for `rule`: a match of the regular expression `text` up to the first `marker`, and the marker."""
     tokens = [(marker.index(token), token) for token in token_ids if token in marker]
     if not tokens:
         return [f"{rule}[suffix={json.dumps(marker, ensure_ascii=False)}]: /{text}/"]
-    # A token ends the text in front of it, and the part of the marker that comes before the token is still of that.
+    # A token ends the text before it. That text includes the part of the marker before the token.
     place, token = min(tokens)
     terminal, before = rule.upper(), slashed(re.escape(marker[:place]))
-    without = f"~/{ANY_TEXT}{slashed(re.escape(token))}{ANY_TEXT}/"  # one that is not special is text too
+    without = f"~/{ANY_TEXT}{slashed(re.escape(token))}{ANY_TEXT}/"  # a token that is not special can occur as text too
     return [f"{rule}: {terminal} {literal(marker[place:], token_ids)}", f"{terminal}: /{text}{before}/ & {without}"]
 
 
@@ -86,14 +87,14 @@ def slashed(pattern: str) -> str:
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
 
 
-MAX_LEAST = 100  # characters of a `minLength` that is held to
+MAX_LEAST = 100  # the largest `minLength` in characters that is enforced
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def parameter_rules(
     number: int, schema: Mapping[str, Any], markup: ParameterMarkup, token_ids: Mapping[str, int]
 ) -> list[str]:
-    """Rules of `arguments_{number}`: declared parameters in their order, then others if the schema lets any in."""
+    """Return rules for `arguments_{number}`: declared parameters in order, then others if the schema allows any."""
     others = schema.get("additionalProperties", True)
     given = schema.get("properties")
     declared = dict(given) if isinstance(given, Mapping) else {}
@@ -126,7 +127,7 @@ class _Values:
         self._definitions = definitions
 
     def parameter(self, rule: str, name: str, schema: Any) -> None:
-        """`rule`: a parameter of this name (a literal or a terminal), whose value is as `schema` says."""
+        """Add `rule`: a parameter of this name (a literal or a terminal) with a value by `schema`."""
         markup, ids = self._markup, self._token_ids
         own = dict(schema) if isinstance(schema, Mapping) else {}
         types = json_types(own, {**self._definitions, **own})
@@ -137,7 +138,7 @@ class _Values:
         allowed = []
         if not types or "string" in types:
             allowed.append(texts)
-        # Where the markup does not tell one from the other, whatever is not certainly JSON is read as what it may be.
+        # If the markup does not distinguish texts from JSON, only values that cannot be texts are JSON.
         if (as_text != as_json and types != {"string"}) or (types and "string" not in types):
             allowed.append(jsons)
             self.rules.append(f"{rule}_json: {value}")
@@ -157,7 +158,7 @@ class _Values:
         text = ANY_TEXT
         if isinstance(least, int) and 0 < least <= MAX_LEAST and types == {"string"}:
             text = f"(?s:.{{{least},}})"
-        # A text may quote the end marker, though not with what the family's templates write around it.
+        # A text may quote the end marker, but not with the characters that the family's templates write around it.
         self.rules += text_until(f"{rule}_text", markup.pad + markup.end + markup.behind, ids, text=text)
         return f"{rule}_text"
 
@@ -173,7 +174,10 @@ _BREAKS = "/\\n{0,4}/"  # between the reasoning and what follows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedCalls:
-    """Calls that an answer may hold, of (name, argument schema) pairs. `among_text`: anywhere in it, or nowhere."""
+    """The calls that an answer may hold. `functions`: (name, schema of the arguments).
+
+    among_text: whether calls are optional and may follow text.
+    """
 
     form: ToolFormat
     functions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -184,9 +188,9 @@ class AllowedCalls:
 def answer_grammar(
     *, thinking: Thinking, calls: AllowedCalls | None, body: Grammar | None, token_ids: Mapping[str, int]
 ) -> Grammar | None:
-    """Return the grammar of thinking, then `calls`, at least one, or `body`; None if nothing is asked.
+    """Return the grammar of reasoning followed by at least one of `calls`, or by `body`. None without constraints.
 
-    `token_ids` are markers that are tokens. Raises `ValueError` for a `body` that `can_be_part` rules out.
+    `token_ids`: the markers that are tokens. Raises `ValueError` for a `body` that `can_be_part` excludes.
     """
     if calls is None and (body is None or thinking == "none"):
         return body
@@ -204,7 +208,7 @@ def answer_grammar(
 
 
 def can_be_part(body: Grammar) -> bool:
-    """Whether a grammar can stand behind reasoning or beside calls: one in words of its own cannot."""
+    """Return whether a grammar can follow reasoning or be an alternative to calls. A Lark grammar cannot."""
     return body.kind != "lark"
 
 
@@ -215,7 +219,7 @@ def _calls(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
 
 
 def _calls_among_text(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
-    """Text, and once the first marker of a call stands there, that call and what belongs to it."""
+    """Return rules for text in which the first marker of a call begins a complete call."""
     form = calls.form
     written = form.section_begin + form.opening + form.written[0]
     trigger = form.section_begin or form.call_begin
@@ -239,7 +243,7 @@ def _more(calls: AllowedCalls, token_ids: Mapping[str, int]) -> str:
 
 
 def _called(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
-    """`called`: a call behind its beginning, and the rules below."""
+    """Return rules for `called`: a call after its first marker."""
     form = calls.form
     _, middle, end = form.written
     names = " | ".join(f"call_{i}" for i in range(len(calls.functions)))
@@ -254,7 +258,7 @@ def _called(calls: AllowedCalls, token_ids: Mapping[str, int]) -> list[str]:
 
 
 def _body(body: Grammar) -> list[str]:
-    """`body` and the rules below."""
+    """Return rules for `body`."""
     if body.kind == "json_object":
         return [f"body: {json_text({'type': 'object'})}"]
     if body.kind == "json_schema":
@@ -263,10 +267,10 @@ def _body(body: Grammar) -> list[str]:
     if body.kind == "regex":
         return [f"body: /{slashed(body.text)}/"]
     if body.kind == "choice":
-        # One terminal: llguidance takes 2,000 alternatives of a rule.
+        # One terminal, because llguidance allows only 2,000 alternatives of a rule.
         choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(body.text))
         return ["body: CHOICE", f"CHOICE: {' | '.join(choices)}"]
-    raise ValueError(f"a grammar of kind {body.kind} is no part of another")
+    raise ValueError(f"a grammar of kind {body.kind} cannot be part of another")
 
 
 def _thinking(token_ids: Mapping[str, int], *, inside: bool) -> list[str]:

@@ -1,9 +1,9 @@
-"""Chat templates rendered in the router's own process: each operation is counted, or the rendering is left to another.
+"""Renders chat templates in the router's own process within a budget.
 
-Checkpoints and their templates come from anybody. Jinja's sandbox bounds neither time nor memory: nested loops,
-`'x' * 10**10`, a list that holds a list twice, forty deep. Python cannot stop a call in C, so nothing starts here whose
-size is unknown. A template that does only what is listed below takes units of a budget for every loop, call and text.
-Any other template, or a larger one, is for a process that can be killed (`api/large.py`).
+Checkpoints and their templates are untrusted. Jinja's sandbox limits neither time nor memory: nested loops,
+`'x' * 10**10`, a list that holds a list twice, forty levels deep. Python cannot stop a call in C, so no operation of
+unknown size starts here. A template that uses only the operations listed below spends a budget for every loop, call and
+text. Any other template, or a larger one, renders in a process that can be killed (`api/large.py`).
 """
 
 import itertools
@@ -22,10 +22,10 @@ from jinja2.visitor import NodeTransformer
 
 
 class UnfoldedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are not run while they are compiled: jinja computes constant expressions then."""
+    """A sandbox that evaluates nothing while it compiles. Plain jinja then computes constant expressions."""
 
     def undeclared(self, tree: nodes.Template) -> frozenset[str]:
-        """The variables that a template takes from outside. Changes nothing of the tree."""
+        """Return the variables that a template reads from outside. Does not change the tree."""
         generator = _Tracking(self)
         generator.visit(tree)
         return frozenset(generator.undeclared_identifiers)
@@ -43,14 +43,14 @@ class _Unfolded(CodeGenerator):
 
 
 class _Tracking(_Unfolded, TrackingCodeGenerator):
-    """Notes which variables are undeclared, and computes nothing."""
+    """Collects undeclared variables without evaluating anything."""
 
 
 UnfoldedEnvironment.code_generator_class = _Unfolded
 
 
 def tree_units(within: Iterable[nodes.Node]) -> int:
-    """Nodes, and constant text, of these parts of a tree."""
+    """Return the units of these parts of a tree: its nodes and constant text."""
     units, waiting = 0, list(within)
     while waiting:
         node = waiting.pop()
@@ -62,19 +62,19 @@ def tree_units(within: Iterable[nodes.Node]) -> int:
 
 
 def is_constant(node: nodes.Node) -> bool:
-    """Written out in the template: as small as that."""
+    """Return whether a value is written out in the template, which limits its size."""
     if isinstance(node, nodes.List | nodes.Tuple):
         return all(map(is_constant, node.items))
     return isinstance(node, nodes.Const)
 
 
-# About nodes of a template's tree evaluated, at 50 to 150 ns each, or 64 bytes of text made: 5 to 10 ms.
+# Budget of one rendering, 5 to 10 ms. A unit is one evaluated node of the tree (50 to 150 ns), or 64 bytes of new text.
 UNITS = 40_000
-_CALL = 10
-_TEXT = 6  # a unit is 2^6 characters, as `tree_units` has it
-_CHAIN = 16  # additions in one expression between two looks at the size of their result
+_CALL = 10  # units of a call
+_TEXT = 6  # a unit is 2^6 characters, as in `tree_units`
+_CHAIN = 16  # additions in one expression between two checks of the size of their result
 
-# Language that is compiled or run in ways which are not counted here.
+# Parts of the language that are compiled or run without being counted here.
 _UNCOUNTED = (
     *(nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block, nodes.ScopedEvalContextModifier),
     *(nodes.EvalContextModifier, nodes.FilterBlock, nodes.CallBlock, nodes.Mul, nodes.Pow),
@@ -92,7 +92,7 @@ _TESTS = frozenset(
         *("boolean", "true", "false", "callable"),
     )
 )
-# These compare: only with constants.
+# Tests that compare are allowed only with constants.
 _COMPARING_TESTS = frozenset(("eq", "equalto", "==", "ne", "!=", "in", "sameas"))
 _STR_METHODS = frozenset(
     (
@@ -106,13 +106,13 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class Elsewhere(Exception):
-    """A template does more than is done where streams are written: render it in a process of `api/large.py`."""
+    """The template exceeds the budget of the event loop's process. Render it in a process of `api/large.py`."""
 
 
 class BoundedEnvironment(UnfoldedEnvironment):
-    """Counts what its one template does. Not thread-safe. `safe_calls` are globals that cost nothing."""
+    """Counts the operations of its one template. Not thread-safe. `safe_calls`: globals without cost."""
 
-    # `+` is looked at where its result is used (`_Counting`), `%` may format; the others make numbers of numbers.
+    # `_Counting` checks the results of `+`. `%` may format a text. The other operators make numbers of numbers.
     intercepted_binops = frozenset("%")
 
     def __init__(self, *, tojson: Callable[..., str], safe_calls: Iterable[Callable[..., Any]], **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         self.left = UNITS
 
     def admits(self, tree: nodes.Template) -> bool:
-        """Whether a template does nothing but what is counted."""
+        """Return whether all operations of a template are counted."""
         if next(tree.find_all(_UNCOUNTED), None) is not None:
             return False
         filters = list(tree.find_all(nodes.Filter))
@@ -144,7 +144,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         return super()._generate(_Counting().visit(source), name, filename, defer_init)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base class does it, counted, and only for what is known."""
+        """Count a call and make it, if its target is known."""
         __self._spend(_CALL)
         for each in args:
             __self._size(each)
@@ -160,7 +160,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`%` of numbers; it also formats."""
+        """Compute `%` of numbers. For texts it would format."""
         if operator != "%" or not isinstance(left, int | float):
             raise Elsewhere
         return left % right
@@ -233,7 +233,7 @@ class BoundedEnvironment(UnfoldedEnvironment):
             kind = type(each)
             if kind is str:
                 self._spend(len(each) >> _TEXT)
-            elif isinstance(each, dict):  # arguments of calls are of a kind of their own
+            elif isinstance(each, dict):  # arguments of tool calls are a subclass
                 self._spend(len(each))
                 waiting.extend(each)
                 waiting.extend(each.values())
@@ -266,12 +266,12 @@ class BoundedEnvironment(UnfoldedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts the looks of a `BoundedEnvironment` where something may grow, repeat or hold much."""
+    """Inserts the checks of a `BoundedEnvironment` at operations that may grow, repeat or hold much data."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         units = tree_units([node])
         self.generic_visit(node)
-        node.iter = _look("$loop", node.iter, nodes.Const(units))
+        node.iter = _checked("$loop", node.iter, nodes.Const(units))
         return node
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
@@ -282,37 +282,37 @@ class _Counting(NodeTransformer):
                 top.left = self.visit(top.left)
                 break
             top = top.left
-        return _look("$size", node)
+        return _checked("$size", node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [each if is_constant(each) else _look("$text", each) for each in node.nodes]
-        return _look("$size", node)
+        node.nodes = [each if is_constant(each) else _checked("$text", each) for each in node.nodes]
+        return _checked("$size", node)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         if not (is_constant(node.expr) or all(is_constant(operand.expr) for operand in node.ops)):
-            node.expr = _look("$text", node.expr)
+            node.expr = _checked("$text", node.expr)
             for operand in node.ops:
-                operand.expr = _look("$text", operand.expr)
+                operand.expr = _checked("$text", operand.expr)
             return node
         for operand in node.ops:
             if operand.op in ("in", "notin") and not is_constant(operand.expr):
-                operand.expr = _look("$size", operand.expr)
+                operand.expr = _checked("$size", operand.expr)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            return _look("$size", node)
+            return _checked("$size", node)
         if not is_constant(node.arg):
-            node.arg = _look("$text", node.arg)
+            node.arg = _checked("$text", node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
         if not is_constant(node.key):
-            node.key = _look("$text", node.key)
+            node.key = _checked("$text", node.key)
         return node
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
@@ -320,13 +320,13 @@ class _Counting(NodeTransformer):
         if node.node is None or node.name.startswith("$"):
             return node
         if node.name in _LAZY_FILTERS or node.name == "list":
-            node.node = _look("$loop", node.node, nodes.Const(4))
+            node.node = _checked("$loop", node.node, nodes.Const(4))
         elif node.name in _TEXT_FILTERS or node.name in ("string", "reverse"):
-            node.node = _look("$text", node.node)
+            node.node = _checked("$text", node.node)
         return node
 
 
-def _look(name: str, node: Any, *args: nodes.Expr) -> nodes.Filter:
+def _checked(name: str, node: Any, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 

@@ -19,9 +19,8 @@ _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threa
 class TextCodec:
     """Text to token ids and back, for one checkpoint directory.
 
-    `template` is for chats without tools, `tool_template` for those with tools; `chat_template` is a file in their
-    place. Special tokens are added as tokenizer.json's post-processor does. Raises `ValueError` naming the file at
-    fault.
+    `template` is for chats without tools, `tool_template` for chats with tools. The file `chat_template` replaces both.
+    The post-processor of tokenizer.json adds special tokens. Raises `ValueError` with the name of the faulty file.
     """
 
     has_text = True
@@ -31,7 +30,7 @@ class TextCodec:
         files = read_tokenizer(directory)
         if files is None:
             others = sorted(file.name for file in directory.glob("*tiktoken*"))
-            made = f", which transformers' TikTokenConverter makes of {others[0]} (docs/tools.md)" if others else ""
+            made = f"; make it from {others[0]} with transformers' TikTokenConverter (docs/tools.md)" if others else ""
             raise ValueError(f"{path}: no such file; the router needs a checkpoint with a tokenizer.json{made}")
         self._tokenizer = files.tokenizer
         self._tokenizer.no_truncation()
@@ -52,13 +51,13 @@ class TextCodec:
         self.tool_template = templates.get("tool_use", self.template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Long texts belong in a thread, where they do not hold the interpreter lock."""
+        """Return the token ids of `text`. Tokenize long texts in a thread, where they release the interpreter lock."""
         if len(text) < _SHORT_TEXT:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
 
     def check_length(self, text: str, limit: int, param: str) -> None:
-        """Raise `ApiError` 400 for a text that cannot have `limit` tokens or fewer; may tokenize parts of it."""
+        """Raise `ApiError` 400 for a text that surely exceeds `limit` tokens. May tokenize parts of it."""
         self._check_length(text, limit, param)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
@@ -70,7 +69,7 @@ class TextCodec:
         return b"".join(self.token_bytes.of(i) for i in token_ids).decode("utf-8", "replace")
 
     def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary spells them (`Ġthe`); "" for ids without a token."""
+        """Return the tokens as the vocabulary spells them (`Ġthe`). "" for ids without a token."""
         return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
 
 
@@ -84,11 +83,11 @@ class IdCodec:
         self.token_bytes = TokenBytes(None)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises `ApiError` 400: there is nothing to make token ids with."""
+        """Raise `ApiError` 400, because there is no tokenizer."""
         raise bad_request("this server has no tokenizer: give 'prompt' as a list of token ids", "prompt")
 
     def check_length(self, text: str, limit: int, param: str) -> None:
-        """Nothing is known of a text."""
+        """Do nothing, because the number of tokens is unknown."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -101,16 +100,16 @@ Codec = TextCodec | IdCodec
 
 
 def open_codec(directory: Path | None, chat_template: Path | None = None, *, killable: bool = False) -> Codec:
-    """Return the codec of a checkpoint directory, or of a model without one; raises `ValueError`, `OSError`."""
+    """Return the codec of a checkpoint directory, or of a model without one. Raises `ValueError` and `OSError`."""
     if directory is not None:
         return TextCodec(directory, chat_template, killable=killable)
     if chat_template is not None:
-        raise ValueError(f"chat template {chat_template}: without a tokenizer there are no chats")
+        raise ValueError(f"chat template {chat_template}: chats need a tokenizer")
     return IdCodec()
 
 
 def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, killable: bool) -> ChatTemplate:
-    """The chat template of this text; raises `ValueError` naming its file if it cannot be used."""
+    """Return the chat template with this source. Raises `ValueError` with the name of its file."""
     if not isinstance(source, str):
         raise ValueError(f"{path}: chat_template must be a string or a list of named ones")
     try:
@@ -122,8 +121,8 @@ def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, kil
 def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     """Return file and text of the templates `default` and `tool_use`.
 
-    As in transformers, chat_template.jinja and additional_chat_templates/ replace chat_template.json, and that the one
-    in tokenizer_config.json.
+    As in transformers, chat_template.jinja and additional_chat_templates/ replace chat_template.json, which replaces
+    the template in tokenizer_config.json.
     """
     path = directory / "chat_template.jinja"
     found: dict[str, tuple[Path, Any]] = {"default": (path, read_text(path))} if is_there(path) else {}
@@ -143,7 +142,7 @@ def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, t
 
 
 def _named(path: Path, given: Any) -> dict[str, Any]:
-    """Templates by their names, from what a file has as chat_template; one without a name is the default."""
+    """Return templates by name, from the value of chat_template. A template without a name is the default."""
     if given is None:
         return {}
     if isinstance(given, list):

@@ -1,20 +1,20 @@
-"""Whether text that arrives in pieces stands in a fenced code block of Markdown."""
+"""Detects fenced code blocks of Markdown in text that arrives in pieces."""
 
 import re
 
 _MAX_LINE = 256  # characters; a longer line is no fence
-_MAX_DEPTH = 16  # of blocks within blocks
+_MAX_DEPTH = 16  # of nested blocks
 _FENCE = re.compile(r"[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})(?P<info>.*)", re.DOTALL)
 
 
 class CodeFence:
-    """Follows the fences of a text.
+    """Tracks the fences of a text.
 
-    A fence with a language always opens a block: models nest blocks of one fence length, unlike CommonMark.
+    A fence with a language always opens a block, because models nest blocks with equal fences. CommonMark does not.
     """
 
     def __init__(self) -> None:
-        self._fences: list[str] = []  # of the blocks that are open
+        self._fences: list[str] = []  # of the open blocks
         self._line = ""
 
     def push(self, text: str) -> None:
@@ -24,7 +24,7 @@ class CodeFence:
         self._line = rest[:_MAX_LINE]
 
     def inside_after(self, text: str) -> bool:
-        """Whether what follows `text` stands in a block, if `text` comes next."""
+        """Return whether the text is in a block after `text`, which comes next."""
         fences = self._fences.copy()
         *lines, rest = (self._line + text).split("\n")
         for line in lines:
@@ -34,13 +34,13 @@ class CodeFence:
 
 
 def _end_line(fences: list[str], line: str) -> None:
-    """Change the open blocks by a line of text."""
+    """Update the open blocks after a line of text."""
     match = _FENCE.match(line)
     if match is None or len(line) >= _MAX_LINE:
         return
     fence, info = match["fence"], match["info"].lstrip()
     if fence[0] in info:
-        return  # ```x``` within a text
+        return  # inline code: ```x```
     language = info[:1].isalnum() or info[:1] in ("{", ".")
     if fences and not language and fence.startswith(fences[-1]):
         fences.pop()

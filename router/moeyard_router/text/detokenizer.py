@@ -26,7 +26,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: Latin-1's visible characters stand for themselves, others follow 255."""
+    """Return GPT-2's printable characters for bytes: visible Latin-1 as itself, others as characters from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(b): b for b in visible}
     hidden = (b for b in range(256) if b not in visible)
@@ -35,11 +35,11 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of every token of a tokenizer, or of none. Ids without a token (padding of the vocabulary) have none.
+    """The bytes of every token of a tokenizer, if there is one. Ids without a token (padding) have no bytes.
 
-    Raises `ValueError` for a decoder that is not a token-to-bytes map (WordPiece, CTC and the like), or that replaces
-    by a regular expression, whose dialect is not Python's.
-    A leading space that a sentencepiece decoder would strip is kept: output follows a prompt, it begins no text.
+    Raises `ValueError` for a decoder that does not map each token to bytes (WordPiece, CTC), or that replaces by a
+    regular expression, whose dialect is not Python's. A sentencepiece decoder would strip a leading space. It stays
+    here, because output follows a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -74,11 +74,11 @@ class TokenBytes:
         return max(map(len, self._bytes), default=1) or 1
 
     def added(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of these texts that are tokens of their own, added to the vocabulary, with their ids."""
+        """Return the ids of those texts that are added tokens of the vocabulary."""
         return {text: self._added[text] for text in texts if text in self._added}
 
     def table_with(self, texts: Iterable[str]) -> list[bytes]:
-        """All tokens' bytes by id, of the special ones only these texts. A copy: make it once."""
+        """Return a new table of all tokens' bytes by id. It omits special tokens except these texts."""
         table = self._visible.copy()
         for token_id in self.added(texts).values():
             table[token_id] = self._bytes[token_id]
@@ -88,12 +88,12 @@ class TokenBytes:
         return bool(self.of(token_id)) and not self._visible[token_id]
 
     def table(self, *, skip_special_tokens: bool) -> list[bytes]:
-        """All tokens' bytes by id; special tokens are empty if they are to be skipped. Not to be modified."""
+        """Return the shared table of all tokens' bytes by id. Skipped special tokens are empty."""
         return self._visible if skip_special_tokens else self._bytes
 
 
 def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
-    """The token -> bytes function of a tokenizer.json `decoder` entry."""
+    """Return the function from token to bytes for a `decoder` entry of tokenizer.json."""
     if decoder is None:
         raise ValueError("no decoder; ByteLevel or ByteFallback is needed")
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -104,7 +104,7 @@ def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
         def byte_level(token: str) -> bytes:
             try:
                 return bytes([alphabet[c] for c in token])
-            except KeyError:  # an added token is spelled as itself
+            except KeyError:  # an added token is plain text
                 return token.encode()
 
         return byte_level
@@ -129,7 +129,7 @@ def _decoder_rule(decoder: dict[str, Any] | None) -> Any:
 class Detokenizer:
     """Text of a growing list of token ids. The concatenation of all results is the decoding of all ids.
 
-    `table` is a table of one's own (`TokenBytes.table_with`) in place of the one with or without special tokens.
+    `table` (of `TokenBytes.table_with`) replaces the table with or without special tokens.
 
     Bytes that can never become a character turn into U+FFFD, as `tokenizers` does for byte-level decoders. (For a run
     of byte-fallback tokens that is not valid UTF-8, `tokenizers` replaces every byte; here text already sent stays.)
@@ -143,7 +143,7 @@ class Detokenizer:
         self._held = b""  # the beginning of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens; "" while a character is incomplete."""
+        """Return the text that these tokens complete. "" while a character is incomplete."""
         if len(token_ids) == 1 and not self._held and (known := self._texts.get(token_ids[0])) is not None:
             return known
         table, size = self._table, len(self._table)
@@ -156,7 +156,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The end of the text: U+FFFD if it ends inside a character."""
+        """Return the end of the text: U+FFFD if it ends inside a character, else ""."""
         text, _ = codecs.utf_8_decode(self._held, "replace", True)
         self._held = b""
         return text
@@ -171,10 +171,10 @@ class Matched:
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that arrives in pieces, and holds back what could become one.
+    """Finds the first stop string in a text that arrives in pieces. Holds back text that may become one.
 
-    The first stop string is the one that is complete first; of two that end together, the longer. So the result does
-    not depend on how the text was cut into pieces. Knuth-Morris-Pratt per stop string: linear in the text.
+    The first stop string is the one that is complete first, and of two that end together the longer one. So the cuts
+    between pieces make no difference. It uses Knuth-Morris-Pratt per stop string, which is linear in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -185,9 +185,9 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str, *, may_end: bool = True) -> Matched:
-        """Take the next piece of text. After a match no more pieces may follow.
+        """Take the next piece of text. After a match, no more pieces may follow.
 
-        Without `may_end` no stop string ends in this piece, but one may begin in it.
+        Without `may_end`, no stop string ends in this piece, but one may begin in it.
         """
         text = self._held + piece
         first: tuple[int, int] | None = None  # (end of the match, minus its length)
@@ -204,13 +204,13 @@ class StopMatcher:
         return Matched(text[:keep])
 
     def finish(self) -> str:
-        """The text held back, which no stop string will claim any more."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
 
     def _advance(self, i: int, piece: str, may_end: bool) -> int | None:
-        """Run automaton `i` over `piece`. Return where its first match ends that `may_end` the text, or None."""
+        """Run automaton `i` over `piece`. Return the end of its first match that `may_end` the text, or None."""
         stop, borders, state = self._stops[i], self._borders[i], self._states[i]
         if state == 0 and stop[0] not in piece:
             return None
@@ -228,7 +228,7 @@ class StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """borders[k]: length of the longest proper prefix of pattern[:k] that is also its suffix."""
+    """Return for each k the length of the longest proper prefix of pattern[:k] that is also its suffix."""
     borders, state = [0, 0], 0
     for char in pattern[1:]:
         while state and pattern[state] != char:
@@ -239,7 +239,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 class TextOffsets:
-    """Offsets of tokens in the text they make. A token inside a character begins where the character does."""
+    """Offsets of tokens in their text. A token inside a character has the offset of the character."""
 
     def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool, start: int = 0) -> None:
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=skip_special_tokens)
@@ -254,10 +254,10 @@ class TextOffsets:
 
 
 def prompt_offsets(tokens: TokenBytes, token_ids: Sequence[int], text: str) -> list[int]:
-    """Return offsets of a prompt's tokens in `text`.
+    """Return the offsets of a prompt's tokens in `text`.
 
-    Added tokens take no place, nor does a prefixed space. Where the tokenizer changed characters, tokens count with
-    their own length.
+    Added tokens and a prefixed space have no length there. If the tokenizer changed characters, tokens have the length
+    of their own text.
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     offsets, end = [], 0
@@ -274,10 +274,10 @@ def prompt_offsets(tokens: TokenBytes, token_ids: Sequence[int], text: str) -> l
 
 
 def most_characters(spec: Mapping[str, Any], longest: int) -> int | None:
-    """Return the most characters that one token can stand for; None if the tokenizer may drop text.
+    """Return the most characters that one token can represent, or None if the tokenizer may drop text.
 
-    A token covers at most `longest` characters (its bytes) of normalized text; a normalizer can compose several into
-    one.
+    A token represents at most `longest` characters (its bytes) of normalized text. A normalizer can compose several
+    characters into one.
     """
     if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"]):
         return None  # such a token includes any number of blanks next to it
@@ -310,16 +310,16 @@ def _parts(entry: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class LengthCheck:
-    """Refuses texts that cannot have `limit` tokens or fewer. `count` tokenizes; `per_token` is `most_characters`."""
+    """Refuses texts that surely exceed a limit of tokens. `count` tokenizes; `per_token` is `most_characters`."""
 
     per_token: int | None
     count: Callable[[str], int]
 
     def __call__(self, text: str, limit: int, param: str) -> None:
-        """Raise `ApiError` 400 with the numbers; never for a text that fits.
+        """Raise `ApiError` 400 with the numbers, and never for a text that fits.
 
-        A text of more than 8 characters for each token allowed (English has 4 to 5) is also read piece by piece until
-        there are twice as many as allowed. A cut makes at most one token more of each character that a token covers.
+        A text of more than 8 characters per allowed token (English has 4 to 5) is also tokenized in pieces, until it
+        surely has twice the allowed tokens. A cut adds at most one token per character of the token that it cuts.
         """
         per_token, size = self.per_token, len(text)
         if per_token is None:

@@ -3,26 +3,26 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MAX_BLANK = 64  # characters of white space that may wait for a marker, beside which they would mean nothing
+MAX_BLANK = 64  # characters of white space held back before a possible marker, next to which they have no meaning
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of what the model thinks before it answers."""
+    """The next piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The next piece of the answer itself."""
+    """The next piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Call `index` (0, 1, ... within a choice) of function `name` begins; `id` is what a client's answer refers to."""
+    """Call `index` (0, 1, ... within a choice) of function `name` begins. A client's result refers to its `id`."""
 
     index: int
     id: str
@@ -31,7 +31,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the arguments of call `index`: JSON as the model wrote it, valid or not."""
+    """The next piece of the arguments of call `index`: the model's JSON, valid or not."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Nothing follows of call `index`. Exactly one per `CallBegin`, also where the output was cut off."""
+    """The end of call `index`. There is exactly one per `CallBegin`, even if the output was cut off."""
 
     index: int
 
@@ -48,7 +48,7 @@ TextEvent = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 def joined(events: Iterable[TextEvent]) -> list[TextEvent]:
-    """The same events with neighbouring pieces of one text put together, and without empty ones."""
+    """Return the events with neighbouring pieces of one text joined, and without empty pieces."""
     out: list[TextEvent] = []
     for event in events:
         last = out[-1] if out else None
@@ -66,7 +66,7 @@ def joined(events: Iterable[TextEvent]) -> list[TextEvent]:
 
 
 def held_back(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a marker: what may become one."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a marker."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):

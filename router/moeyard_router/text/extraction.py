@@ -1,4 +1,4 @@
-"""An answer's text taken apart: what of it is reasoning, content and calls of tools."""
+"""Splits an answer's text into reasoning, content and tool calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,16 @@ from moeyard_router.text.tool_formats import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """How the choices of one request are taken apart.
+    """How to split the choices of one request.
 
-    `visible`: bytes by token id, where the markers' own special tokens can be seen. `inside`: the prompt ends within
-    the block of `reasoning`. `schemas`: of the functions' arguments, by name.
-    `id_seed`: letters and digits that make ids of calls, one request's unlike another's.
-    `named`: the function whose arguments all content is.
-    `one_call`: calls after a choice's first are left out. `hide_reasoning`: so is what the model thinks.
-    `calls_end_reasoning`: a call that begins within the block ends it, of families that write such.
-    `ends_as_tool_calls`: whether an output with calls that ended by itself has the finish reason "tool_calls".
+    visible: bytes by token id that include the markers' special tokens.
+    inside: whether the prompt ends within the block of `reasoning`.
+    schemas: the schemas of the functions' arguments, by name.
+    id_seed: letters and digits for ids of calls, different for each request.
+    named: the function whose arguments are the whole content.
+    one_call: whether to drop calls after the first of a choice. `hide_reasoning`: whether to drop reasoning.
+    calls_end_reasoning: whether a call within the block ends it, in families that write such calls.
+    ends_as_tool_calls: whether a complete output with calls has the finish reason "tool_calls".
     """
 
     visible: list[bytes]
@@ -36,14 +37,14 @@ class Extraction:
     id_seed: str = ""
 
     def call_id(self, choice: int, index: int) -> str:
-        """The id of call `index` of a choice, for families whose models write none."""
+        """Return the id of call `index` of a choice, for families whose models write no ids."""
         length = self.tools.id_length if self.tools else None
         number = f"{choice:02x}{index:02x}"
         return "call_" + self.id_seed + number if length is None else self.id_seed[: length - len(number)] + number
 
 
 class _NamedCall:
-    """Reads content as the arguments of one call of a function, as vLLM does where `tool_choice` names it."""
+    """Reads content as the arguments of one call, as vLLM does if `tool_choice` names a function."""
 
     def __init__(self, name: str, call_id: str) -> None:
         self._begin = CallBegin(0, call_id, name)
@@ -62,14 +63,14 @@ class _NamedCall:
 
 
 class Extractor:
-    """Takes one choice apart; its joined events do not depend on how the text was cut. `called`: a call has begun."""
+    """Splits one choice. The cuts between pieces do not change its joined events. `called`: whether a call began."""
 
     def __init__(self, extraction: Extraction, choice: int) -> None:
         self.called = False
         self._extraction = extraction
         self._reasoning: ReasoningParser | None = None
         self._tools: ToolCallParser | _NamedCall | None = None
-        self._unclosed = False  # a call began within the block; the block's end may follow all the same
+        self._unclosed = False  # a call began within the block, and the block's end marker may still follow
         if extraction.reasoning is not None:
             unthought = extraction.tools.unthought if extraction.tools and extraction.calls_end_reasoning else ""
             ends = [unthought] if unthought else []
@@ -83,7 +84,7 @@ class Extractor:
 
     @property
     def thinks(self) -> bool:
-        """Whether the text has come into the block of reasoning, and not out of it."""
+        """Whether the text is inside the block of reasoning."""
         return self._reasoning is not None and self._reasoning.in_block
 
     def push(self, text: str) -> list[TextEvent]:

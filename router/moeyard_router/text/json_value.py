@@ -1,4 +1,4 @@
-"""Where a JSON value ends, in text that arrives in pieces, and what a call's object says once it is whole."""
+"""Finds the end of a JSON value in text that arrives in pieces, and reads a call from a complete object."""
 
 import json
 import re
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments: models write either
+ARGUMENTS = ("arguments", "parameters")  # models use either key for a call's arguments
 _ABOUT_CALLS = frozenset(("id", "type", "index", "call_id", "tool_call_id"))
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["<]|\\.?', re.DOTALL)
 _COLON = re.compile(r"\s*:\s*")
-_MAX_ESCAPE = 12  # characters that the last escape of a JSON string takes at most
+_MAX_ESCAPE = 12  # characters of the longest escape in a JSON string, a surrogate pair
 _DECODER = json.JSONDecoder(strict=False)
 
 
 class JsonValue:
-    """Finds where a JSON value ends, in text that arrives in pieces. Brackets and strings are followed, no more.
+    """Finds the end of a JSON value in text that arrives in pieces. Tracks only brackets and strings.
 
-    Outside a string one of `stops` ends it too, for a value whose brackets the model forgot to close. A value that has
-    no other end ends at the first stop in a string, for the model may have forgotten a quote. A value that is neither a
-    string nor in brackets never ends. `depth`: brackets that were opened before the text.
+    Outside a string, one of `stops` also ends the value, because models forget closing brackets. A value without
+    another end ends at the first stop inside a string, because models forget quotes. A value that is neither a string
+    nor in brackets never ends. `depth`: number of brackets that are open before the text.
     """
 
     def __init__(self, stops: tuple[str, ...], *, depth: int = 0) -> None:
@@ -27,14 +27,14 @@ class JsonValue:
         self._longest = max(map(len, self._stops), default=0)
         self._depth = depth
         self._in_string = False
-        self._scanned = 0  # characters of the next text that were looked at before
-        self._perhaps: int | None = None  # the place in that text of the first stop in a string
+        self._scanned = 0  # characters of the next text that were scanned before
+        self._perhaps: int | None = None  # position in that text of the first stop inside a string
         self.fresh = True
 
     def scan(self, text: str, *, final: bool = False) -> tuple[int, bool | None]:
-        """Return how much of `text` belongs to the value, and True at its end, False at a stop, None if it goes on.
+        """Return how much of `text` belongs to the value, and True at its end, False at a stop, None if it continues.
 
-        Text beyond that must come again with more behind it; none will come if `final`.
+        The caller passes the text beyond that again, with more text behind it. With `final` no more text follows.
         """
         self.fresh = self.fresh and not text
         end, ended = self._scan(text)
@@ -67,27 +67,27 @@ class JsonValue:
                 if self._depth <= 0:
                     return place + 1, True
             elif len(char) == 1:
-                return place, None  # the escaped character has not come
+                return place, None  # the escaped character is missing
             place = found.end()
         return len(text), None
 
 
 def unquoted(text: str) -> str:
-    """The text that a JSON string stands for, which may have been cut off; as it is if it is none."""
+    """Return the value of a JSON string that may have been cut off. Another text is returned unchanged."""
     for size in range(len(text), max(0, len(text) - _MAX_ESCAPE), -1):
         for end in ("", '"'):
             try:
                 found = str(json.loads(text[:size] + end, strict=False))
                 found.encode()
                 return found
-            except ValueError:  # half of a pair of surrogates too
+            except ValueError:  # also for half of a surrogate pair
                 continue
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCall:
-    """A call that is a JSON object. `others`: its other members, by key, as they are written."""
+    """A call that is a JSON object. `others`: the text of its other members, by key."""
 
     name: str
     arguments: str
@@ -114,7 +114,7 @@ def read_call(text: str) -> ObjectCall | None:
 
 
 def members_of(text: str) -> dict[str, str] | None:
-    """The values of a JSON object by key, as they are written; None if it is no object."""
+    """Return the texts of a JSON object's values by key, or None if it is no object."""
     try:
         if not isinstance(_DECODER.decode(text), dict):
             return None
@@ -125,14 +125,14 @@ def members_of(text: str) -> dict[str, str] | None:
     while (start := text.find('"', place)) >= 0:
         key, place = _DECODER.raw_decode(text, start)
         match = _COLON.match(text, place)
-        assert match is not None, "a colon follows a key"
+        assert match is not None, "a key without a colon"
         _, place = _DECODER.raw_decode(text, match.end())
         found[key] = text[match.end() : place]
     return found
 
 
 def valid_json(text: str, value: Any) -> str:
-    """The JSON text of `value`, which was read from `text`: as it is written, but for control characters in strings."""
+    """Return `text`, from which `value` was read, as valid JSON. It may have control characters in strings."""
     try:
         json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Arguments that a family writes one by one, each between markers, and the JSON that is made of them as they come.
+"""Reads arguments that a family writes one by one, each between markers, and converts them to JSON.
 
 Qwen3-Coder and DeepSeek-V3.2 write no JSON object, but a name followed by the plain value. A text becomes a JSON string
 while it arrives. Any other value waits until it is complete, because only then it is clear whether it is the expected
@@ -14,8 +14,8 @@ from typing import Any
 from moeyard_router.text.events import held_back
 from moeyard_router.text.json_value import valid_json
 
-MAX_NAME = 512  # characters of what is between the markers of a name; what is longer is none
-_DEPTH = 16  # of references and alternatives that are followed to a type
+MAX_NAME = 512  # characters between the markers of a name; a longer text is no name
+_DEPTH = 16  # of references and alternatives in the search for a type
 _ANY = frozenset[str]()
 
 
@@ -23,10 +23,12 @@ _ANY = frozenset[str]()
 class ParameterMarkup:
     """How a family writes arguments: (begin head value end)*.
 
-    `head` matches everything between `begin` and the value, with a group `name` and perhaps `string`: "true" for a text
-    and "false" for JSON. Its last character, and no other, is ">". `pad` may stand at either end of a value.
-    `cut` ends a value whose own end the model forgot; it is read again. `written` are the two forms of `head`
-    as the family's templates write them behind the name: before a text, and before JSON; `behind` follows `end`.
+    head: matches everything between `begin` and the value, with a group `name` and perhaps `string`: "true" for a text
+        and "false" for JSON. Its last character, and no other, is ">".
+    pad: text that may stand at either end of a value.
+    cut: marker that ends a value whose own end the model forgot. It is read again.
+    written: the two forms of `head` in the family's templates after the name: before a text, and before JSON.
+    behind: text that follows `end` in the templates.
     """
 
     begin: str
@@ -41,11 +43,11 @@ class ParameterMarkup:
 class ParameterReader:
     """Reads the arguments of one call.
 
-    `call`: the markers of a call. `stops` end the arguments. `schema` tells what is a text and what is not.
+    `call`: the markers of a call. `stops` end the arguments. `schema`: of the arguments; it says which ones are texts.
 
-    A value may quote the markup, as code about such calls does. It ends at the first end marker that another parameter
-    or a stop follows, and that does not belong to a parameter or a call within the value. Without such a marker it ends
-    at the first place that might be meant: the value quotes half a call, or the model forgot the marker.
+    A value may quote the markup, as code about such calls does. It ends at the first end marker that is followed by
+    another parameter or a stop, and that is not part of a parameter or call within the value. If there is none, the
+    value quotes half a call, or the model forgot the marker. Then it ends at the first possible place.
     """
 
     def __init__(
@@ -58,16 +60,16 @@ class ParameterReader:
         self._stops = stops
         self._schema = schema
         self._count = 0
-        self._types: frozenset[str] | None = None  # of the value that is being read
+        self._types: frozenset[str] | None = None  # possible types of the present value
         self._fresh = False
-        self._quoted = False  # it is being passed on, as a string
-        self._held = ""  # of a value that waits until it is known what it is
-        self._scanned = 0  # characters of the value's text in which no marker is to be looked for any more
-        self._inner: list[str] = []  # first markers within the value whose last ones have not come
-        self._perhaps: tuple[int, int] | None = None  # where the value may end, and where to read on then
+        self._quoted = False  # whether the value is passed on as a string
+        self._held = ""  # text of a value of unknown type
+        self._scanned = 0  # characters of the value's text that were searched for markers
+        self._inner: list[str] = []  # first markers within the value without their last markers
+        self._perhaps: tuple[int, int] | None = None  # a possible end of the value, and of the marker there
 
     def read(self, text: str, *, final: bool) -> tuple[str, str, bool]:
-        """Return (JSON that became certain, text not understood yet, whether the arguments ended)."""
+        """Return (new JSON, unread text, whether the arguments ended)."""
         pieces: list[str] = []
         more = True
         while more:
@@ -87,7 +89,7 @@ class ParameterReader:
         return _escaped(rest) if self._quoted else self._held + rest
 
     def _between(self, pieces: list[str], text: str) -> tuple[str, bool, bool]:
-        """Before a name, or a stop."""
+        """Read a name or a stop."""
         text = text.lstrip()
         if text.startswith(self._stops):
             return text, False, True
@@ -95,15 +97,15 @@ class ParameterReader:
         if end < 0 or not text.startswith(self._markup.begin):
             return text, False, False
         match = self._markup.head.fullmatch(text, len(self._markup.begin), end + 1)
-        assert match is not None, "it was looked at before"
+        assert match is not None, "the caller has checked the head"
         self._begin(match, pieces)
         return text[end + 1 :], True, False
 
     def _begin(self, match: re.Match[str], pieces: list[str]) -> None:
-        name, said = match["name"], match.groupdict().get("string")
+        name, is_string = match["name"], match.groupdict().get("string")
         pieces.append(("{" if not self._count else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
         self._count += 1
-        self._types = {"true": frozenset(("string",)), "false": _ANY}.get(said or "")
+        self._types = {"true": frozenset(("string",)), "false": _ANY}.get(is_string or "")
         if self._types is None:
             self._types = parameter_types(self._schema, name)
         self._fresh, self._quoted, self._held = True, False, ""
@@ -127,7 +129,7 @@ class ParameterReader:
         return text[found[1] :], True
 
     def _end(self, text: str, *, final: bool) -> tuple[int, int] | None:
-        """Where a value ends and where to read on, None if its end has not come. Notes how far it looked."""
+        """Return the end of the value and of its end marker, or None without an end. Updates `_scanned`."""
         markup, (begins, ends) = self._markup, self._call
         while match := self._tag.search(text, self._scanned):
             tag, (place, behind) = match[0], match.span()
@@ -157,7 +159,7 @@ class ParameterReader:
         return self._perhaps if final else None
 
     def _follows(self, text: str, place: int) -> bool | None:
-        """Whether another parameter or a stop comes next; None if more text is needed to know."""
+        """Return whether another parameter or a stop comes next. None if that needs more text."""
         begin = self._markup.begin
         rest = text[place : place + 2 * MAX_NAME]
         room = len(rest) < 2 * MAX_NAME
@@ -177,7 +179,7 @@ class ParameterReader:
             return
         self._held += text
         types = self._types or _ANY
-        # A text that may be null instead is one as soon as it cannot be the word.
+        # A text that may also be null is a text as soon as it cannot become the word "null".
         null = "null" in types and "null".startswith(self._held.strip().lower())
         if "string" in types and types <= {"string", "null"} and not null:
             pieces.append('"' + _escaped(self._held))
@@ -185,7 +187,7 @@ class ParameterReader:
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON of one of `types` (empty: any); what is none is a string. Python's constants are read."""
+    """Return a value as JSON of one of `types` (empty: any), or else as a string. Accepts Python's constants."""
     bare = text.strip()
     word = {"none": "null"}.get(bare.lower(), bare.lower())
     kind = {"true": "boolean", "false": "boolean", "null": "null"}.get(word)
@@ -201,13 +203,13 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that the arguments' `schema` allows to parameter `name`; empty for any, or if it does not say."""
+    """Return the JSON types that the arguments' `schema` allows for parameter `name`. Empty for any type."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     return json_types(properties[name] if isinstance(properties, Mapping) and name in properties else others, schema)
 
 
 def json_types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
-    """The JSON types that `schema` allows; empty for any. References are looked up in `root`."""
+    """Return the JSON types that `schema` allows. Empty for any type. `root` resolves references."""
     if not isinstance(schema, Mapping) or not depth:
         return _ANY
     if isinstance(schema.get("$ref"), str):
@@ -251,4 +253,4 @@ def _escaped(text: str) -> str:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")

@@ -18,15 +18,15 @@ import orjson
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-CPU_SECONDS = 2.0  # for all texts of one expression; those of the families served here take less than 0.1
-LENGTH = 1000  # characters of a text: what takes quadratic time passes, what takes more does not
+CPU_SECONDS = 2.0  # for all texts of one expression; expressions of the supported families take less than 0.1
+LENGTH = 1000  # characters of a text, so that quadratic time passes and exponential time does not
 # The parts of tokenizer.json that have expressions. Its vocabulary is large and has none.
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moeyard_router.text import patterns; "
 
 
 def patterns_of(tokenizer: Any) -> list[str]:
-    """The distinct expressions of a parsed tokenizer.json, in the order in which they stand there."""
+    """Return the distinct expressions of a parsed tokenizer.json in their order."""
 
     def walk(node: Any) -> Iterator[str]:
         if isinstance(node, dict):
@@ -42,7 +42,7 @@ def patterns_of(tokenizer: Any) -> list[str]:
 
 
 def texts_for(pattern: str) -> Iterator[str]:
-    """Long runs of what an expression may repeat, each with ends that keep it from matching."""
+    """Yield long runs of characters that an expression may repeat, with ends that prevent a match."""
     own = dict.fromkeys(c for c in pattern if c.isalnum())
     for unit in (*own, "a", "A", "1", " ", "\n", ".", "'", "é", "中", "aA", "a ", "1a", ". ", " \n")[:32]:
         run = unit * (LENGTH // len(unit))
@@ -62,27 +62,26 @@ def check_patterns(path: Path) -> None:
     done = subprocess.run(
         command, input=json.dumps(patterns).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
     )
-    said = done.stdout.split()
-    if done.returncode == 0 and len(said) == len(patterns):
+    started = done.stdout.split()
+    if done.returncode == 0 and len(started) == len(patterns):
         return
-    pattern = patterns[max(0, len(said) - 1)]
+    pattern = patterns[max(0, len(started) - 1)]
     if done.returncode == -signal.SIGPROF:
         what = f"backtracks for more than {CPU_SECONDS:g} s on texts of {LENGTH} characters"
     else:
         what = f"makes the tokenizer fail on texts of {LENGTH} characters (exit code {done.returncode})"
     raise ValueError(
-        f"{path}: its regular expression {pattern[:200]!r} {what}, so a client could stop the server; mend it, or "
+        f"{path}: its regular expression {pattern[:200]!r} {what}, so a client could stop the server; fix it, or "
         "serve another checkpoint"
     )
 
 
 def try_all() -> None:
-    """The process's side: expressions as JSON on stdin, the number of each on stdout before it is tried."""
-
+    """Run in the process: read expressions as JSON from stdin, and print the number of each before its test."""
     for number, pattern in enumerate(json.loads(sys.stdin.buffer.read())):
         print(number, flush=True)
         split = Split(Regex(pattern), "isolated")
-        # Its default is to end the process, in whatever code it is.
+        # The default action of SIGPROF ends the process even inside C code.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         for text in texts_for(pattern):
             split.pre_tokenize_str(text)

@@ -1,7 +1,7 @@
 """Separates a model's reasoning from its answer: <think>...</think> of DeepSeek, Qwen3 and Kimi-K2.
 
-A model opens the block itself, or its chat template does so at the end of the prompt. Newlines next to the markers are
-part of the format and of neither text. A <think> that does not come first in the output is content.
+The model opens the block, or its chat template does at the end of the prompt. Newlines next to the markers belong to
+the format and to neither text. A <think> that is not at the beginning of the output is content.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 def closes_block(prompt: str) -> bool:
-    """Whether a prompt ends with the end of the block: the model is not to think."""
+    """Return whether a prompt ends with the end of the block, so that the model does not reason."""
     return prompt.rstrip().endswith(END_THINK)
 
 
@@ -23,8 +23,8 @@ def closes_block(prompt: str) -> bool:
 class ReasoningFormat:
     """How a family marks its reasoning.
 
-    `assumed`: an output that does not open the block is inside it all the same, unless the prompt has closed it.
-    `implicit_ends`: markers that end it without </think>, but for those in a code block; they belong to what follows.
+    assumed: whether an output without <think> begins inside the block, unless the prompt has closed it.
+    implicit_ends: markers that end the block without </think>, except in a code block. They belong to the answer.
     """
 
     name: str
@@ -32,13 +32,13 @@ class ReasoningFormat:
     implicit_ends: tuple[str, ...] = ()
 
     def inside_after(self, prompt: str, begun: str | None = None) -> bool:
-        """Whether the output of `prompt` begins in the block; `begun` is a message that the output continues."""
+        """Return whether the output of `prompt` begins in the block. `begun`: a message that the output continues."""
         if begun is not None:
             return begun.rfind(THINK) > begun.rfind(END_THINK)
         return prompt.rstrip().endswith(THINK) or (self.assumed and not closes_block(prompt))
 
 
-# By vLLM's names; its parsers differ in what they do with an output that has no marker.
+# By vLLM's names of the parsers, which differ in their treatment of an output without a marker.
 REASONING_FORMATS = MappingProxyType(
     {
         f.name: f
@@ -46,7 +46,7 @@ REASONING_FORMATS = MappingProxyType(
             ReasoningFormat(name="deepseek_r1", assumed=True),
             ReasoningFormat(name="deepseek_v3"),
             ReasoningFormat(name="qwen3"),
-            # Kimi-K2-Thinking may go from thinking to a call without a word between.
+            # Kimi-K2-Thinking may begin a call directly after its reasoning.
             ReasoningFormat(
                 name="kimi_k2",
                 implicit_ends=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
@@ -57,12 +57,12 @@ REASONING_FORMATS = MappingProxyType(
 
 
 class ReasoningParser:
-    """Splits an output that arrives in pieces; where it was cut makes no difference."""
+    """Splits an output that arrives in pieces. The cuts between pieces make no difference."""
 
     def __init__(self, form: ReasoningFormat, *, inside: bool, more_ends: Sequence[str] = ()) -> None:
-        """`more_ends`: as the format's `implicit_ends`, of this request alone."""
+        """Begin an output. `more_ends`: further `implicit_ends` of this request."""
         self._ends = (END_THINK, *form.implicit_ends, *more_ends)
-        self.ended_early = False  # by a marker other than </think>
+        self.ended_early = False  # whether a marker other than </think> ended the block
         self._inside = inside
         self._fence = CodeFence()
         self._buffer = ""
@@ -70,7 +70,7 @@ class ReasoningParser:
 
     @property
     def in_block(self) -> bool:
-        """Whether the text has come into the block, and not out of it."""
+        """Whether the text is inside the block."""
         return self._step in (self._block_begins, self._in_block)
 
     def push(self, text: str) -> list[TextEvent]:
@@ -90,7 +90,7 @@ class ReasoningParser:
         return joined([Content(rest)]) if self._step == self._at_start else []
 
     def _at_start(self, out: list[TextEvent]) -> bool:
-        """Before the first text: a marker of its own may come, also where the prompt has opened the block."""
+        """Read the beginning. A <think> may come, even if the prompt has opened the block."""
         text = self._buffer.lstrip()
         early = len(self._buffer) - len(text) <= MAX_BLANK
         if early and text.startswith(THINK):

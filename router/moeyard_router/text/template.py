@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: its traits, and its rendering as `transformers` renders it, within bounds."""
+"""A checkpoint's chat template: its traits, and its rendering as by `transformers`, but within limits."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from jinja2.sandbox import safe_range
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.bounded import BoundedEnvironment, Elsewhere, UnfoldedEnvironment
 
-# Renders messages; returns None where the template refuses them.
+# Renders messages. Returns None if the template refuses them.
 Render = Callable[[Sequence[dict[str, Any]]], str | None]
-# Texts to look for in a rendering. No template has them.
+# Texts to search for in a rendering. No template has them.
 _FIRST, _SECOND = "moeyardfirst", "moeyardsecond"
 
 
@@ -36,8 +36,8 @@ class TemplateTraits:
     variables: names that the template reads from outside.
     words: its string literals and names of attributes.
     null_content: whether it tests if a message's content is none.
-    alone_first: (first role, other role, whether after a turn) of system and developer messages of which the template
-        shows only the first, or refuses both.
+    alone_first: (first role, other role, whether after a turn) of system and developer messages, if the template
+        shows only the first or refuses both.
     part_roles: roles whose content may be a list of parts. `only_parts`: roles whose content must be one.
     object_arguments: whether arguments of a call must be an object.
     """
@@ -51,12 +51,12 @@ class TemplateTraits:
     object_arguments: bool = False
 
     def knows(self, word: str) -> bool:
-        """Whether the template asks for this role or key; one that does not cannot show it to the model."""
+        """Return whether the template refers to this role or key. Otherwise it cannot show it to the model."""
         return word in self.words
 
 
 def template_traits(environment: UnfoldedEnvironment, source: str) -> TemplateTraits:
-    """Traits of a template; raises `jinja2.TemplateSyntaxError`."""
+    """Return the traits of a template that its source shows. Raises `jinja2.TemplateSyntaxError`."""
     tree = environment.parse(source)
     words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     words |= {node.attr for node in tree.find_all(nodes.Getattr)}
@@ -67,7 +67,7 @@ def template_traits(environment: UnfoldedEnvironment, source: str) -> TemplateTr
 
 
 def tried(traits: TemplateTraits, render: Render) -> TemplateTraits:
-    """Add what a template does with system messages, parts and arguments, as some twenty renderings show."""
+    """Add the traits about system messages, parts and arguments, found by some twenty renderings."""
     roles = ("system", "developer") if traits.knows("developer") else ("system",)
     part_roles = frozenset(role for role in (*roles, "user", "assistant", "tool") if _takes_parts(render, role))
     return replace(
@@ -81,7 +81,7 @@ def tried(traits: TemplateTraits, render: Render) -> TemplateTraits:
 
 
 def _is_alone(render: Render, first: str, other: str, later: bool) -> bool:
-    """Whether the template takes a message of role `first`, and not one of role `other` after it."""
+    """Return whether the template accepts a message of role `first`, but none of role `other` after it."""
     head, user = {"role": first, "content": _FIRST}, {"role": "user", "content": "Hello."}
     if not _shows(render([head, user]), _FIRST):
         return False
@@ -91,7 +91,7 @@ def _is_alone(render: Render, first: str, other: str, later: bool) -> bool:
 
 
 def _takes_parts(render: Render, role: str) -> bool:
-    """Whether the template goes through a list of parts; one that prints the list quotes its texts."""
+    """Return whether the template iterates over a list of parts. One that prints the list quotes its texts."""
     text = render(_turns(role, [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]))
     quoted = text is not None and (f"'{_FIRST}'" in text or f'"{_FIRST}"' in text)
     return _shows(text, _FIRST) and _shows(text, _SECOND) and not quoted
@@ -105,7 +105,7 @@ def _turns(role: str, content: Any) -> list[dict[str, Any]]:
 
 
 def _call(arguments: Any) -> list[dict[str, Any]]:
-    """A conversation with a call. Mistral's templates want ids of nine letters and digits."""
+    """Return a conversation with a call. Mistral's templates require ids of nine letters and digits."""
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     return [{"role": "user", "content": "Hello."}, message]
@@ -137,21 +137,21 @@ RENDER_MEMORY = 1 << 30
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
 )
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued; transformers' word
-_MAX_COMPLAINT = 500  # characters of what a template says when it refuses
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued, as in transformers
+_MAX_COMPLAINT = 500  # characters of a template's error message
 _OPTIONS: Mapping[str, Any] = MappingProxyType({"trim_blocks": True, "lstrip_blocks": True})
 
 
 class ChatTemplate:
     """A Hugging Face chat template: sandboxed jinja with trimmed blocks and a few helpers.
 
-    With `killable` a rendering that takes too long ends this process by SIGPROF; otherwise it raises `Elsewhere` within
-    some 10 ms. Raises `ValueError` for an invalid template.
+    With `killable`, a rendering that takes too long ends this process by SIGPROF. Otherwise it raises `Elsewhere`
+    within about 10 ms. Raises `ValueError` for an invalid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, killable: bool = False) -> None:
         if len(source) > MAX_SOURCE:
-            raise ValueError(f"chat template: has {len(source)} characters, at most {MAX_SOURCE} are read")
+            raise ValueError(f"chat template: has {len(source)} characters, at most {MAX_SOURCE} are allowed")
         extensions = [_GenerationBlocks, jinja2.ext.loopcontrols]
         environment = UnfoldedEnvironment(extensions=extensions, **_OPTIONS)
         environment.filters["tojson"] = _tojson
@@ -169,7 +169,7 @@ class ChatTemplate:
             if killable or bounded.admits(bounded.parse(source)):
                 self._template = (environment if killable else bounded).from_string(source)
             else:
-                environment.compile(source)  # to say now what is wrong with it
+                environment.compile(source)  # raises errors of the template now
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, SyntaxError, MemoryError, OverflowError) as error:
@@ -178,11 +178,11 @@ class ChatTemplate:
         self._lock = threading.Lock()  # the environment has one budget
         self._special_tokens = dict(special_tokens)
         self.source = source
-        with contextlib.suppress(Elsewhere):  # boundary: messages are never rendered here then
+        with contextlib.suppress(Elsewhere):  # boundary: then this process renders no messages
             self.traits = tried(self.traits, self._attempt)
 
     def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """The prompt without anything around, or None where the template refuses the messages."""
+        """Return the prompt without any addition, or None if the template refuses the messages."""
         try:
             return self.render(messages, add_generation_prompt=False, continue_final_message=False, variables={})
         except ApiError:
@@ -196,7 +196,7 @@ class ChatTemplate:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Return the prompt. Raises `ApiError` 400 in the template's words, or `Elsewhere`."""
+        """Return the prompt. Raises `ApiError` 400 with the template's own message, or `Elsewhere`."""
         given = [dict(m) for m in messages]
         if continue_final_message:
             given[-1] = _tagged(given[-1])
@@ -245,7 +245,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks assistant text for training; here it is its body."""
+    """`{% generation %} ... {% endgeneration %}` marks assistant text for training. It renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -255,17 +255,17 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _tagged(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with a tag behind its text, or behind the last of its texts. Raises `ApiError` 400 if it has none."""
+    """Return a message with a tag after its last text. Raises `ApiError` 400 if it has no text."""
     content = message["content"]
     if content is None:
-        raise bad_request("continue_final_message: the last message has no content to go on with", "messages")
+        raise bad_request("continue_final_message: the last message has no content to continue", "messages")
     if isinstance(content, str):
         return {**message, "content": content + _TAG}
     return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _TAG}]}
 
 
 def _cut_at_tag(text: str, content: Any) -> str:
-    """Return the text up to the tag, as transformers cuts it, without blanks that a trimming template would drop."""
+    """Return the text up to the tag, as transformers does. Without blanks there if the template trims the text."""
     last = content if isinstance(content, str) else content[-1]["text"]
     place = text.rfind(_TAG.strip())
     if place < 0 or last.strip() not in text:
@@ -282,7 +282,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja's own filter would escape characters of HTML."""
+    """Return plain JSON. Jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -295,7 +295,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _strftime_short(pattern: str) -> str:
-    """The same where nothing may take long: a number in a pattern is the width of a field."""
+    """Format the time, but leave patterns with numbers to other processes, because a number may be a huge width."""
     if not isinstance(pattern, str) or len(pattern) > 64 or any(map(str.isdigit, pattern)):
         raise Elsewhere
     return _strftime_now(pattern)

@@ -1,10 +1,9 @@
-"""Calls of tools in the text of an answer, found while it arrives.
+"""Finds tool calls in the text of an answer while it arrives.
 
-A family marks a call by strings before and after it, and most by a second pair around all calls. One machine reads
-them all; what a family is like is a `ToolFormat` (tool_formats.py). A call is announced as soon as its head is whole,
-and its arguments are passed on as they come. Until then nothing is certain: text that begins like a call and goes on
-otherwise comes out as content, to the last character. So does a call in a fenced code block, which is an example.
-Where the text was cut into pieces makes no difference.
+Every family marks a call by strings before and after it, and most families use a second pair around all calls. One
+state machine reads all families, each described by a `ToolFormat` (tool_formats.py). A call is reported once its head
+is complete, and then its arguments as they arrive. Text that begins like a call and continues otherwise is content, to
+the last character. So is a call in a fenced code block, which is an example. The cuts between pieces do not matter.
 """
 
 import json
@@ -27,13 +26,13 @@ from moeyard_router.text.json_value import ARGUMENTS, JsonValue, members_of, rea
 from moeyard_router.text.parameters import ParameterReader
 from moeyard_router.text.tool_formats import ToolFormat
 
-MAX_HEAD = 1024  # characters between a call's first marker and its arguments; what is longer is no call
-# The beginning, perhaps cut off, of what may follow the arguments in a call's object; `value` once it is certain.
+MAX_HEAD = 1024  # characters between a call's first marker and its arguments; a longer head is no call
+# The possibly incomplete beginning of other members after the arguments in a call's object.
 _MEMBERS = re.compile(r'\s*(?:,\s*(?:"(?P<key>[^"\\]{0,64})(?:"\s*(?P<value>:.*)?)?)?)?', re.DOTALL)
 
 
 class ToolCallParser:
-    """Reads one choice. `call_id` makes ids where the model writes none; `schemas` are of arguments, by function."""
+    """Reads one choice. `call_id` makes ids if the model writes none. `schemas`: of the arguments, by function."""
 
     def __init__(
         self, form: ToolFormat, *, call_id: Callable[[int], str], schemas: Mapping[str, Mapping[str, Any]] | None = None
@@ -46,18 +45,18 @@ class ToolCallParser:
         self._schema: Mapping[str, Any] = {}  # of the last call
         self._reader: ParameterReader | None = None
         self._fence = CodeFence()
-        self._strays: tuple[str, ...] = ()  # markers that no content may hold: what they belong to has ended before
+        self._strays: tuple[str, ...] = ()  # late end markers to leave out of the content
         self._final = False
         self._calls = 0
-        self._buffer = ""  # text not yet understood
+        self._buffer = ""  # text that is not parsed yet
         self._claimed = ""  # text before it that is part of a call if one follows, and content otherwise
         self._in_section = False
         self._value = JsonValue(())
-        self._pieces: list[str] = []  # of a call or arguments that can be passed on only once they are whole
+        self._pieces: list[str] = []  # of a call or arguments that can be passed on only once they are complete
         self._state = self._content
 
     def push(self, text: str) -> list[TextEvent]:
-        """Take the next piece of text and return the events that became certain."""
+        """Take the next piece of text. Return the events that are certain now."""
         self._buffer += text
         out: list[TextEvent] = []
         while self._state(out):
@@ -65,11 +64,11 @@ class ToolCallParser:
         return joined(out)
 
     def expect(self, *markers: str) -> None:
-        """Leave these markers out of the content, each once."""
+        """Leave the next occurrence of each of these markers out of the content."""
         self._strays = tuple(dict.fromkeys((*self._strays, *(m for m in markers if len(m) > 1))))
 
     def finish(self) -> list[TextEvent]:
-        """Return the rest, once no text follows. A call that was begun ends here."""
+        """Return the remaining events at the end of the text. An open call ends here."""
         self._final = True
         out = self.push("")
         end = CallEnd(self._calls - 1)
@@ -91,7 +90,7 @@ class ToolCallParser:
         return joined([*out, Content(rest)])
 
     def _content(self, out: list[TextEvent]) -> bool:
-        """Until a marker. White space waits too: before a call, or after the last one, it is no content."""
+        """Read content up to a marker. White space is held back, because next to a call it is no content."""
         text = self._buffer
         markers = (*self._openers, *self._strays)
         found = [(i, marker) for marker in markers if (i := text.find(marker)) >= 0]
@@ -113,13 +112,13 @@ class ToolCallParser:
             self._buffer = text[keep:]
             return False
         self._claimed, self._buffer = text[keep:behind], text[behind:]
-        # A call without a section's first marker may have its last one all the same.
+        # A call without a section's first marker may still have its last one.
         self._in_section = bool(self._form.section_end)
         self._state = self._head if marker == self._form.call_begin else self._section
         return True
 
     def _section(self, out: list[TextEvent]) -> bool:
-        """Before a call of a section, or behind its last one."""
+        """Read a section before a call, or after its last call."""
         form = self._form
         blank = len(self._buffer) - len(self._buffer.lstrip(form.between))
         self._claim(min(blank, MAX_HEAD - len(self._claimed)))
@@ -147,7 +146,7 @@ class ToolCallParser:
         return self._give_up(out)
 
     def _head(self, out: list[TextEvent]) -> bool:
-        """Behind a call's first marker."""
+        """Read the head of a call, after its first marker."""
         text, form = self._buffer, self._form
         match = form.head.match(text[:MAX_HEAD])
         if match:
@@ -175,8 +174,8 @@ class ToolCallParser:
         return certain and self._give_up(out)
 
     def _whole_call(self, out: list[TextEvent]) -> bool:
-        """A call whose keys come in an unusual order, so that it is known only once it is whole."""
-        own = self._form.call_begin if len(self._form.call_begin) == 1 else ""  # the object's brace is the marker
+        """Read a complete call whose keys have an unusual order."""
+        own = self._form.call_begin if len(self._form.call_begin) == 1 else ""  # the marker is the object's brace
         fresh = self._value.fresh
         end, ended = self._value.scan((own if fresh else "") + self._buffer, final=self._final)
         end -= len(own) if fresh else 0
@@ -192,13 +191,13 @@ class ToolCallParser:
         self._begin(out, call.name, None)
         out.append(CallArguments(self._calls - 1, call.arguments))
         self._claimed = self._misplaced(call.others)
-        self._buffer = "}" * len(own) + self._buffer  # where that brace is the last marker, it is still to be read
+        self._buffer = "}" * len(own) + self._buffer  # the brace is also the last marker, which `_closing` reads
         self._state = self._closing
         return True
 
     def _parameters(self, out: list[TextEvent]) -> bool:
-        """Within arguments that are written one by one."""
-        assert self._reader is not None, "a head was read before"
+        """Read arguments that are written one by one."""
+        assert self._reader is not None, "the head comes first"
         text, self._buffer, ended = self._reader.read(self._buffer, final=self._final)
         out.append(CallArguments(self._calls - 1, text))
         if ended:
@@ -206,7 +205,7 @@ class ToolCallParser:
         return ended
 
     def _arguments(self, out: list[TextEvent]) -> bool:
-        """Within the arguments: an object that streams, or a JSON string with the object inside."""
+        """Read arguments: an object, which streams, or a JSON string that contains the object."""
         quoted = bool(self._pieces) or (self._value.fresh and self._buffer.startswith('"'))
         end, ended = self._value.scan(self._buffer, final=self._final)
         text, self._buffer = self._buffer[:end], self._buffer[end:]
@@ -224,7 +223,7 @@ class ToolCallParser:
         return True
 
     def _members(self, out: list[TextEvent]) -> bool:
-        """Behind the arguments within a call's object: its other members, such as an id."""
+        """Read other members, such as an id, after the arguments in a call's object."""
         text = self._buffer
         match = _MEMBERS.fullmatch(text)
         self._state = self._closing
@@ -235,14 +234,14 @@ class ToolCallParser:
         if ended is None and len(text) < MAX_HEAD:
             self._state = self._members
             return False
-        size = end - 1 if ended else end  # without the object's brace, which models forget at times
+        size = end - 1 if ended else end  # without the object's brace, which models sometimes forget
         others = members_of("{" + text[:size].lstrip()[1:] + "}") if ended is not None else None
         if others is not None:
             self._claimed, self._buffer = self._misplaced(others), text[size:]
         return True
 
     def _closing(self, out: list[TextEvent]) -> bool:
-        """Behind the arguments: the call's last marker, which models forget at times."""
+        """Read the call's last marker, which models sometimes forget."""
         form = self._form
         text = self._buffer.lstrip(form.closing)
         self._buffer = text
@@ -263,18 +262,18 @@ class ToolCallParser:
     def _begin(self, out: list[TextEvent], name: str, call_id: str | None) -> None:
         out.append(CallBegin(self._calls, call_id or self._call_id(self._calls), name))
         self._schema = self._schemas.get(name, {})
-        self._fence.push("\n")  # text behind the call begins a line
+        self._fence.push("\n")  # text after the call begins a line
         self._do_not_expect(self._form.call_end)
         self._calls += 1
         self._claimed = ""
 
     def _misplaced(self, others: Mapping[str, str]) -> str:
-        """Arguments among the other members of a call's object, as they are written."""
+        """Return the text of arguments among the other members of a call's object."""
         misplaced = {key: value for key, value in others.items() if self._is_argument(key) and value != "{}"}
         return ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in misplaced.items())
 
     def _is_argument(self, key: str | None) -> bool:
-        """Whether a member of the last call's object of this name holds arguments, or is one."""
+        """Return whether a member with this name in the last call's object holds arguments, or is an argument."""
         declared = self._schema.get("properties")
         return key in ARGUMENTS or (isinstance(declared, Mapping) and key in declared)
 
@@ -289,7 +288,7 @@ class ToolCallParser:
         self._claimed, self._buffer = self._claimed + self._buffer[:size], self._buffer[size:]
 
     def _give_up(self, out: list[TextEvent]) -> bool:
-        """Make content of what was claimed for a call that is none, and read on behind it."""
+        """Turn the claimed text into content, because it is not a call."""
         self._say(out, self._claimed)
         self._claimed = ""
         self._state = self._content
@@ -297,7 +296,7 @@ class ToolCallParser:
 
 
 def _may_be_object(form: ToolFormat, text: str) -> bool:
-    """Whether the text behind a call's first marker, so far, may be that of a JSON object."""
+    """Return whether the text after a call's first marker may be a JSON object."""
     start = text.lstrip()
     return len(form.call_begin) == 1 or start.startswith("{") or not start
 

@@ -1,4 +1,4 @@
-"""How the served families write calls of tools, by vLLM's names of their parsers."""
+"""The formats of tool calls of the supported families, by vLLM's names of their parsers."""
 
 import re
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from moeyard_router.text.reasoning import END_THINK, REASONING_FORMATS, THINK, R
 class ToolFormat:
     """How a family writes calls: [section_begin] (call_begin head arguments closing call_end)+ [section_end].
 
-    `head` matches the text between `call_begin` and the arguments, with a group `name` and perhaps `id`. It ends before
-    the arguments' first character, or before the marker behind a call without arguments. It never looks further and
-    matches in one way only. `inner` are the markers in it. `section_variants` are other spellings of the section's two
-    markers, which models write at times.
-
-    `between` and `closing` are characters without a meaning that may stand around calls and behind arguments. With
-    `whole`, a call is a JSON object of `name` and `arguments`, which is read in one piece if its keys come in another
-    order than `head` has them. With `parameters`, arguments are written one by one; those that are one JSON object all
-    the same are read too. `id_length`: the family's templates accept only ids of this many letters and digits.
-    `written` is how the family's own templates write a call, in three parts: before the function's name, from there to
-    the arguments ({index} is the call's number), and after them. `opening` stands before the first call, `joint`
-    between two. `unthought` is the beginning of a call that models of the family also make while they think, without
-    the end of their reasoning.
+    head: matches the text between `call_begin` and the arguments, with a group `name` and perhaps `id`. It ends before
+        the first character of the arguments, or before the marker after a call without arguments. It never looks
+        further and matches in one way only.
+    inner: the markers in `head`.
+    section_variants: other spellings of the section's two markers, which models sometimes write.
+    between, closing: characters without meaning around calls, and after arguments.
+    whole: whether a call is a JSON object of `name` and `arguments`. It is read as one piece if its keys have another
+        order than in `head`.
+    parameters: markup of arguments that are written one by one. Arguments that are one JSON object are read too.
+    id_length: number of letters and digits of ids, if the family's templates accept no other length.
+    written: a call in the family's templates in three parts: before the function's name, from there to the arguments
+        ({index} is the call's number), and after them. `opening`: before the first call. `joint`: between two calls.
+    unthought: the beginning of a call that models of the family also make without ending their reasoning.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ToolFormat:
 
     @property
     def section_begins(self) -> tuple[str, ...]:
-        """The marker before all calls, in every spelling; none for a family without sections."""
+        """All spellings of the marker before all calls. Empty for a family without sections."""
         return (self.section_begin, *(begin for begin, _ in self.section_variants)) if self.section_begin else ()
 
     @property
@@ -57,19 +57,19 @@ class ToolFormat:
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Markers that end content: the section's, and a call's own where it cannot be mistaken."""
+        """Markers that end content: the section's, and a call's own if it is longer than a character."""
         return (*self.section_begins, *((self.call_begin,) if len(self.call_begin) > 1 else ()))
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All strings that must be seen in the text, special tokens or not."""
+        """All strings that must be visible in the text, even if they are special tokens."""
         given = (*self.section_begins, self.call_begin, *self.inner, self.call_end, *self.section_ends)
         return tuple(dict.fromkeys(m for m in given if len(m) > 1))
 
 
 _DEEPSEEK_END = "<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>"
 _DEEPSEEK_HEAD = re.compile(
-    # V3 and R1 say "function", the separator, the name and a fence; V3.1 the name and the separator.
+    # V3 and R1 write "function", the separator, the name and a fence. V3.1 writes the name and the separator.
     r"\s*(?:function<｜tool▁sep｜>(?=[^\s{]))?(?P<name>[^\s<>`{]{1,256})\s*"
     rf'(?:(?:<｜tool▁sep｜>\s*)?```(?:json)?\s*(?=[{{"]|(?:```\s*)?(?:{_DEEPSEEK_END}))'
     rf'|<｜tool▁sep｜>\s*(?=[{{"]|{_DEEPSEEK_END})|(?={_DEEPSEEK_END}))'
@@ -78,7 +78,7 @@ _KIMI_END = r"<\|tool_call_end\|>|<\|tool_calls?_section_end\|>"
 
 
 def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolFormat:
-    """Both formats are read, whichever is named; the grammar of required calls is the named one's."""
+    """Return a format that reads both forms. `written` and `joint` are the grammar of required calls."""
     return ToolFormat(
         name=name,
         section_begin="<｜tool▁calls▁begin｜>",
@@ -113,7 +113,7 @@ _FORMATS = (
         "deepseek_v3", ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"), "\n"
     ),
     _deepseek("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), ""),
-    # The model writes the id too, and its template expects it back: functions.NAME:N, N counting over a conversation.
+    # The model also writes the id, and its template expects it back: functions.NAME:N. N counts over a conversation.
     ToolFormat(
         name="kimi_k2",
         section_begin="<|tool_calls_section_begin|>",
@@ -143,8 +143,8 @@ _FORMATS = (
         opening=" [",
         joint=", ",
     ),
-    # Qwen3-Coder and its kin: <tool_call> around each call, in which "function" is what marks one; at times it is left
-    # out. Templates write one parameter a line, and its value in lines of its own.
+    # Qwen3-Coder and similar models: <tool_call> around each call, in which <function= marks the call. Models sometimes
+    # omit <tool_call>. Templates write each name and each value on separate lines.
     ToolFormat(
         name="qwen3_coder",
         section_begin="<tool_call>",
@@ -164,10 +164,10 @@ _FORMATS = (
         written=("<function=", ">\n", "</function>\n"),
         opening="\n",
         joint="</tool_call>\n<tool_call>\n",
-        # Seen of Qwen3.5 (vLLM's issue 35687).
+        # Qwen3.5 does this (vLLM's issue 35687).
         unthought="<tool_call>\n<function=",
     ),
-    # As encoding_dsv32.py beside the model writes it: string="true" before a text as it is, "false" before JSON.
+    # As in the model's encoding_dsv32.py: string="true" before a plain text, "false" before JSON.
     ToolFormat(
         name="deepseek_v32",
         section_begin=f"<{_DSML}function_calls>",
@@ -192,8 +192,8 @@ _FORMATS = (
     ),
 )
 TOOL_FORMATS = MappingProxyType({f.name: f for f in _FORMATS})
-# vLLM's grammar of required calls, for models that have no format of their own or were not shown the tools. Nothing
-# stands in front of the list, so that its bracket can be the marker.
+# vLLM's grammar of required calls, for models without a format, or whose prompt does not show the tools. The list comes
+# first in the output, so its bracket can be the marker.
 JSON_CALLS = ToolFormat(
     name="json",
     section_begin="[",
@@ -208,7 +208,7 @@ JSON_CALLS = ToolFormat(
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template writes calls in, by its markers; None where it shows none that is known here."""
+    """Return the format of calls in a chat template, by its markers. None if it shows no known format."""
     if _DSML in template:
         return TOOL_FORMATS["deepseek_v32"]
     if "<｜tool▁calls▁begin｜>" in template:
@@ -221,7 +221,7 @@ def tool_format_of(template: str) -> ToolFormat | None:
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """The format of a model's reasoning, by the markers in its chat template; None for one that does not think."""
+    """Return the format of a model's reasoning, by the markers in its chat template. None if it has none."""
     if THINK not in template and END_THINK not in template:
         return None
     if "<|tool_calls_section_begin|>" in template:
