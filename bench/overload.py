@@ -39,7 +39,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeyard.clients.bench.workload import arrivals
-from moeyard_router.config import DoorConfig, RouterConfig, WorkerAddress
+from moeyard_router.config import AccessConfig, RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer, run_router
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -376,7 +376,7 @@ def main() -> None:
             if args.keys:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 (folder / "keys").write_text("".join(f"{name}:{key}\n" for name, key in KEYS.items()))
-                fields["door"] = DoorConfig(api_key_file=folder / "keys")
+                fields["access"] = AccessConfig(api_key_file=folder / "keys")
             url, router = stack.enter_context(paced_fleet(args.workers, pace, fields))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(drill(args, url, router))

@@ -38,7 +38,7 @@ _LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorConfig:
+class AccessConfig:
     """Access to the API: keys, TLS, allowed origins and the access log (docs/security.md).
 
     api_key_file, api_keys: all keys of both are valid (`api_keys` are plain, from the environment). Without any, no key
@@ -226,7 +226,7 @@ class RouterConfig:
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     prefix_caching: bool = True
-    door: DoorConfig = DoorConfig()
+    access: AccessConfig = AccessConfig()
     restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"

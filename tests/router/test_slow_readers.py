@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from tests.limits import HANG_SECONDS
 
-from moeyard_router.config import DoorConfig
+from moeyard_router.config import AccessConfig
 from moeyard_router.http.connection import SlowReader
 
 TIMEOUT = 0.4
@@ -53,7 +53,7 @@ def lines(caplog):
 
 
 def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
-    service = start(1, send_timeout=TIMEOUT, door=DoorConfig(access_log=True))
+    service = start(1, send_timeout=TIMEOUT, access=AccessConfig(access_log=True))
     [worker] = service.workers
     worker.pace = 0.03  # it would go on for 6 s
     # What a connection's kernel buffers take up it has from the socket that listens.
@@ -79,7 +79,7 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
 
 def test_the_line_of_the_answer_that_was_cut_says_so(start, wait_for, lines):
     """Not that of a request behind it on the same connection, which has no answer yet."""
-    service = start(1, send_timeout=TIMEOUT, door=DoorConfig(access_log=True))
+    service = start(1, send_timeout=TIMEOUT, access=AccessConfig(access_log=True))
     [worker] = service.workers
     worker.pace = 0.03
     service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

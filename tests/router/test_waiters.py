@@ -7,7 +7,7 @@ import time
 from tests.router.launcher import validate
 from tests.router.scripted_worker import ScriptedWorker
 
-from moeyard_router.config import DoorConfig, WorkerAddress
+from moeyard_router.config import AccessConfig, WorkerAddress
 from moeyard_router.fleet.waiters import ready_sequences
 
 BODY = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -82,7 +82,7 @@ def test_who_waits_is_told_when_the_fleet_is_lost(start, pool, wait_for):
 
 def test_keys_take_turns_and_the_fattest_makes_room(start, pool, wait_for, tmp_path):
     (tmp_path / "keys").write_text("many:key-of-many\nfew:key-of-few\n")
-    service = start(1, worker_places=1, max_inflight=8, door=DoorConfig(api_key_file=tmp_path / "keys"))
+    service = start(1, worker_places=1, max_inflight=8, access=AccessConfig(api_key_file=tmp_path / "keys"))
     service.client.headers["authorization"] = "Bearer key-of-many"
     service.workers[0].paused = True
     lock, ended = threading.Lock(), []

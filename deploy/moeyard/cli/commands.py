@@ -17,7 +17,7 @@ from moeyard.local.model_source import checkpoint
 from moeyard.local.serve_config import ServeConfig
 from moeyard.logs import LogConfig
 from moeyard.options import CHANGEABLE, add_options, count, duration, port, rank, read_with
-from moeyard_router.config import KEY_VARIABLE, DoorConfig, RouterConfig
+from moeyard_router.config import KEY_VARIABLE, AccessConfig, RouterConfig
 from moeyard_router.text.reasoning import REASONING_FORMATS
 from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
@@ -146,7 +146,7 @@ def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, gr
     formats = {"tool_call_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
     add_options(
         parser,
-        *(EngineConfig, ServeConfig, RouterConfig, DoorConfig, LogConfig),
+        *(EngineConfig, ServeConfig, RouterConfig, AccessConfig, LogConfig),
         groups=groups,
         choices={"shape": tuple(SHAPES), **{name: ("auto", "none", *known) for name, known in formats.items()}},
         without=() if name == "serve" else ("config",),

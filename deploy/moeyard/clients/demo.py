@@ -16,7 +16,7 @@ from moeyard.clients.target_config import parse_target
 from moeyard.local.serve import Running, serve
 from moeyard.local.settings import engine_config
 from moeyard.logs import LogConfig
-from moeyard_router.config import DoorConfig
+from moeyard_router.config import AccessConfig
 
 # Addresses like this one are what the bundled model read most (deploy/demo/README.md). Sampled, because the greedy text
 # of so small a model runs in circles; seeded, so that everybody sees the same.
@@ -46,7 +46,7 @@ def demo(args: argparse.Namespace) -> int:
         threading.Thread(target=show, args=(running,), name="demo", daemon=True).start()
 
     # Its figures are for a terminal, with nothing between them that is not wrong.
-    code = serve(args, engine_config(args), door=DoorConfig(), log=LogConfig(level="warning"), on_ready=on_ready)
+    code = serve(args, engine_config(args), access=AccessConfig(), log=LogConfig(level="warning"), on_ready=on_ready)
     return 1 if errors else code
 
 

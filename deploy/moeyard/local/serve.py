@@ -27,8 +27,8 @@ from moeyard.local.model_source import hub_id
 from moeyard.local.serve_config import ServeConfig
 from moeyard.local.settings import (
     ApiSettings,
+    access_config,
     api_settings,
-    door_config,
     engine_config,
     log_config,
     router_fields,
@@ -39,7 +39,7 @@ from moeyard.logs import LogConfig
 from moeyard.options import values
 from moeyard.signals import noted
 from moeyard_router.api.request_scope import log_context
-from moeyard_router.config import DoorConfig, RouterConfig
+from moeyard_router.config import AccessConfig, RouterConfig
 from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import is_loopback
 from moeyard_worker.config.engine_config import EngineConfig, loading_rates
@@ -64,15 +64,15 @@ class Running:
 
 def run(args: argparse.Namespace) -> int:
     logs.outlive_full_disk()
-    door, log = door_config(args), log_config(args)
-    return serve(args, engine_config(args), door=door, log=log)
+    access, log = access_config(args), log_config(args)
+    return serve(args, engine_config(args), access=access, log=log)
 
 
 def serve(
     args: argparse.Namespace,
     config: EngineConfig,
     *,
-    door: DoorConfig,
+    access: AccessConfig,
     log: LogConfig,
     on_ready: Callable[[Running], None] | None = None,
 ) -> int:
@@ -85,8 +85,8 @@ def serve(
     logs.start(log, context=log_context)
     # Raise the limit first: Ray, the ranks and the routers inherit it.
     connections = most_connections(files := raise_file_limit(), config.num_workers)
-    KeyRing(door)
-    open_certificate(door)
+    KeyRing(access)
+    open_certificate(access)
     model = served_model(config)
     api = api_settings(args, config)
     placement = placement_of(options.expert_placement, model, config.num_workers)
@@ -94,7 +94,7 @@ def serve(
     checked = check_before_start(config, model, api=api, local=local, placement=placement, hub_model=hub_model)
     sock = bind(args.host, args.port, shared=True)
     check_device(args)
-    warn_if_open(door, args.host)
+    warn_if_open(access, args.host)
     fetch_missing(checked, config, model)
     if local:
         ray_config.prepare_local(config.threads)
@@ -136,7 +136,7 @@ def serve(
                 print(line, file=sys.stderr, flush=True)
             router = dataclasses.replace(
                 router_config(args, config, model, api=api, ranks=ranks, port=sock.getsockname()[1]),
-                door=door,
+                access=access,
                 keys=keys.of_router(),
                 max_connections=connections,
             )
@@ -209,7 +209,7 @@ def device_named(args: argparse.Namespace) -> str:
 
 
 def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> Running:
-    scheme = router.door.scheme
+    scheme = router.access.scheme
     url = reachable_url(router.host, router.port, scheme)
     outside = outside_url(router.host, router.port, scheme)
     report = ranks[0].report
@@ -226,9 +226,9 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, second
     return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
 
 
-def warn_if_open(door: DoorConfig, host: str) -> None:
+def warn_if_open(access: AccessConfig, host: str) -> None:
     """Print a warning if other machines can use the API without a key."""
-    if not door.asks_for_key and not is_loopback(host):
+    if not access.asks_for_key and not is_loopback(host):
         print(
             f"moeyard: warning: the API listens on {host} and asks for no key, so anyone who reaches it can use it; "
             "see --api-key-file",

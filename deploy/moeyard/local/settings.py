@@ -11,7 +11,7 @@ from moeyard.local.model_source import described, hub_id, local_directory
 from moeyard.local.serve_config import GENERATION_CONFIG, take_keys
 from moeyard.logs import LogConfig
 from moeyard.options import DEFAULTS, declared, values, with_flags
-from moeyard_router.config import DoorConfig, RouterConfig, SamplingDefaults
+from moeyard_router.config import AccessConfig, RouterConfig, SamplingDefaults
 from moeyard_router.http.origins import parse_origins
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
@@ -62,11 +62,11 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(model_path=hub_id(args.model) or local_directory(args), **given)
 
 
-def door_config(args: argparse.Namespace) -> DoorConfig:
+def access_config(args: argparse.Namespace) -> AccessConfig:
     """Return keys and certificates of the flags and the environment. Raises ValueError for an invalid origin."""
-    given = values(DoorConfig, args)
+    given = values(AccessConfig, args)
     given["allowed_origins"] = tuple(parse_origins(given["allowed_origins"]))
-    return DoorConfig(**given, api_keys=take_keys())
+    return AccessConfig(**given, api_keys=take_keys())
 
 
 def log_config(args: argparse.Namespace) -> LogConfig:

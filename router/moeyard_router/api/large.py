@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from moeyard_router.api.intake import Intake, Job, Prompt
 from moeyard_router.api.surfaces import READERS
-from moeyard_router.config import DoorConfig, RouterConfig
+from moeyard_router.config import AccessConfig, RouterConfig
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
@@ -163,8 +163,8 @@ class Bodies:
         self._limit = config.max_buffered_bytes
         self._count = config.intake_processes
         self._held = 0
-        # Without `DoorConfig`: the processes serve no clients and need no API keys.
-        self._config = CONFIGS.dump_json(replace(config, door=DoorConfig()))
+        # Without `AccessConfig`: the processes serve no clients and need no API keys.
+        self._config = CONFIGS.dump_json(replace(config, access=AccessConfig()))
         self._threads = ThreadPoolExecutor(config.intake_processes, thread_name_prefix="large-body")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="long-answer")
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moeyard_router.config import DoorConfig
+from moeyard_router.config import AccessConfig
 
 log = logging.getLogger(__name__)
 
@@ -77,16 +77,16 @@ class KeyRing:
     lines that begin with # are skipped. Raises `ValueError` naming file and line, never the key.
     """
 
-    def __init__(self, door: DoorConfig) -> None:
+    def __init__(self, access: AccessConfig) -> None:
         # Lookups use a digest keyed by a secret of this process. An attacker cannot predict it, so the time of a lookup
         # does not reveal how close a guess was.
         self._secret = secrets.token_bytes(32)
-        self._file = door.api_key_file
-        self._fixed = [_entry(key, f"API key {i + 1} of the environment") for i, key in enumerate(door.api_keys)]
+        self._file = access.api_key_file
+        self._fixed = [_entry(key, f"API key {i + 1} of the environment") for i, key in enumerate(access.api_keys)]
         self._names: dict[bytes, str] | None = None
         files = () if self._file is None else (self._file,)
         self.refresh = WatchedFiles(files, self._load, fallback="the previous API keys remain valid").refresh
-        if door.asks_for_key:
+        if access.asks_for_key:
             self._load()
 
     @property
@@ -157,11 +157,11 @@ def _entry(text: str, where: str) -> tuple[str, bytes, str]:
 class Certificate:
     """TLS 1.2 or newer from PEM files, with HTTP/1.1 by ALPN. Raises `ValueError` naming the file at fault."""
 
-    def __init__(self, door: DoorConfig) -> None:
-        assert door.ssl_certfile is not None
-        self._keyfile = door.ssl_keyfile
-        self._ca_certs = door.ssl_ca_certs
-        self._files = (door.ssl_certfile, *([] if door.ssl_keyfile is None else [door.ssl_keyfile]))
+    def __init__(self, access: AccessConfig) -> None:
+        assert access.ssl_certfile is not None
+        self._keyfile = access.ssl_keyfile
+        self._ca_certs = access.ssl_ca_certs
+        self._files = (access.ssl_certfile, *([] if access.ssl_keyfile is None else [access.ssl_keyfile]))
         watched = self._files if self._ca_certs is None else (*self._files, self._ca_certs)
         self.refresh = WatchedFiles(watched, self._load, fallback="the previous certificate remains in use").refresh
         self._newest = self.context = self._open()
@@ -198,11 +198,11 @@ class Certificate:
         return context
 
 
-def open_certificate(door: DoorConfig) -> Certificate | None:
+def open_certificate(access: AccessConfig) -> Certificate | None:
     """Return the TLS certificate, None for plain HTTP. Raises `ValueError` naming the file at fault."""
-    if door.ssl_certfile is not None:
-        return Certificate(door)
-    if door.ssl_keyfile is not None or door.ssl_ca_certs is not None:
+    if access.ssl_certfile is not None:
+        return Certificate(access)
+    if access.ssl_keyfile is not None or access.ssl_ca_certs is not None:
         raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
     return None
 

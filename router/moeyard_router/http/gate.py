@@ -49,11 +49,11 @@ class RequestGate:
     ) -> None:
         self._app = app
         self._keys = keys
-        self._origins = Origins(config.door.allowed_origins, host=config.host, needs_key=keys.needs_key)
+        self._origins = Origins(config.access.allowed_origins, host=config.host, needs_key=keys.needs_key)
         self._metrics = metrics
         self._paths = paths
-        self._keyless = PROBES | PAGES | (frozenset() if config.door.protect_metrics else METRICS)
-        self._log = config.door.access_log
+        self._keyless = PROBES | PAGES | (frozenset() if config.access.protect_metrics else METRICS)
+        self._log = config.access.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

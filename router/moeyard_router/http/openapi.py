@@ -205,10 +205,10 @@ def describe(config: RouterConfig) -> dict[str, Any]:
     schemas = generated["$defs"] | json.loads((_FILES / "replies.json").read_text(encoding="utf-8"))
     schemas = copy.deepcopy(schemas)
     narrow(schemas, vocab_size=config.vocab_size)
-    keys = config.door.asks_for_key
+    keys = config.access.asks_for_key
     paths: dict[str, Any] = {}
     for op in OPERATIONS:
-        is_metrics = op.path.startswith("/metrics") and not config.door.protect_metrics
+        is_metrics = op.path.startswith("/metrics") and not config.access.protect_metrics
         guarded = keys and op.needs_key and not is_metrics
         paths.setdefault(op.path, {})[op.method] = _operation(op, guarded=guarded)
     document: dict[str, Any] = {

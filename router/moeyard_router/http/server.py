@@ -73,8 +73,8 @@ class RouterServer:
         self._sock = sock
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._keys = KeyRing(config.door)
-        self._certificate = open_certificate(config.door)
+        self._keys = KeyRing(config.access)
+        self._certificate = open_certificate(config.access)
         self._codec = open_codec(config.model_path, config.chat_template)
         self._formats = formats_of(config, self._codec)
         self._metrics = RouterMetrics(config.model_name)
@@ -128,7 +128,7 @@ class RouterServer:
                 task.result()  # raise a bug of the task
 
     def _files(self) -> list[Callable[[], None]]:
-        refresh = [self._keys.refresh] if self._config.door.api_key_file is not None else []
+        refresh = [self._keys.refresh] if self._config.access.api_key_file is not None else []
         return refresh if self._certificate is None else [*refresh, self._certificate.refresh]
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from moeyard.cli.commands import build_parser
-from moeyard.local.settings import door_config, engine_config, router_fields
+from moeyard.local.settings import access_config, engine_config, router_fields
 from moeyard_router.config import KEY_VARIABLE, RouterConfig
 
 
@@ -84,7 +84,7 @@ def test_the_key_is_taken_out_of_the_environment(monkeypatch):
     """No process that the server starts inherits it."""
     monkeypatch.setenv(KEY_VARIABLE, "sk-secret")
     args, _ = parse()
-    assert door_config(args).api_keys == ("sk-secret",)
+    assert access_config(args).api_keys == ("sk-secret",)
     assert KEY_VARIABLE not in os.environ
 
 

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from tests.limits import HANG_SECONDS
 
-from moeyard_router.config import DoorConfig
+from moeyard_router.config import AccessConfig
 from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import Origins, is_loopback, parse_origins
 
@@ -46,7 +46,7 @@ def test_without_keys_any_key_will_do(service):
 
 
 def test_keys(start, key_file):
-    service = start(1, door=DoorConfig(api_key_file=key_file, api_keys=("from-the-environment",)))
+    service = start(1, access=AccessConfig(api_key_file=key_file, api_keys=("from-the-environment",)))
     get = service.client.get
     for path in (*PROBES, "/metrics", "/metrics/targets", "/docs", "/openapi.json"):
         assert get(path).status_code == 200, path
@@ -79,14 +79,14 @@ def test_keys(start, key_file):
 
 
 def test_metrics_can_be_protected(start, key_file):
-    service = start(1, door=DoorConfig(api_key_file=key_file, protect_metrics=True))
+    service = start(1, access=AccessConfig(api_key_file=key_file, protect_metrics=True))
     assert service.client.get("/metrics").status_code == 401
     assert service.client.get("/metrics", headers=bearer(KEY)).status_code == 200
     assert service.client.get("/readyz").status_code == 200
 
 
 def test_changed_key_file_is_read_again(key_file, caplog):
-    keys = KeyRing(DoorConfig(api_key_file=key_file))
+    keys = KeyRing(AccessConfig(api_key_file=key_file))
     assert keys.name_of(KEY.encode()) == "team-a"
     assert keys.name_of(OTHER.encode()) == "team-b"
     assert keys.name_of(b"unnamed") == f"key-{hashlib.sha256(b'unnamed').hexdigest()[:8]}"
@@ -118,7 +118,7 @@ def test_changed_key_file_is_read_again(key_file, caplog):
 
 
 def test_router_reads_changed_keys(start, key_file, wait_for):
-    service = start(1, door=DoorConfig(api_key_file=key_file))
+    service = start(1, access=AccessConfig(api_key_file=key_file))
     key_file.write_text("fresh\n")
     wait_for(lambda: service.client.get("/v1/models", headers=bearer("fresh")).status_code == 200, "it must be read")
     assert service.client.get("/v1/models", headers=bearer(KEY)).status_code == 401
@@ -143,18 +143,18 @@ def test_bad_key_files(tmp_path, text, named):
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ValueError, match=named) as caught:
-        KeyRing(DoorConfig(api_key_file=path))
+        KeyRing(AccessConfig(api_key_file=path))
     assert str(path) in str(caught.value)
     assert "schlüssel" not in str(caught.value)
 
 
 def test_unreadable_key_file(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
-        KeyRing(DoorConfig(api_key_file=tmp_path / "none"))
+        KeyRing(AccessConfig(api_key_file=tmp_path / "none"))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="UTF-8"):
-        KeyRing(DoorConfig(api_key_file=tmp_path / "bytes"))
-    assert "secret" not in repr(DoorConfig(api_keys=("secret",)))
+        KeyRing(AccessConfig(api_key_file=tmp_path / "bytes"))
+    assert "secret" not in repr(AccessConfig(api_keys=("secret",)))
 
 
 # TLS
@@ -183,7 +183,7 @@ def trusting(authority, client=None):
 
 def test_tls(start, authority, tmp_path, wait_for):
     files = write_certificate(authority, tmp_path)
-    service = start(1, door=DoorConfig(**files), ready=False)
+    service = start(1, access=AccessConfig(**files), ready=False)
     url = service.url.replace("http:", "https:")
     context = trusting(authority)
     with httpx.Client(base_url=url, verify=context, timeout=HANG_SECONDS) as client:
@@ -221,8 +221,8 @@ def test_tls(start, authority, tmp_path, wait_for):
 def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
     ca = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(ca))
-    door = DoorConfig(**write_certificate(authority, tmp_path), ssl_ca_certs=ca)
-    service = start(1, door=door, ready=False)
+    access = AccessConfig(**write_certificate(authority, tmp_path), ssl_ca_certs=ca)
+    service = start(1, access=access, ready=False)
     url = service.url.replace("http:", "https:")
     known = trusting(authority, authority.issue_cert("client@example.org"))
     with httpx.Client(verify=known, timeout=HANG_SECONDS) as client:
@@ -237,7 +237,7 @@ def test_another_authority_of_clients_takes_effect(authority, tmp_path, caplog):
     clients = [trusting(authority, each.issue_cert("client@example.org")) for each in (first, second)]
     ca = tmp_path / "ca.pem"
     first.cert_pem.write_to_path(str(ca))
-    certificate = open_certificate(DoorConfig(**write_certificate(authority, tmp_path), ssl_ca_certs=ca))
+    certificate = open_certificate(AccessConfig(**write_certificate(authority, tmp_path), ssl_ca_certs=ca))
 
     def served():
         found = []
@@ -266,7 +266,7 @@ def test_bad_certificates(authority, tmp_path):
     garbage = tmp_path / "garbage"
     garbage.write_text("nothing")
     certificate = good["ssl_certfile"]
-    for door, named in (
+    for access, named in (
         ({"ssl_certfile": tmp_path / "none"}, "none: No such file"),
         ({**good, "ssl_keyfile": tmp_path / "none"}, "none: No such file"),
         ({**good, "ssl_keyfile": wrong_key}, "does not belong"),
@@ -276,8 +276,8 @@ def test_bad_certificates(authority, tmp_path):
         ({"ssl_keyfile": wrong_key}, "need --ssl-certfile"),
     ):
         with pytest.raises(ValueError, match=named):
-            open_certificate(DoorConfig(**door))
-    assert open_certificate(DoorConfig()) is None
+            open_certificate(AccessConfig(**access))
+    assert open_certificate(AccessConfig()) is None
 
 
 def test_encrypted_key_does_not_ask_at_the_terminal(authority, tmp_path):
@@ -288,12 +288,12 @@ def test_encrypted_key_does_not_ask_at_the_terminal(authority, tmp_path):
     pem = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.BestAvailableEncryption(b"word"))
     files["ssl_keyfile"].write_bytes(pem)
     with pytest.raises(ValueError, match="encrypted"):
-        open_certificate(DoorConfig(**files))
+        open_certificate(AccessConfig(**files))
 
 
 def test_half_a_renewal_changes_nothing(authority, tmp_path, caplog):
     files = write_certificate(authority, tmp_path)
-    certificate = open_certificate(DoorConfig(**files))
+    certificate = open_certificate(AccessConfig(**files))
     key = files["ssl_keyfile"].read_bytes()
     write_certificate(authority, tmp_path)
     new_key = files["ssl_keyfile"].read_bytes()
@@ -323,7 +323,7 @@ def handshake(server, client, name):
 def test_handshakes_during_renewals_succeed(authority, tmp_path):
     """OpenSSL is given certificate and key one after the other; no connection may come in between."""
     files = write_certificate(authority, tmp_path)
-    certificate = open_certificate(DoorConfig(**files))
+    certificate = open_certificate(AccessConfig(**files))
     context, nameless = trusting(authority), trusting(authority)
     nameless.check_hostname = False
     renewed = [handshake(certificate.context, context, "localhost")]
@@ -394,7 +394,7 @@ def test_names_of_other_servers_are_refused_on_loopback(service):
 
 
 def test_allowed_origins(start):
-    service = start(1, door=DoorConfig(allowed_origins=("https://chat.example", "http://localhost:3000")))
+    service = start(1, access=AccessConfig(allowed_origins=("https://chat.example", "http://localhost:3000")))
     body = {"prompt": "x", "max_tokens": 2}
     for origin in ("https://chat.example", "http://localhost:3000"):
         ask = {"origin": origin, "access-control-request-method": "POST"}
@@ -419,7 +419,7 @@ def test_allowed_origins(start):
 
 
 def test_preflight_needs_no_key_and_an_allowed_page_sees_its_401(start, key_file):
-    service = start(1, door=DoorConfig(api_key_file=key_file, allowed_origins=("*",)))
+    service = start(1, access=AccessConfig(api_key_file=key_file, allowed_origins=("*",)))
     origin = {"origin": "https://anybody.example"}
     ask = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "bad/header"}
     preflight = service.client.options(CHAT, headers=ask)
@@ -473,7 +473,7 @@ def lines(caplog):
 
 
 def test_access_log(start, key_file, lines, wait_for, caplog):
-    service = start(1, door=DoorConfig(api_key_file=key_file, access_log=True))
+    service = start(1, access=AccessConfig(api_key_file=key_file, access_log=True))
     service.client.headers.update(bearer(KEY))
 
     def written(count):
@@ -509,7 +509,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
 
 
 def test_access_log_of_streams_that_end_early(start, lines, wait_for):
-    service = start(1, recovery_timeout=0.0, door=DoorConfig(access_log=True))
+    service = start(1, recovery_timeout=0.0, access=AccessConfig(access_log=True))
     service.workers[0].pace = 0.005
     body = {"prompt": "x", "max_tokens": 200, "stream": True}
     with service.client.stream("POST", COMPLETIONS, json=body) as answer:
