@@ -67,21 +67,21 @@ class RouterMetrics:
         self.e2e = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to the end of a choice.", REQUEST_BUCKETS
         )
-        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a choice.", LENGTH_BUCKETS)
-        self._output_length = histogram("request_generation_tokens", "Output tokens of a choice.", LENGTH_BUCKETS)
-        self._longest_output = histogram(
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a choice.", LENGTH_BUCKETS)
+        self.output_length = histogram("request_generation_tokens", "Output tokens of a choice.", LENGTH_BUCKETS)
+        self.longest_output = histogram(
             "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", LENGTH_BUCKETS
         )
-        self._queue = histogram(
+        self.queue = histogram(
             "request_queue_seconds", "Per choice: its wait at the router and in its worker's queue.", REQUEST_BUCKETS
         )
-        self._prefill = histogram(
+        self.prefill = histogram(
             "request_prefill_seconds", "Per choice: from its start at the worker to its first token.", REQUEST_BUCKETS
         )
-        self._decode = histogram(
+        self.decode = histogram(
             "request_decode_seconds", "Per choice: from its first token to its last.", REQUEST_BUCKETS
         )
-        self._max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
+        self.max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
         self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
         self.prompt_tokens = made(
             Counter, "prompt_tokens", "Prompt tokens of requests that got a first token, or asked for none."
@@ -140,22 +140,6 @@ class RouterMetrics:
     def http_took(self, path: str, seconds: float) -> None:
         """Observe the duration of an HTTP answer."""
         self._http_seconds.labels(self._model_name, path).observe(seconds)
-
-    def lengths(self, *, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Observe the lengths of a choice that ended with stop or length."""
-        self._prompt_length.observe(prompt_tokens)
-        self._output_length.observe(output_tokens)
-        self._max_tokens.observe(max_tokens)
-
-    def phases(self, *, queue: float | None, prefill: float | None, decode: float | None) -> None:
-        """Observe the phases of a choice that ended with stop or length, in seconds; None if unknown."""
-        for metric, seconds in ((self._queue, queue), (self._prefill, prefill), (self._decode, decode)):
-            if seconds is not None:
-                metric.observe(seconds)
-
-    def longest(self, output_tokens: int) -> None:
-        """Observe the longest choice of a request whose choices ended with stop or length."""
-        self._longest_output.observe(output_tokens)
 
     def set_workers(self, states: list[str]) -> None:
         """Publish how many workers are in each state."""
@@ -232,6 +216,8 @@ class Timing:
         if reason not in ("stop", "length"):
             return
         self.metrics.e2e.observe(now - self.arrived)
-        self.metrics.lengths(prompt_tokens=prompt_tokens, output_tokens=self.num_tokens, max_tokens=max_tokens)
+        self.metrics.prompt_length.observe(prompt_tokens)
+        self.metrics.output_length.observe(self.num_tokens)
+        self.metrics.max_tokens.observe(max_tokens)
         if self.first is not None and self.num_tokens > 1:
             self.metrics.tpot.observe((self.last - self.first) / (self.num_tokens - 1))

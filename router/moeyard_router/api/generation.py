@@ -197,10 +197,13 @@ class Generation:
         prefill = None if done is None else done.prefill_seconds
         decode = None if timing.first is None else timing.last - timing.first
         if reason in ("stop", "length"):
-            self._metrics.phases(queue=queue, prefill=prefill, decode=decode)
+            metrics = self._metrics
+            for metric, seconds in ((metrics.queue, queue), (metrics.prefill, prefill), (metrics.decode, decode)):
+                if seconds is not None:
+                    metric.observe(seconds)
             if not self._unfinished:
-                self._metrics.longest(max(each.num_tokens for each in self._timings))
-        self._recent.add(
+                metrics.longest_output.observe(max(each.num_tokens for each in self._timings))
+        self._recent.append(
             Phases(
                 id=self._id,
                 index=index,

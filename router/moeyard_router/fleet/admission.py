@@ -196,9 +196,12 @@ class Admission:
         if rank is None:
             count, tokens = len(sequences), sum(len(prompt) for prompt, _ in sequences)
             self.check(now, key, count)
-            for flight, refusal in self.waiters.displace(now, key, lambda: self.capacity.fits(count, tokens)):
+            for flight, refusal in self.waiters.displace(
+                now, key, lambda: self.capacity.refusal(now, count, tokens) is None
+            ):
                 self._end_here(now, flight, refusal)
-            self.capacity.check(now, count, tokens)
+            if (error := self.capacity.refusal(now, count, tokens)) is not None:
+                raise error
         flights = [
             Flight(
                 name=f"{request_id}-{index}",
@@ -227,8 +230,7 @@ class Admission:
 
     def check(self, now: float, key: str | None, count: int = 1) -> None:
         """Raise `ApiError` 429 if `count` sequences of `key` would wait too long. Cheap enough for an early check."""
-        if self.waiters.num_sequences:
-            self.waiters.room.check(now, key, count)
+        self.waiters.room.check(now, key, count)
 
     def abandon(self, now: float, name: str) -> None:
         """Abort a sequence whose client has left. Unknown names are ignored."""

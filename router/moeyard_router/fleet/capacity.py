@@ -65,26 +65,20 @@ class Capacity:
         """Change the limit of sequences. Those in flight stay."""
         self._most = most
 
-    def fits(self, count: int, tokens: int) -> bool:
-        """Return whether `count` sequences with `tokens` prompt tokens may enter."""
-        most = self._most_tokens
-        if self.sequences + count > self._most:
-            return False
-        return most is None or not self.unread_tokens or self.unread_tokens + tokens <= most
-
-    def check(self, now: float, count: int, tokens: int) -> None:
-        """Raise `ApiError` 429 unless `count` sequences with `tokens` prompt tokens may enter."""
+    def refusal(self, now: float, count: int, tokens: int) -> ApiError | None:
+        """Return a 429 if `count` sequences with `tokens` prompt tokens may not enter, else None."""
         missing = self.sequences + count - self._most
         if missing > 0:
             message = f"{self.sequences} of {self._most} sequences are in flight, no room for {count} more"
-            raise ApiError(429, message, reason="queue_full", retry_after=self.wait(now, missing))
+            return ApiError(429, message, reason="queue_full", retry_after=self.wait(now, missing))
         most = self._most_tokens
         # A request of any size enters if no other prompt waits, because it could never enter otherwise.
         if most is not None and self.unread_tokens and self.unread_tokens + tokens > most:
             message = f"{self.unread_tokens} of {most} prompt tokens wait to be read, no room for {tokens} more"
             missing = min(self.unread_tokens + tokens - most, self.unread_tokens)
             wait = retry_after(missing, self._reads.per_second(now))
-            raise ApiError(429, message, reason="queue_full", retry_after=wait)
+            return ApiError(429, message, reason="queue_full", retry_after=wait)
+        return None
 
     def wait(self, now: float, missing: int) -> float:
         """Return the expected seconds until `missing` more sequences have ended, as `retry_after`."""

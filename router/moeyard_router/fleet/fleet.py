@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from moeyard_router.fleet.link import LinkEvents, WorkerLink, gave_up
 from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.orders import Drain
 from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.records import RecentRequests
+from moeyard_router.fleet.records import RECENT, Phases
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Message, SamplingParams
@@ -52,7 +53,7 @@ class Fleet:
         on_lost: Callable[[int, str], None] = lambda rank, reason: None,
     ) -> None:
         self.config = config
-        self.recent = RecentRequests()
+        self.recent: deque[Phases] = deque(maxlen=RECENT)  # choices that ended
         self.loads = LoadsReader(self._ready_links)
         self.admission = Admission(time.monotonic(), config)
         self._metrics = metrics

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+RECENT = 32  # choices in the ring of recent requests
 _MAX_INCIDENTS = 100
 _MAX_REPORTS = 32  # per incident, so that an unstable fleet does not fill the memory
 
@@ -112,9 +113,6 @@ class Incidents:
         return [incident.describe() for incident in reversed(self._ring)]
 
 
-RECENT = 32  # choices in the ring of recent requests
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
     """The phases of one choice that has ended, in seconds; None if unknown.
@@ -138,18 +136,3 @@ class Phases:
     ttft: float | None
     decode: float | None
     total: float
-
-
-class RecentRequests:
-    """A ring of the last choices that ended."""
-
-    def __init__(self) -> None:
-        self._ring: deque[Phases] = deque(maxlen=RECENT)
-
-    def add(self, phases: Phases) -> None:
-        """Add a choice, which replaces the oldest one."""
-        self._ring.append(phases)
-
-    def latest(self) -> list[Phases]:
-        """Return all choices, the latest first."""
-        return list(reversed(self._ring))

@@ -191,7 +191,7 @@ class LiveView:
             "inflight": described["inflight"],
             "router_inflight": [worker["router_inflight"] for worker in described["workers"]],
             "samples": samples,
-            "requests": self._fleet.recent.latest(),
+            "requests": list(reversed(self._fleet.recent)),
         }
 
 
