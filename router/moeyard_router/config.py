@@ -10,7 +10,7 @@ from moeyard_worker.protocol import KvCompression
 
 METRIC_ALIASES = ("vllm",)
 UNKNOWN_FIELDS = ("reject", "ignore")
-# A name of our own: a key meant for api.openai.com reaches no other server.
+# Not OPENAI_API_KEY, so that a key for api.openai.com never reaches another server.
 KEY_VARIABLE = "MOEYARD_API_KEY"
 
 
@@ -34,7 +34,17 @@ class WorkerAddress:
         return not self.endpoint
 
 
-_LEAST_ONE = ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "intake_processes")
+# Fields of `RouterConfig` that must be at least 1, or None where that is allowed.
+_COUNTS = (
+    *("max_model_len", "vocab_size", "max_inflight", "max_choices", "intake_processes"),
+    *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
+    *("max_waiting_tokens", "worker_places", "inflight_per_worker", "max_connections"),
+)
+# Fields that must be more than 0 seconds, or None where that is allowed.
+_DURATIONS = (
+    *("max_queue_seconds", "step_deadline", "canary_interval", "canary_timeout"),
+    *("header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,18 +248,12 @@ class RouterConfig:
         ranks = [w.rank for w in self.workers]
         if ranks != list(range(len(ranks))):
             raise ValueError(f"workers: ranks must be 0..{len(ranks) - 1} in order, got {ranks}")
-        for name in ("max_model_len", "vocab_size", "max_inflight", "max_choices", *_LEAST_ONE):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("max_waiting_tokens", "worker_places", "inflight_per_worker", "max_connections"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:
-            raise ValueError(f"max_queue_seconds: expected more than 0 seconds, got {self.max_queue_seconds}")
-        times = ("step_deadline", "canary_interval", "canary_timeout")
-        for name in (*times, "header_timeout", "body_timeout", "keep_alive_timeout", "send_timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
+        for name in _COUNTS:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        for name in _DURATIONS:
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
         if not 0 <= self.recovery_timeout < math.inf:
             raise ValueError(f"recovery_timeout: expected 0 seconds or more, got {self.recovery_timeout}")
         if self.unknown_fields not in UNKNOWN_FIELDS:

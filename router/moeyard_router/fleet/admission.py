@@ -217,7 +217,7 @@ class Admission:
         ]
         for flight in flights:
             self.flights.enter(flight)
-        if rank is None and (self.waiters.num_sequences or not self.is_whole or not self._has_room()):
+        if rank is None and (self.waiters.queue.num_sequences or not self.is_whole or not self._has_room()):
             self.waiters.push(now, flights)
             if self._tick is None:
                 self._tick = now + TICK_SECONDS
@@ -317,7 +317,7 @@ class Admission:
                 self._emit(Answered(message))
             else:
                 self.lose(now, number, f"worker {number} broke the protocol: it sent a {message.type} message")
-        if self.waiters.num_sequences:
+        if self.waiters.queue.num_sequences:
             self._drain(now)
 
     # Events: time.
@@ -335,7 +335,7 @@ class Admission:
             self._drain(now)
             for flight, refusal in self.waiters.late(now):
                 self._end_here(now, flight, refusal)
-            self._tick = now + TICK_SECONDS if self.waiters.num_sequences else None
+            self._tick = now + TICK_SECONDS if self.waiters.queue.num_sequences else None
         times = [time for time in (self._tick, self._late and self._late[0]) if time is not None]
         times += [self._paused[0][0]] if self._paused else []
         if times:
@@ -360,7 +360,7 @@ class Admission:
             "stopping": self.stopping,
             "recovering": None if self.incidents.open is None else self.incidents.open.reason,
             "inflight": len(self.flights.by_name),
-            "waiting": len(self.flights.waiting()) + self.waiters.num_sequences,
+            "waiting": len(self.flights.waiting()) + self.waiters.queue.num_sequences,
             "workers": [rank.describe() for rank in self.ranks],
         }
 
@@ -375,9 +375,9 @@ class Admission:
         pausing = {flight.name for _, _, flight, _ in self._paused}
         assert all(flight.name in pausing for flight in flights if flight.pauses), "a paused sequence has no timer"
         idle = any(not flight.pauses for flight in self.flights.waiting())
-        idle = idle or (self.waiters.num_sequences > 0 and not self.ranks.any_usable())
+        idle = idle or (self.waiters.queue.num_sequences > 0 and not self.ranks.any_usable())
         assert self.incidents.open is not None or not idle, "nothing will run a waiting sequence"
-        if self.waiters.num_sequences:
+        if self.waiters.queue.num_sequences:
             assert self._tick is not None, "no timer checks the queue"
             assert not self.is_whole or not self._has_room(), "a request is queued while a rank has room"
 
@@ -568,13 +568,13 @@ class Admission:
 
     def _drain(self, now: float) -> None:
         """Start queued requests while a rank has room for them."""
-        if not self.is_whole or not self.waiters.num_sequences:
+        if not self.is_whole or not self.waiters.queue.num_sequences:
             return
         while self._has_room() and (flights := self.waiters.pop(now)):
             self._emit(Waited(flights[0].waited))
             for flight in flights:
                 self._send(now, flight)
-        if self.waiters.num_sequences and not self.ranks.any_usable():
+        if self.waiters.queue.num_sequences and not self.ranks.any_usable():
             self._wait(now, self.ranks.unready() or "no worker takes requests")
 
     def _send(self, now: float, flight: Flight, rank: int | None = None) -> None:

@@ -163,7 +163,7 @@ class Fleet:
     @property
     def num_queued(self) -> int:
         """Number of sequences that wait for their first start."""
-        return self.admission.waiters.num_sequences
+        return self.admission.waiters.queue.num_sequences
 
     def validate(self) -> None:
         """Assert all invariants of the machine, its listeners and its links."""
@@ -205,19 +205,19 @@ class Fleet:
         if self._carries_out:
             return  # an instruction below has called: the loop continues with the new ones
         machine = self.admission
-        self._carries_out = True
-        try:
-            while True:
-                deliveries, machine.deliveries = machine.deliveries, []
-                for now, ticket, index, event in deliveries:
-                    ticket.put(now, index, event)
-                if not machine.instructions:
-                    break
-                instructions, machine.instructions = machine.instructions, []
+        while True:
+            deliveries, machine.deliveries = machine.deliveries, []
+            for now, ticket, index, event in deliveries:
+                ticket.put(now, index, event)
+            if not machine.instructions:
+                break
+            instructions, machine.instructions = machine.instructions, []
+            self._carries_out = True
+            try:
                 for instruction in instructions:
                     self._carry_out_one(instruction)
-        finally:
-            self._carries_out = False
+            finally:
+                self._carries_out = False
         if self._announced:
             announced = self._announced[:]
             self._announced.clear()

@@ -36,11 +36,7 @@ class Waiters:
         self.worker_places = None if places is None else places + ready_sequences(places, self._answer)
         self._most_inflight = config.most_inflight
         self.room = WaitingRoom(now, self._running(len(config.workers)), config.max_queue_seconds)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of waiting sequences."""
-        return self.room.queue.num_sequences
+        self.queue = self.room.queue
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers."""
@@ -59,7 +55,7 @@ class Waiters:
 
     def pop(self, now: float) -> list[Flight]:
         """Remove and start the sequences of the next request. Empty if none waits."""
-        entry = self.room.queue.first()
+        entry = self.queue.first()
         if entry is None:
             return []
         self.room.start(now, entry)
@@ -78,14 +74,14 @@ class Waiters:
     def answered(self, now: float, flight: Flight) -> None:
         """Take the first token of a sequence as a measurement for the overload limit."""
         if not flight.waited and not flight.began:
-            self.room.overload.answered(now, now - flight.sent, self.room.queue.num_running)
+            self.room.overload.answered(now, now - flight.sent, self.queue.num_running)
 
     def ended(self, now: float, flight: Flight, output: int) -> None:
         """Settle the charge of a sequence that ended after `output` tokens, or remove it from the queue."""
         if flight.entry is not None:
             self._withdraw(now, flight, flight.entry)
         elif flight.charged is not None:
-            self.room.queue.ended(flight.key, flight.charged, output)
+            self.queue.ended(flight.key, flight.charged, output)
             flight.charged = None
             if self._places is not None and output:
                 self._answer += _NEW * (output - self._answer)
@@ -93,7 +89,7 @@ class Waiters:
 
     def displace(self, now: float, key: str | None, until: Callable[[], bool]) -> Iterator[tuple[Flight, Rejected]]:
         """Refuse the newest requests of keys with longer queues than `key` would have, `until` there is room."""
-        while self.num_sequences and not until() and (entry := self.room.queue.displaceable(key)) is not None:
+        while self.queue.num_sequences and not until() and (entry := self.queue.displaceable(key)) is not None:
             yield from self._refuse(now, entry, "queue_full", "the fleet is full, and others had less waiting")
 
     def late(self, now: float) -> Iterator[tuple[Flight, Rejected]]:
@@ -103,7 +99,7 @@ class Waiters:
 
     def validate(self, flights: Iterable[Flight]) -> None:
         """Assert that the queue holds the waiting ones of `flights` (all), and that all counts are right."""
-        queue, flights = self.room.queue, list(flights)
+        queue, flights = self.queue, list(flights)
         assert {id(f) for e in queue for f in e.load} == {id(f) for f in flights if f.entry is not None}
         assert all(flight.entry is entry for entry in queue for flight in entry.load), "a flight has another entry"
         assert all(entry.count == len(entry.load) for entry in queue), "an entry is miscounted"
@@ -120,7 +116,7 @@ class Waiters:
         if entry.count == 1:
             self.room.withdraw(now, entry)
         else:
-            self.room.queue.shrink(entry)
+            self.queue.shrink(entry)
 
     def _refuse(self, now: float, entry: Entry, reason: str, message: str) -> Iterator[tuple[Flight, Rejected]]:
         self.room.withdraw(now, entry)
