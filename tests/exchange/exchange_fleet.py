@@ -257,7 +257,7 @@ def linger(
                 begun = time.perf_counter()
                 if state.rank == victim:
                     if sign is not None:
-                        state.mesh.say(sign)
+                        state.mesh.send_sign(sign)
                     time.sleep(seconds)
             got = state.exchange.dispatch(made.x, made.topk_ids, layer=layer, num_prompt=made.num_prompt)
             state.exchange.steps.drain()

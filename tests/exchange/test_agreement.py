@@ -90,7 +90,7 @@ class Network:
             frame = self.queues[source, rank].popleft()
             if rank not in self.agreements:
                 self.agreements[rank] = Agreement([peer for peer in self.ranks if peer != rank], frame.finding)
-            self.agreements[rank].hear(source, frame)
+            self.agreements[rank].receive(source, frame)
             self.advance(rank)
         else:
             self.ended.add((source, rank))
@@ -126,7 +126,7 @@ class Network:
             self.agreements[rank] = Agreement([source for source, _ in queues], found)
         for source, queue in queues:
             while queue:
-                self.agreements[rank].hear(source, queue.popleft())
+                self.agreements[rank].receive(source, queue.popleft())
         self.advance(rank)
 
     def settled(self, ranks: list[int]) -> set[Finding | None]:
@@ -191,21 +191,21 @@ def test_one_loss_takes_two_rounds_and_a_fault_without_a_loss_one() -> None:
     lost = Agreement([1, 2], finding(3))
     assert [frame.round for frame in lost.advance()] == [1]
     lost.leave(2)
-    lost.hear(1, PoisonFrame(round=1, finding=finding(1)))
+    lost.receive(1, PoisonFrame(round=1, finding=finding(1)))
     assert [(frame.round, frame.finding) for frame in lost.advance()] == [(2, finding(1))]
-    lost.hear(1, PoisonFrame(round=2, finding=finding(1)))
+    lost.receive(1, PoisonFrame(round=2, finding=finding(1)))
     assert [(frame.round, frame.finding) for frame in lost.advance()] == [(SETTLED, finding(1))]
     fault = Agreement([1], finding(1))
-    fault.hear(1, PoisonFrame(round=1, finding=finding(2)))
+    fault.receive(1, PoisonFrame(round=1, finding=finding(2)))
     assert [frame.round for frame in fault.advance()] == [1, SETTLED]
     assert fault.settled == finding(1)
 
 
 def test_what_is_settled_is_taken_over_and_stays() -> None:
     agreement = Agreement([1, 2], finding(1))
-    agreement.hear(2, PoisonFrame(round=SETTLED, finding=finding(9)))
+    agreement.receive(2, PoisonFrame(round=SETTLED, finding=finding(9)))
     assert agreement.advance() == [PoisonFrame(round=SETTLED, finding=finding(9))]
-    agreement.hear(1, PoisonFrame(round=1, finding=finding(0)))
+    agreement.receive(1, PoisonFrame(round=1, finding=finding(0)))
     assert agreement.settled == finding(9)
 
 

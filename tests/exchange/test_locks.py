@@ -136,7 +136,7 @@ def test_a_rank_of_another_fleet_stays_outside(fleet_lock: MeshLock) -> None:
         errors = pair.connect(timeout=1.0)
         assert len(errors) == 2, errors
         while not pair.ranks[0].refused:
-            pair.ranks[0]._wires.poll(HANG_SECONDS)  # type: ignore[union-attr]
+            pair.ranks[0]._wires.poll(HANG_SECONDS)
     finally:
         pair.close()
 
@@ -151,7 +151,7 @@ def test_only_tcp_is_under_keys(fleet_lock: MeshLock) -> None:
         assert mechanism(ranks[0].endpoint().tcp[1]) == b"CURVE".ljust(20, b"\0")
         assert pair.connect() == []
         pair.exchange()
-        mechanisms = [mesh._wires._sockets[1 - r].getsockopt(zmq.MECHANISM) for r, mesh in enumerate(ranks)]  # type: ignore[union-attr]
+        mechanisms = [mesh._wires._sockets[1 - r].getsockopt(zmq.MECHANISM) for r, mesh in enumerate(ranks)]
         assert mechanisms == [zmq.CURVE, zmq.NULL], (
             "set on the socket after its unix socket was bound; not connected by"
         )

@@ -320,7 +320,7 @@ def test_one_that_comes_late_is_waited_for_until_rows_have_come(on_devices: Rank
 def test_one_that_compiles_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
     """That the others have waited for long says nothing of the network."""
     exchanges, devices, meshes = on_devices
-    meshes[2].say(Phase.BUSY)
+    meshes[2].send_sign(Phase.BUSY)
     calls = [e.steps.drain for e in exchanges[:2]]
     calls += [in_a_while(2.5, exchanges[2].steps.drain), in_a_while(3.0, lambda: end_all(devices))]
     together(calls)
@@ -335,7 +335,7 @@ def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bo
     exchanges[1].steps.drain()
     lockstep, over = Lockstep(meshes[1]), threading.Event()
     if busy:
-        meshes[2].say(Phase.BUSY)
+        meshes[2].send_sign(Phase.BUSY)
 
     def idle() -> str:
         while not over.wait(0.01):
@@ -353,7 +353,7 @@ def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bo
 
 def test_one_that_compiles_without_end_is_named(on_devices: Ranks) -> None:
     exchanges, _, meshes = on_devices
-    meshes[2].say(Phase.BUSY)
+    meshes[2].send_sign(Phase.BUSY)
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
     assert said == ["rank 2 silent (4.0 s) at step 812, layer 2, dispatch"] * 2

@@ -373,7 +373,7 @@ def test_whoever_compiles_is_waited_for(pair: tuple[list[NvlinkExchange], list[M
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
     exchanges[0].steps.begin(7)
-    meshes[1].say(Phase.BUSY)
+    meshes[1].send_sign(Phase.BUSY)
     exchanges[0].steps.finish(7, Waiting(exchanges[0], most=1.8).has_run)
     assert exchanges[0]._window.fault[ABORT] == 0
 
@@ -383,7 +383,7 @@ def test_whoever_compiled_a_moment_ago_is_too(pair: tuple[list[NvlinkExchange], 
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
     exchanges[0].steps.begin(7)
-    meshes[1].say(Phase.BUSY)
+    meshes[1].send_sign(Phase.BUSY)
     device, spent = Waiting(exchanges[0], most=1.8), exchanges[0]._window.fault[SPENT]
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(exchanges[0].steps.finish, 7, device.has_run)
@@ -418,7 +418,7 @@ def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPa
     meshes[0].deadline, exchanges[0].steps._looking = deadline, 0.001
     exchanges[0].steps._looked = time.monotonic()
     exchanges[0]._window.fault[SPENT] = int(2e9)
-    meshes[2].say(Phase.BUSY)
+    meshes[2].send_sign(Phase.BUSY)
     # It has come, and is not read yet.
     assert meshes[0]._open_wires()._sockets[2].poll(1000 * HANG_SECONDS)
 

@@ -75,7 +75,7 @@ def test_who_says_nothing_is_named_after_a_deadline(meshes: Opener) -> None:
 
 def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
     first, second = meshes(2)
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
     assert wait(first)[1] == tag(1)
     thread.join()
@@ -83,7 +83,7 @@ def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
 
 def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) -> None:
     first, second = meshes(2)
-    before_first(first, "poll", lambda _: second.say(Phase.BUSY))
+    before_first(first, "poll", lambda _: second.send_sign(Phase.BUSY))
     thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
     assert wait(first)[1] == tag(1)
     thread.join()
@@ -91,7 +91,7 @@ def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) ->
 
 def test_being_slow_has_a_bound(meshes: Opener) -> None:
     first, second = meshes(2, stall=2 * PATIENCE)
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     reason, seconds = named(first)
     assert reason == "rank 1 silent at step 812, layer 17, combine (2.0 s)"
     assert seconds > 1.9 * PATIENCE
@@ -99,7 +99,7 @@ def test_being_slow_has_a_bound(meshes: Opener) -> None:
 
 def test_any_other_frame_ends_it(meshes: Opener) -> None:
     first, second = meshes(2)
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     second.send(0, tag(1, Phase.DISPATCH))
     wait(first, Phase.DISPATCH)
     assert named(first)[0] == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
@@ -107,7 +107,7 @@ def test_any_other_frame_ends_it(meshes: Opener) -> None:
 
 def test_one_that_is_slow_hides_no_other_that_is_silent(meshes: Opener) -> None:
     first, second, _ = meshes(3)
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     assert named(first)[0] == "rank 2 silent at step 812, layer 17, combine (1.0 s)"
 
 
@@ -118,7 +118,7 @@ def test_all_that_are_silent_are_named(meshes: Opener) -> None:
 
 def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
     first, second = meshes(2)
-    before_first(first, "poll", lambda _: (time.sleep(0.8 * PATIENCE), second.say(Phase.WAITING)))
+    before_first(first, "poll", lambda _: (time.sleep(0.8 * PATIENCE), second.send_sign(Phase.WAITING)))
     reason, seconds = named(first)
     assert reason == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
     assert seconds >= 1.7 * PATIENCE
@@ -143,7 +143,7 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     first, second = meshes(2)
     first.step = second.step = STEP - 1
     lockstep = Lockstep(first)
-    second.say(sign)
+    second.send_sign(sign)
     while first.signs.of(1) is not sign:
         assert not lockstep.peer_started(STEP)
         assert first.arrived() == {}
@@ -156,11 +156,11 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     thread.join()
     assert found == [(2, 3)]
     # A meeting, and the end of all.
-    second.say(sign)
+    second.send_sign(sign)
     thread = later(0.0, lambda: second.gather(b"there"))
     assert first.gather(b"here") == [b"here", b"there"]
     thread.join()
-    second.say(sign)
+    second.send_sign(sign)
     thread = later(0.0, lambda: second.fail("rank 1 out of memory"))
     assert named(first)[0] == "rank 1 out of memory"
     thread.join()
@@ -200,12 +200,12 @@ def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(
 
     wires.send = spy  # type: ignore[method-assign]
     for sign in (Phase.BUSY, Phase.BUSY, Phase.WAITING, Phase.WAITING, Phase.BUSY):
-        second.say(sign)
+        second.send_sign(sign)
     second.send(0, tag(1))
     for _ in range(2):
-        second.say(Phase.BUSY)
+        second.send_sign(Phase.BUSY)
     now[0] += 0.6 * PATIENCE
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     busy, waiting = Phase.BUSY, Phase.WAITING
     assert said == [busy, waiting, busy, Phase.COMBINE, busy, busy]
 
@@ -213,7 +213,7 @@ def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(
 def test_a_sign_that_comes_at_the_last_moment_is_something_that_happened(meshes: Opener) -> None:
     """Nobody is named before it is looked at."""
     first, second = meshes(2)
-    second.say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
     assert first._open_wires().poll(HANG_SECONDS)
     assert first.signs.of(1) is Phase.BUSY
 
@@ -222,23 +222,23 @@ def test_to_say_something_never_fails(meshes: Opener) -> None:
     """It is said in the midst of other things; whoever is gone is named where it is due."""
     first, second = meshes(2)
     first.close()
-    first.say(Phase.BUSY)
+    first.send_sign(Phase.BUSY)
     for _ in range(1000):
-        second.say(Phase.BUSY)
-        second.say(Phase.WAITING)
+        second.send_sign(Phase.BUSY)
+        second.send_sign(Phase.WAITING)
     second.fail("rank 1 has a bug")
-    second.say(Phase.BUSY)
-    Mesh(rank=0, world_size=1).say(Phase.BUSY)
+    second.send_sign(Phase.BUSY)
+    Mesh(rank=0, world_size=1).send_sign(Phase.BUSY)
 
 
 def test_a_sign_counts_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     signs, now = Signs(EPOCH, deadline=0.1, stall=0.3), [1.0]
     monkeypatch.setattr(liveness, "perf_counter", lambda: now[0])
-    assert signs.hear(1, memoryview(tag(1, Phase.WAITING)))
-    assert not signs.hear(2, b"mY")
+    assert signs.take(1, memoryview(tag(1, Phase.WAITING)))
+    assert not signs.take(2, b"mY")
     assert (signs.of(1), signs.of(2), signs.until(2)) == (Phase.WAITING, None, 0.0)
     assert signs.until(1) == 1.1
-    assert signs.hear(1, tag(1, Phase.BUSY))
+    assert signs.take(1, tag(1, Phase.BUSY))
     assert signs.allowed([1, 2], 0.1) == 0.3
     assert signs.allowed([2], 0.1) == 0.1
     now[0] = 1.35

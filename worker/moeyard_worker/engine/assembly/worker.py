@@ -314,7 +314,7 @@ class Worker:
         end: BaseException | None = None
         try:
             # This thread runs the loop, which owns the mesh.
-            with self._device.before_compiling(lambda: engine.mesh.say(Phase.BUSY)):
+            with self._device.before_compiling(lambda: engine.mesh.send_sign(Phase.BUSY)):
                 engine.run()
         except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
             end = error

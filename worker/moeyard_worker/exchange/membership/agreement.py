@@ -2,14 +2,14 @@
 
 A rank killed between two sends is missed by different peers at different places, before either could tell the other.
 So no rank names a failure alone. In every round each rank sends the smallest finding it knows to all others and waits
-for theirs, except for ranks that have gone. A round settles the smallest finding if exactly those ranks spoke that had
-spoken in the round before (before the first: all): then it knows what every remaining rank knows. A rank that settles
-says so, and a rank that hears it takes the finding over and repeats it. One loss takes two rounds, every further loss
-during agreement at most one more.
+for theirs, except for ranks that have gone. A round settles the smallest finding if exactly the ranks of the previous
+round spoke (before the first round: all). Then this rank knows what every remaining rank knows. A rank that settles
+sends the settled finding, and each receiver adopts and repeats it. One loss takes two rounds. Every further loss during
+agreement takes at most one more.
 
 That is the flooding consensus for crashes with a detector that does not err (Guerraoui and Rodrigues, "Introduction to
-Reliable Distributed Programming", 2006, 5.1); ended connections are such a detector. A stopped rank is given up when a
-round's time has passed, and takes over the settled finding when it wakes.
+Reliable Distributed Programming", 2006, 5.1). Ended connections are such a detector. A stopped rank is given up when a
+round's time has passed. It adopts the settled finding when it wakes.
 """
 
 from collections.abc import Iterable
@@ -144,9 +144,9 @@ def poison_of(frame: Frame, peer: int, epoch: int) -> PoisonFrame | None:
 
 
 class Agreement:
-    """One rank's part. Life: construct, then `hear` and `leave` as things happen and send all that `advance` returns.
+    """One rank's part. Life: construct, call `receive` and `leave` for each event, send all that `advance` returns.
 
-    settled: the finding that all name, once there is one; nothing changes it any more.
+    settled: the finding that all ranks name, None before the agreement. It is final.
     """
 
     def __init__(self, peers: Iterable[int], finding: Finding) -> None:
@@ -159,7 +159,7 @@ class Agreement:
         self._spoke: dict[int, set[int]] = {}
         self._ended = False
 
-    def hear(self, peer: int, poison: PoisonFrame) -> None:
+    def receive(self, peer: int, poison: PoisonFrame) -> None:
         """Take a peer's frames in order. From a peer that was given up, only a settled finding counts."""
         if self.settled is not None:
             return
@@ -170,7 +170,7 @@ class Agreement:
             self._spoke.setdefault(poison.round, set()).add(peer)
 
     def leave(self, peer: int) -> None:
-        """Note that a peer's connection ended, after all its frames were heard."""
+        """Note that a peer's connection ended, after all its frames were received."""
         self._gone.add(peer)
 
     def give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""How a rank knows that its peers live: heartbeats, and signs of peers that are slow.
+"""How a rank knows that its peers are alive: heartbeats, and signs of slow peers.
 
 **Heartbeats** (`Pulse`) run between libzmq's own threads. Every rank binds a ROUTER that only answers heartbeats, and
 connects to those of all peers. The pairs that carry rows send none: libzmq 4.3.5 aborts the process (`!_io_error`) when
@@ -91,21 +91,24 @@ class Pulse:
 
 
 class Signs:
-    """Signs that one rank has heard in `epoch`. BUSY excuses a peer for `stall` seconds, WAITING for a `deadline`."""
+    """The signs that one rank has received in `epoch`.
+
+    BUSY excuses a peer for `stall` seconds, WAITING for `deadline` seconds.
+    """
 
     def __init__(self, epoch: int, *, deadline: float, stall: float) -> None:
         self._epoch = epoch
         self._seconds = {Phase.BUSY: stall, Phase.WAITING: deadline}
-        # By peer whose last frame was a sign: the sign, and until when it counts.
-        self._said: dict[int, tuple[Phase, float]] = {}
+        # For each peer whose last frame was a sign: the sign, and until when it counts.
+        self._last: dict[int, tuple[Phase, float]] = {}
 
-    def hear(self, peer: int, frame: Frame) -> bool:
-        """Return whether a frame of `peer` is a sign, and note it. Any other frame ends the sign before it.
+    def take(self, peer: int, frame: Frame) -> bool:
+        """Note a frame of `peer` if it is a sign, and return whether it is. Any other frame ends the sign before it.
 
         A sign of another epoch or rank is like any unexpected frame.
         """
         if len(frame) != TAG_BYTES or frame[3] not in _SIGNS:
-            self._said.pop(peer, None)
+            self._last.pop(peer, None)
             return False
         try:
             tag = decode_tag(bytes(frame))
@@ -113,22 +116,22 @@ class Signs:
             return False
         if (tag.epoch, tag.source) != (self._epoch, peer):
             return False
-        self._said[peer] = tag.phase, perf_counter() + self._seconds[tag.phase]
+        self._last[peer] = tag.phase, perf_counter() + self._seconds[tag.phase]
         return True
 
     def until(self, peer: int) -> float:
         """Return until when (perf_counter seconds) the peer's sign counts; 0 without a sign."""
-        return self._said[peer][1] if peer in self._said else 0.0
+        return self._last[peer][1] if peer in self._last else 0.0
 
     def of(self, peer: int) -> Phase | None:
         """Return the peer's sign, if it still counts."""
-        return self._said[peer][0] if self.until(peer) > perf_counter() else None
+        return self._last[peer][0] if self.until(peer) > perf_counter() else None
 
-    def somebody_waits(self) -> bool:
-        """Return whether some peer says that it waits."""
-        return any(self.of(peer) is Phase.WAITING for peer in self._said)
+    def any_waiting(self) -> bool:
+        """Return whether the sign of some peer is WAITING."""
+        return any(self.of(peer) is Phase.WAITING for peer in self._last)
 
     def allowed(self, peers: Iterable[int], seconds: float) -> float:
-        """Return how long these may take: `seconds`, or more if one has said last that it is slow."""
-        slow = any(peer in self._said and self._said[peer][0] is Phase.BUSY for peer in peers)
+        """Return how long these peers may take: `seconds`, or more if the last sign of one is BUSY."""
+        slow = any(peer in self._last and self._last[peer][0] is Phase.BUSY for peer in peers)
         return max(seconds, self._seconds[Phase.BUSY]) if slow else seconds

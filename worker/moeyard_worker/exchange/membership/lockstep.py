@@ -5,13 +5,15 @@ blocks on its own sockets and `Mesh.poll_sockets`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 from moeyard_worker.exchange.base import ExchangeError, PeerRows
 from moeyard_worker.exchange.membership.frames import FrameError, Phase, PlanFrame, decode_plan_frame, encode_plan_frame
-from moeyard_worker.exchange.membership.mesh import Frame, Mesh
+from moeyard_worker.exchange.membership.mesh import Mesh
+
+# The plan of a rank that is no member of the epoch.
+_ABSENT = PlanFrame(epoch=0, step=0, source=0, num_tokens=0)
 
 
 class Agreed(NamedTuple):
@@ -30,8 +32,9 @@ class Agreed(NamedTuple):
 class Lockstep:
     """Agrees on steps over a connected mesh (of one rank: with itself).
 
-    wait_seconds: the wall time of each `agree` since the owner last cleared the list. steps: how many steps were agreed
-    on since then, by their passes of drafting. others_decode: whether another rank had rows of output in the last.
+    wait_seconds: the wall time of each `agree` since the owner last cleared the list.
+    steps: counts of agreed steps by their passes of drafting, since the owner last cleared them.
+    others_decode: whether another rank had rows of output in the last step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -43,58 +46,53 @@ class Lockstep:
     def agree(
         self, step: int, num_tokens: int, num_drafts: int = 0, *, num_prompt: int = 0, num_rows: int | None = None
     ) -> Agreed:
-        """Take part in `step` with `num_tokens` rows and drafts behind them: as many as the rank that wants most.
+        """Take part in `step` with `num_tokens` rows, of which `num_prompt` are of prompts.
 
-        `num_prompt` of the rows are of prompts; `num_rows` are brought to the exchanges, with padding (None: as many).
+        num_drafts: passes of drafting that this rank wants. The step has as many as the rank that wants most.
+        num_rows: rows that this rank brings to the exchanges, with padding (None: `num_tokens`).
         Raises ExchangeError when a peer is lost, silent beyond the deadline, or plans another step.
         """
         start = perf_counter()
         mesh = self.mesh
         mesh.step = step
-        most = num_tokens if num_rows is None else num_rows
-        own = PlanFrame(
-            epoch=mesh.epoch,
-            step=step,
-            source=mesh.rank,
-            num_tokens=num_tokens,
-            num_prompt=num_prompt,
-            num_rows=most,
-            num_drafts=num_drafts,
-        )
-        frames = self._exchanged(own, start) if mesh.peers else []
-        counts = [0] * mesh.world_size
-        counts[mesh.rank] = num_tokens
-        prompts, rows = [0] * mesh.world_size, [0] * mesh.world_size
-        prompts[mesh.rank], rows[mesh.rank] = num_prompt, most
-        self.others_decode = False
-        for peer in mesh.peers:
-            theirs = self._plan(peer, bytes(frames[peer]))
-            counts[peer], prompts[peer], rows[peer] = theirs.num_tokens, theirs.num_prompt, theirs.num_rows
-            self.others_decode |= theirs.num_tokens > theirs.num_prompt
-            num_drafts, most = max(num_drafts, theirs.num_drafts), max(most, theirs.num_rows)
+        plans = {
+            mesh.rank: PlanFrame(
+                epoch=mesh.epoch,
+                step=step,
+                source=mesh.rank,
+                num_tokens=num_tokens,
+                num_prompt=num_prompt,
+                num_rows=num_tokens if num_rows is None else num_rows,
+                num_drafts=num_drafts,
+            )
+        }
+        if mesh.peers:
+            frame = encode_plan_frame(plans[mesh.rank])
+            for peer in mesh.peers:
+                mesh.send(peer, frame)
+            frames = mesh.recv_all(Phase.PLAN, layer=None, since=start)
+            plans |= {peer: self._plan(peer, bytes(frames[peer])) for peer in mesh.peers}
+        self.others_decode = any(plans[peer].num_tokens > plans[peer].num_prompt for peer in mesh.peers)
+        by_rank = [plans.get(rank, _ABSENT) for rank in range(mesh.world_size)]
+        rows = tuple(plan.num_rows for plan in by_rank)
+        num_drafts = max(plan.num_drafts for plan in by_rank)
         self.wait_seconds.append(perf_counter() - start)
         self.steps[num_drafts] += 1
-        return Agreed(tuple(counts), num_drafts, PeerRows(most, tuple(prompts), tuple(rows)))
-
-    def _exchanged(self, own: PlanFrame, since: float) -> Sequence[Frame]:
-        """The plans of the peers, to whom this rank's is sent."""
-        plan = encode_plan_frame(own)
-        for peer in self.mesh.peers:
-            self.mesh.send(peer, plan)
-        return self.mesh.recv_all(Phase.PLAN, layer=None, since=since)
+        peers = PeerRows(max(rows), tuple(plan.num_prompt for plan in by_rank), rows)
+        return Agreed(tuple(plan.num_tokens for plan in by_rank), num_drafts, peers)
 
     def peer_started(self, step: int) -> bool:
         """Whether a peer's plan for `step` is here, so that this rank must join even without work. Never blocks.
 
         Call it between steps, and while this rank waits for a step that it takes part in. Raises ExchangeError if a
         peer is gone, reports a failure, or sent something else. If a peer waits for rows, this rank answers that it
-        waits, too, because it may have finished a step that a third rank delays for that peer.
+        waits, too: a third rank may delay a step for that peer that this rank has finished.
         """
         if not self.mesh.peers:
             return False
         arrived = self.mesh.arrived()
-        if not arrived and self.mesh.signs.somebody_waits():
-            self.mesh.say(Phase.WAITING)
+        if not arrived and self.mesh.signs.any_waiting():
+            self.mesh.send_sign(Phase.WAITING)
         for peer, frame in arrived.items():
             try:
                 plan = decode_plan_frame(bytes(frame))

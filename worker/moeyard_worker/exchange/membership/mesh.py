@@ -50,30 +50,37 @@ from moeyard_worker.exchange.membership.wires import LAST_LOOK_S, MeshLock, Wire
 
 Transport = Literal["shm", "tcp"]
 
-FRAME_SLACK_BYTES = 1 << 16  # a frame's tag and counts beside the largest payload, which is smaller than a slab
-SLICE_S = 0.05  # how often a wait looks whether this rank is leaving, and calls `beside`
-# Share of the deadline for which a round of agreement waits for silent ranks; they hear the settled finding later.
+# Room for a frame's tag and counts. The largest payload is smaller than a slab.
+FRAME_SLACK_BYTES = 1 << 16
+# How often a wait checks whether this rank is leaving, and calls `while_waiting`.
+SLICE_S = 0.05
+# Share of the deadline for which a round of agreement waits for silent ranks. They receive the settled finding later.
 PATIENCE_SHARE = 1 / 8
 
 
 class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
-    Ranks are numbers below `world_size`; `members` are the ranks of this epoch (None: all). A peer without a sign of
-    life for `deadline` seconds is lost. A living peer has up to `stall` seconds (None: `deadline`) where it may be
-    slow: in meetings, where rows go over TCP, and after it has said so (`say`). Else it has `patience` seconds (None:
-    `stall`).
-    `transport` "shm" uses unix sockets and shared memory with peers of the same host and TCP with others; "tcp" uses
-    TCP with all. `slab_bytes` is the shared memory of each rank, 0 without; `fingerprint` is other text that must be
-    equal on all ranks. `host_id` overrides what tells hosts apart. `lock` locks TCP; None admits any connection;
-    `refused` counts refused connections by reason.
+    rank, world_size, members: ranks are numbers below `world_size`; `members` are the ranks of this epoch (None: all).
+    deadline: a peer without a sign of life for so many seconds is lost.
+    stall: seconds that a living peer has where it may be slow (None: `deadline`): in meetings, where rows go over TCP,
+        and after it has sent a sign (`send_sign`).
+    patience: seconds that it has elsewhere (None: `stall`).
+    transport: "shm" uses unix sockets and shared memory with peers of the same host and TCP with others; "tcp" uses TCP
+        with all.
+    slab_bytes: shared memory of each rank, 0 for none.
+    fingerprint: other text that must be equal on all ranks.
+    host_id: replaces the host's identity.
+    lock: locks TCP; None admits any connection.
 
-    step: the lockstep step in progress, part of every tag; set by the owner.
-    signs: signs of peers beside their frames.
-    failure: the reason why this mesh is poisoned, or None. finding: with it the agreed ranks and place.
-    leaving: set by any thread when this rank ends, so that a meeting that waits for peers ends too.
-    beside: called while plans are awaited; may raise ExchangeError.
-    peer_slabs: the mapped memory of each peer of this host. own_slab: this rank's, or None.
+    step: the lockstep step in progress, part of every tag. The owner sets it.
+    signs: the signs that peers sent beside their frames.
+    failure: why this mesh is poisoned, or None. finding: the agreed ranks and place of that failure.
+    leaving: any thread sets it when this rank ends, so that a meeting that waits for peers ends, too.
+    while_waiting: called while this rank waits for plans; may raise ExchangeError.
+    refused: counts of refused connections by reason.
+    one_host: whether all members share a host, known after `connect`.
+    own_slab: this rank's shared memory, or None. peer_slabs: the mapped memory of each peer of this host.
     """
 
     def __init__(
@@ -100,40 +107,37 @@ class Mesh:
         self._patience = self._stall if patience is None else patience
         self.signs = Signs(epoch, deadline=deadline, stall=self._stall)
         # The sign that was the last frame sent, and when to repeat it.
-        self._said: tuple[Phase | None, float] = (None, 0.0)
+        self._last_sign: tuple[Phase | None, float] = (None, 0.0)
         self.failure: str | None = None
         self.finding: Finding | None = None
         self.peer_slabs: dict[int, SharedFile] = {}
         self.own_slab: SharedFile | None = None
         self._folder: Folder | None = None
-        self._wires: Wires | None = None
-        self._connected = self._met = self.leaving = False
-        self.beside: Callable[[], None] | None = None
-        shared = self._shared = transport == "shm" and len(self.members) > 1
-        if shared:
+        self._connected = self._met = self.leaving = self.one_host = False
+        self.while_waiting: Callable[[], None] | None = None
+        self._shared = transport == "shm" and len(self.members) > 1
+        if self._shared:
             sweep()
             self._folder = Folder()
         try:
-            if shared and slab_bytes:
+            if self._shared and slab_bytes:
                 self.own_slab = SharedFile.create(slab_bytes)
-            if len(self.members) > 1:
-                self._wires = Wires(
-                    rank=rank,
-                    members=self.members,
-                    host=host,
-                    ipc_directory=self._folder.path if self._folder else None,
-                    # Without a stall every wait is as short, so heartbeats only name the dead link of an idle fleet.
-                    heartbeat_timeout=2 * deadline if stall is None else deadline,
-                    max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
-                    hear=self.signs.hear,
-                    lock=lock,
-                )
+            self._wires = Wires(
+                rank=rank,
+                members=self.members,
+                host=host,
+                ipc_directory=self._folder.path if self._folder else None,
+                # Without a stall every wait is as short, so heartbeats only name the dead link of an idle fleet.
+                heartbeat_timeout=2 * deadline if stall is None else deadline,
+                max_frame_bytes=slab_bytes + FRAME_SLACK_BYTES,
+                take_sign=self.signs.take,
+                lock=lock,
+            )
         except BaseException:
-            self.close()
+            self._remove_names()
             raise
-        self.peers: tuple[int, ...] = self._wires.peers if self._wires else ()
-        self.one_host = False  # known from `connect` on
-        self.refused: dict[str, int] = self._wires.refusals.counts if self._wires else {}
+        self.peers = self._wires.peers
+        self.refused = self._wires.refusals.counts
         self._endpoint = MeshEndpoint(
             rank=rank,
             world_size=world_size,
@@ -144,7 +148,7 @@ class Mesh:
             token=secrets.token_hex(16),
             slab_path=self.own_slab.path if self.own_slab else "",
             slab_bytes=slab_bytes,
-            **(self._wires.addresses() if self._wires else {"tcp": ("",), "ipc": ("",)}),
+            **self._wires.addresses(),
         )
 
     def endpoint(self) -> MeshEndpoint:
@@ -162,49 +166,46 @@ class Mesh:
         if self.slab_bytes and not (self._shared and self.one_host):
             # Rows of long prompts are a gigabyte a step, and encrypted TCP moves a fifth of that a second.
             self._patience = self._stall
-        if self._wires is None:
-            return
-        for endpoint in endpoints:
-            if endpoint.rank != self.rank:
-                self._connect_peer(self._wires, endpoint)
+        others = [endpoint for endpoint in endpoints if endpoint.rank != self.rank]
+        for endpoint in others:
+            self._connect_peer(endpoint)
         wrong = greet(
             self._wires,
             endpoints,
             self._endpoint,
             timeout=timeout,
-            poisoned=lambda peer, said: self._raise_unexpected(peer, said, self._tag(Phase.HANDSHAKE, None, peer)),
+            poisoned=lambda peer, frame: self._raise_unexpected(peer, frame, self._tag(Phase.HANDSHAKE, None, peer)),
         )
         if wrong is not None:
             self._raise(OWN_FAULT, *wrong)
         # Strangers have been refused by now: a connection that ends from here on is a peer's.
-        for endpoint in endpoints:
-            if endpoint.rank != self.rank:
-                self._wires.watch_pulse(endpoint.rank, endpoint.pulse)
+        for endpoint in others:
+            self._wires.watch_pulse(endpoint.rank, endpoint.pulse)
         self._connected = True
         self._remove_names()
 
     def send(self, peer: int, frame: Frame) -> None:
         """Queue one small frame (copied)."""
-        self._said = None, 0.0
+        self._last_sign = None, 0.0
         if not self._open_wires().send(peer, frame):
             self._raise_undeliverable(peer, frame)
 
     def send_in_place(self, peer: int, frame: memoryview) -> zmq.MessageTracker:
         """Queue one large frame without copying it: rewrite `frame` only when the tracker is done."""
-        self._said = None, 0.0
+        self._last_sign = None, 0.0
         tracker = self._open_wires().send_in_place(peer, frame)
         if tracker is None:
             self._raise_undeliverable(peer, frame)
         return tracker
 
-    def say(self, sign: Phase) -> None:
+    def send_sign(self, sign: Phase) -> None:
         """Tell all peers, beside the frames that are due, that this rank is slow (BUSY) or waits (WAITING).
 
-        Call it repeatedly while it is so: peers hear it once in half a deadline. Never blocks or raises.
+        Call it repeatedly meanwhile. It sends once in half a deadline, and never blocks or raises.
         """
-        now, (said, again) = perf_counter(), self._said
-        if self.failure is None and self._wires is not None and (sign is not said or now >= again):
-            self._said = sign, now + self.deadline / 2
+        now, (last, again) = perf_counter(), self._last_sign
+        if self.failure is None and (sign is not last or now >= again):
+            self._last_sign = sign, now + self.deadline / 2
             for peer in self.peers:
                 self._wires.send(peer, pack_tag(self.epoch, self.step, NO_LAYER, sign, self.rank))
 
@@ -226,37 +227,34 @@ class Mesh:
         self._met = True
         return frames
 
-    def gather(self, word: bytes) -> list[bytes]:
-        """Exchange one word of each rank with all; return them by rank. Every rank calls it, between steps.
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Exchange one payload of each rank with all; return them by rank. Every rank calls it, between steps.
 
         Raises ExchangeError naming a peer that is lost, silent for too long, or somewhere else.
         """
-        begun, frame = perf_counter(), pack_tag(self.epoch, self.step, NO_LAYER, Phase.MEETING, self.rank) + word
+        begun, frame = perf_counter(), pack_tag(self.epoch, self.step, NO_LAYER, Phase.MEETING, self.rank) + payload
         for peer in self.peers:
             self.send(peer, frame)
-        words = [bytes(theirs[TAG_BYTES:]) for theirs in self.recv_all(Phase.MEETING, layer=None, since=begun)]
-        words[self.rank] = word
-        return words
+        payloads = [bytes(theirs[TAG_BYTES:]) for theirs in self.recv_all(Phase.MEETING, layer=None, since=begun)]
+        payloads[self.rank] = payload
+        return payloads
 
     def arrived(self) -> dict[int, Frame]:
         """Return the oldest unread frame of every peer that has one. Never blocks; raises as `check_peers`."""
         self.check_peers()
-        return {peer: inbox[0] for peer, inbox in self._wires.inbox.items() if inbox} if self._wires else {}
+        return {peer: inbox[0] for peer, inbox in self._wires.inbox.items() if inbox}
 
     def poll_sockets(self) -> list["zmq.Socket[bytes]"]:
         """Return what an idle engine polls; on any event it calls `check_peers`, or `Lockstep.peer_started`."""
-        return self._wires.sockets() if self._wires else []
+        return self._wires.sockets()
 
     def check_peers(self, at: tuple[int, int, Phase] | None = None) -> None:
         """Raise ExchangeError if a peer is gone or reports a failure. Never blocks. `at`: step, layer, phase."""
-        if self.failure is not None:
-            raise ExchangeError(self.failure)
-        if self._wires is None:
-            return
-        self._wires.drain()
-        self._raise_if_poisoned(self._wires)
-        for peer in sorted(self._wires.lost):
-            how = f"rank {peer} {self._wires.lost[peer]}"
+        wires = self._open_wires()
+        wires.drain()
+        self._raise_if_poisoned()
+        for peer in sorted(wires.lost):
+            how = f"rank {peer} {wires.lost[peer]}"
             if at is not None:
                 self.miss([peer], f"{how} at {where_in_step(*at)}", step=at[0], layer=at[1], phase=at[2])
             self._raise(AFTER_STEP, [peer], f"{how} after step {self.step}")
@@ -274,16 +272,15 @@ class Mesh:
         self._raise(place_of(layer, phase), ranks, reason, step=step)
 
     def close(self) -> None:
-        """Close the sockets, drop the shared memory (it lives under views still held). Safe to call twice."""
+        """Close the sockets and drop the shared memory, which lives as long as its views. Safe to call twice."""
         self.failure = self.failure or f"rank {self.rank} has closed its mesh"
-        if self._wires is not None:
-            self._wires.close()
-            self._wires = None
+        self._wires.close()
         self._remove_names()
         self.own_slab = None
         self.peer_slabs = {}
 
-    def _connect_peer(self, wires: Wires, peer: MeshEndpoint) -> None:
+    def _connect_peer(self, peer: MeshEndpoint) -> None:
+        wires = self._wires
         here = self._shared and peer.host_id == self._endpoint.host_id
         if peer.rank < self.rank:
             wires.connect(peer.rank, peer.ipc[self.rank] if here else peer.tcp[self.rank])
@@ -299,15 +296,15 @@ class Mesh:
         wires = self._open_wires()
         # All ranks have met once each has sent something.
         patience = self._patience if self._met and phase is not Phase.MEETING else self._stall
-        beside = self.beside if phase is Phase.PLAN else None
-        look = self._stall if phase is not Phase.MEETING and beside is None else SLICE_S
+        while_waiting = self.while_waiting if phase is Phase.PLAN else None
+        look = self._stall if phase is not Phase.MEETING and while_waiting is None else SLICE_S
         where, place = where_in_step(self.step, layer, phase), place_of(layer, phase)
         late, happened = set[int](), False
         while True:
             # An end may have been seen before this wait, during the wait for another peer.
             if wires.inbox[peer]:
                 return wires.inbox[peer].popleft()
-            self._raise_if_poisoned(wires)
+            self._raise_if_poisoned()
             due = [other for other in self.peers if other >= peer and not wires.inbox[other]]
             for other in due:
                 if other in wires.lost:
@@ -315,8 +312,8 @@ class Mesh:
             if late and not happened:
                 seconds = self.signs.allowed(late, patience)
                 self._raise(place, late, f"{name_ranks(late)} silent at {where} ({seconds:.1f} s)")
-            if beside is not None:
-                beside()
+            if while_waiting is not None:
+                while_waiting()
             if self.leaving and phase is Phase.MEETING:
                 self._raise(OWN_FAULT, [self.rank], f"rank {self.rank} was stopped at {where}")
             limits, now = {other: max(since + patience, self.signs.until(other)) for other in due}, perf_counter()
@@ -326,7 +323,6 @@ class Mesh:
     def _open_wires(self) -> Wires:
         if self.failure is not None:
             raise ExchangeError(self.failure)
-        assert self._wires is not None, "a mesh of one rank has nobody to talk to"
         return self._wires
 
     def _tag(self, phase: Phase, layer: int | None, source: int) -> Tag:
@@ -338,33 +334,33 @@ class Mesh:
             self.failure = reason
             step = self.step if step is None else step
             finding = Finding(step=step, place=place, ranks=tuple(sorted(ranks)), reason=cut_reason(reason))
-            tag = self._tag(Phase.POISON, None, self.rank)
-            if self._wires is not None and self._connected:
-                finding = self._agree(self._wires, tag, finding)
-            elif self._wires is not None:
+            if self._connected:
+                finding = self._agree(finding)
+            else:
                 # Ranks that are still connecting have no peers to agree with.
-                self._tell(self._wires, tag, PoisonFrame(round=SETTLED, finding=finding))
+                self._broadcast(PoisonFrame(round=SETTLED, finding=finding))
             self.finding, self.failure = finding, finding.reason
         return self.failure
 
-    def _agree(self, wires: Wires, tag: Tag, finding: Finding) -> Finding:
-        """Return the finding that all ranks name, this rank's own or a smaller one. `tag` is this rank's, of poison.
+    def _agree(self, finding: Finding) -> Finding:
+        """Return the finding that all ranks name: this rank's own or a smaller one.
 
         Each round waits for PATIENCE_SHARE of the deadline: a rank that neither speaks nor loses its connection costs
         this once. Other frames are dropped, as their step is lost.
         """
-        agreement, patience = Agreement(wires.peers, finding), PATIENCE_SHARE * self.deadline
+        wires, patience = self._wires, PATIENCE_SHARE * self.deadline
+        agreement = Agreement(wires.peers, finding)
         wires.drain()
         limit = perf_counter() + patience
         while True:
             for peer, inbox in wires.inbox.items():
                 while inbox:
-                    if (poison := poison_of(inbox.popleft(), peer, tag.epoch)) is not None:
-                        agreement.hear(peer, poison)
+                    if (poison := poison_of(inbox.popleft(), peer, self.epoch)) is not None:
+                        agreement.receive(peer, poison)
             for peer in wires.lost:
                 agreement.leave(peer)
             for poison in agreement.advance():
-                self._tell(wires, tag, poison)
+                self._broadcast(poison)
                 limit = perf_counter() + patience
             if agreement.settled is not None:
                 return agreement.settled
@@ -373,16 +369,16 @@ class Mesh:
             if late and not happened:
                 agreement.give_up()
 
-    def _tell(self, wires: Wires, tag: Tag, poison: PoisonFrame) -> None:
-        frame = encode_poison(tag, poison)
-        for peer in wires.peers:
-            wires.send(peer, frame)
+    def _broadcast(self, poison: PoisonFrame) -> None:
+        frame = encode_poison(self._tag(Phase.POISON, None, self.rank), poison)
+        for peer in self.peers:
+            self._wires.send(peer, frame)
 
     def _raise(self, place: int, ranks: Iterable[int], reason: str, *, step: int | None = None) -> NoReturn:
         raise ExchangeError(self._settle(place, ranks, reason, step=step))
 
-    def _raise_if_poisoned(self, wires: Wires) -> None:
-        for peer, inbox in wires.inbox.items():
+    def _raise_if_poisoned(self) -> None:
+        for peer, inbox in self._wires.inbox.items():
             for frame in inbox:
                 if is_poison(frame):
                     self._raise_unexpected(peer, frame, self._tag(Phase.POISON, None, peer))
@@ -393,23 +389,20 @@ class Mesh:
         if poison is None:
             reason = f"rank {peer} sent the wrong frame: expected {expected}, got {name_frame(frame)}"
             self._raise(place_of(expected.layer, expected.phase), [peer], reason)
-        # The frame may have left the inbox; hearing it twice changes nothing.
+        # The frame may have left the inbox. Receiving it twice changes nothing.
         self._open_wires().inbox[peer].appendleft(frame)
         found = poison.finding
         self._raise(found.place, found.ranks, found.reason, step=found.step)
 
     def _raise_undeliverable(self, peer: int, frame: Frame) -> NoReturn:
-        assert self._wires is not None
         self._wires.drain()
-        self._raise_if_poisoned(self._wires)
+        self._raise_if_poisoned()
         tag = decode_tag(bytes(frame[:TAG_BYTES]))
         where = where_in_step(tag.step, tag.layer, tag.phase)
         end = self._wires.lost.get(peer, "takes no frames")
         self._raise(place_of(tag.layer, tag.phase), [peer], f"rank {peer} {end} at {where}")
 
     def _remove_names(self) -> None:
-        if self._wires is not None:
-            self._wires.unlink()
         if self.own_slab is not None:
             self.own_slab.unlink()
         if self._folder is not None:

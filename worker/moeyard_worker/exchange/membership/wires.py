@@ -37,10 +37,10 @@ from moeyard_worker.sockets import (
 )
 
 # At most two frames of a source are unread: one of this phase and one of the next. A handshake, a plan, a poison frame
-# and signs (`Signs`) come on top. A source sends two signs for each of up to twelve deadlines of the receiver's
-# absence; more only if it is slow and waits by turns. A PAIR blocks at its mark; it never drops.
+# and signs (`Signs`) come on top. A source sends two signs per deadline, for up to twelve deadlines of the receiver's
+# absence. It sends more only if it is slow and waits by turns. A PAIR blocks at its mark; it never drops.
 HIGH_WATER_MARK = 64
-# A wait first blocks in `recv` this long, one system call in the usual case; only then it polls everything.
+# A wait first blocks in `recv` this long, which is one system call in the usual case. Only then it polls everything.
 RECV_SLICE_MS = 2
 # A day, by which time the fleet has long failed. With -1, and with IMMEDIATE too, libzmq 4.3 drops unread frames when a
 # connection ends. The last of these says why a peer ends (measured: lost 1 time in 10).
@@ -94,12 +94,12 @@ class MeshLock:
 
 
 class Wires:
-    """One socket per peer. The lower rank of a pair binds (TCP, and a unix socket when there is a directory for it).
+    """One socket per peer. The lower rank of a pair binds (TCP, and a unix socket if there is a directory for it).
 
-    tcp, ipc: the bound address for each rank, "" where there is none.
+    take_sign: called with peer and frame for every frame read; true for a sign, which reaches no inbox.
+    tcp, ipc: the bound address for each rank, "" for none. The owner of the directory removes unix sockets.
     inbox: frames read but not yet used, oldest first.
     lost: the peers whose connection ended, and how.
-    hear: called with peer and frame for every frame read; true for a frame that it takes, which reaches no inbox.
     refusals: refused connections of strangers.
     """
 
@@ -112,12 +112,14 @@ class Wires:
         ipc_directory: str | None,
         heartbeat_timeout: float,
         max_frame_bytes: int,
-        hear: Callable[[int, Frame], bool] = lambda peer, frame: False,
-        lock: MeshLock | None = None,
+        take_sign: Callable[[int, Frame], bool],
+        lock: MeshLock | None,
     ) -> None:
-        self._rank, self._hear, self._num_taken = rank, hear, 0
+        self._rank, self._take_sign, self._num_signs = rank, take_sign, 0
         self.pulse: Pulse | None = None
-        self._lock = lock
+        # Called with a socket before it binds, or connects, over TCP.
+        self._lock_socket = _ignore if lock is None else lock.on
+        self._unlock_socket = _ignore if lock is None else lock.opened_by
         self.refusals = Refusals(log)
         self._ipv6 = ":" in host
         self.peers = tuple(peer for peer in members if peer != rank)
@@ -125,7 +127,6 @@ class Wires:
         self.lost: dict[int, str] = {}
         self.tcp = [""] * (max(members) + 1)
         self.ipc = [""] * (max(members) + 1)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
         self._in_place: set[int] = set()
@@ -134,6 +135,9 @@ class Wires:
         self._descriptor: dict[int, int] = {}
         self._ended: dict[int, set[int]] = {peer: set() for peer in self.peers}
         self._poller = zmq.Poller()
+        if not self.peers:
+            return
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         if lock is not None:
             lock.gate(self._context)
         try:
@@ -141,8 +145,7 @@ class Wires:
                 self._open(peer, max_frame_bytes)
                 if peer > rank:
                     self._bind(peer, host, ipc_directory)
-            opened = (lambda socket: None) if lock is None else lock.on
-            self.pulse = Pulse(self._context, host=host, deadline=heartbeat_timeout, lock=opened)
+            self.pulse = Pulse(self._context, host=host, deadline=heartbeat_timeout, lock=self._lock_socket)
         except BaseException:
             self.close()
             raise
@@ -174,28 +177,26 @@ class Wires:
                 raise ValueError(f"a unix socket's path has at most {MAX_IPC_PATH} bytes: {path}")
             socket.bind(f"ipc://{path}")
             self.ipc[peer] = f"ipc://{path}"
-        if self._lock is not None:
-            self._lock.on(socket)
+        self._lock_socket(socket)
         socket.bind(f"tcp://[{host}]:*" if self._ipv6 else f"tcp://{host}:*")
         self.tcp[peer] = _last_endpoint(socket)
 
     def connect(self, peer: int, address: str) -> None:
-        """Connect to what peer (a lower rank) bound for us. Never blocks."""
+        """Connect to the address that a lower rank has bound for this one. Never blocks."""
         socket = self._sockets[peer]
-        if self._lock is not None and address.startswith("tcp:"):
-            self._lock.opened_by(socket)
+        if address.startswith("tcp:"):
+            self._unlock_socket(socket)
         socket.connect(address)
 
     def addresses(self) -> dict[str, Any]:
         """Return the addresses of this rank: fields of a `MeshEndpoint`."""
-        assert self.pulse is not None
-        return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": self.pulse.address}
+        pulse = "" if self.pulse is None else self.pulse.address
+        return {"tcp": tuple(self.tcp), "ipc": tuple(self.ipc), "pulse": pulse}
 
     def watch_pulse(self, peer: int, address: str) -> None:
         """Watch the heartbeats of a peer at the `pulse` address that it bound."""
         assert self.pulse is not None
-        unlock = (lambda socket: None) if self._lock is None else self._lock.opened_by
-        self._poller.register(self.pulse.connect(peer, address, unlock), zmq.POLLIN)
+        self._poller.register(self.pulse.connect(peer, address, self._unlock_socket), zmq.POLLIN)
 
     def unbind(self, address: str) -> None:
         """Stop listening on a bound address that its peer will not use."""
@@ -223,12 +224,12 @@ class Wires:
             return None
 
     def recv(self, peer: int) -> Frame | None:
-        """The oldest frame of `peer`, waiting for at most RECV_SLICE_MS; None when none came."""
+        """Return the oldest frame of `peer`, or None if none arrives within RECV_SLICE_MS."""
         inbox = self.inbox[peer]
         return inbox.popleft() if inbox else self._read(peer, 0)
 
     def poll(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for anything to happen; whether `drain` then filed anything."""
+        """Wait up to `timeout` seconds for any event; return whether `drain` then filed anything."""
         happened = bool(self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0))
         return happened and self.drain()
 
@@ -250,7 +251,7 @@ class Wires:
         return self._num_filed() > before
 
     def _num_filed(self) -> int:
-        return self._num_taken + len(self.lost) + sum(map(len, self.inbox.values()))
+        return self._num_signs + len(self.lost) + sum(map(len, self.inbox.values()))
 
     def _drain_monitor(self, peer: int) -> None:
         while (message := next_event(self._monitors[peer])) is not None:
@@ -264,12 +265,12 @@ class Wires:
                 self.lost[peer] = "lost" if message["event"] == zmq.EVENT_DISCONNECTED else "refused the connection"
 
     def sockets(self) -> list["zmq.Socket[bytes]"]:
-        """All sockets and monitors, for another poller."""
+        """Return all sockets and monitors, for another poller."""
         pulses = () if self.pulse is None else self.pulse.monitors.values()
         return [*self._sockets.values(), *self._monitors.values(), *pulses]
 
     def close(self) -> None:
-        """Close everything; frames already sent to peers that are there still leave, for at most CLOSE_LINGER_MS."""
+        """Close everything. Frames already sent to living peers still leave, for at most CLOSE_LINGER_MS."""
         for peer, socket in self._sockets.items():
             socket.disable_monitor()
             socket.close(linger=0 if peer in self.lost else CLOSE_LINGER_MS)
@@ -277,19 +278,14 @@ class Wires:
             monitor.close(linger=0)
         if self.pulse is not None:
             self.pulse.close()
-        self._context.term()
-        self.unlink()
+        if self.peers:
+            self._context.term()
         self._sockets.clear()
         self._monitors.clear()
 
-    def unlink(self) -> None:
-        """Take away the names of the unix sockets; connections made through them stay."""
-        for path in filter(None, self.ipc):
-            Path(path.removeprefix("ipc://")).unlink(missing_ok=True)
-
     def _read(self, peer: int, flags: int) -> Frame | None:
-        while (frame := self._receive(peer, flags)) is not None and self._hear(peer, frame):
-            self._num_taken += 1
+        while (frame := self._receive(peer, flags)) is not None and self._take_sign(peer, frame):
+            self._num_signs += 1
         return frame
 
     def _receive(self, peer: int, flags: int) -> Frame | None:
@@ -303,6 +299,10 @@ class Wires:
             return self._sockets[peer].recv(flags)
         except zmq.Again:
             return None
+
+
+def _ignore(socket: "zmq.Socket[bytes]") -> None:
+    """Leave a socket as it is."""
 
 
 def _last_endpoint(socket: "zmq.Socket[bytes]") -> str:

@@ -84,7 +84,7 @@ class NcclSteps(ExchangeSteps):
     def before_capture(self) -> None:
         self.drain()
         if self.mesh is not None:
-            self.mesh.say(Phase.BUSY)
+            self.mesh.send_sign(Phase.BUSY)
 
     def replayed(self) -> None:
         places = [(self.step, layer, phase) for layer in self._on_replay() for phase in (Phase.DISPATCH, Phase.COMBINE)]
@@ -147,7 +147,7 @@ class NcclSteps(ExchangeSteps):
         """Tell the peers that this rank waits for them; raise ExchangeError once the wait is in vain."""
         said, limit, clock = {peer: mesh.signs.of(peer) for peer in mesh.peers}, mesh.deadline, time.monotonic()
         if seconds > limit / 2 or Phase.WAITING in said.values():
-            mesh.say(Phase.WAITING)
+            mesh.send_sign(Phase.WAITING)
         if Phase.BUSY in said.values():
             self._compiled = clock
         if seconds < limit + _GRACE_S:

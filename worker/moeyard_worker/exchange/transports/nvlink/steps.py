@@ -68,7 +68,7 @@ class NvlinkSteps(ExchangeSteps):
     def open_epoch(self, mesh: Mesh) -> None:
         super().open_epoch(mesh)
         self._ended, self._noticed = False, 0.0
-        mesh.beside = self._look_beside
+        mesh.while_waiting = self._look_while_waiting
 
     def finish(self, step: int, has_run: Callable[[], bool]) -> None:
         super().finish(step, has_run)
@@ -131,7 +131,7 @@ class NvlinkSteps(ExchangeSteps):
             self._ended = True
             self._window.abort()
 
-    def _look_beside(self) -> None:
+    def _look_while_waiting(self) -> None:
         """Look at the device while the host waits for a peer's plan, which may never come."""
         self._end_vain_wait()
         if not self._window.fault[FAILED]:
