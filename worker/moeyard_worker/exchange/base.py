@@ -76,8 +76,9 @@ class Dispatched:
 class PeerRows:
     """Rows that ranks bring to the exchanges of a step.
 
-    most: rows of the largest rank, with padding. prompts: prompt rows of each rank; empty if no rank has any. counts:
-    rows of each rank, with padding, 0 for an absent rank; empty if unknown.
+    most: rows of the largest rank, with padding.
+    prompts: prompt rows of each rank; empty or all 0 if no rank has any.
+    counts: rows of each rank, with padding, 0 for an absent rank; empty if unknown.
     """
 
     most: int
@@ -101,9 +102,10 @@ class ExchangeSteps:
     may begin before `finish`. `abort` ends the epoch. Any other order is an assertion. Before the first `attach` only
     `set_rows` and layers are legal; such launches move nothing, so that they can be captured or compiled.
 
-    mesh: the mesh of the epoch, None before the first. rows: the last `set_rows` of this step. release_graphs: with
-    `ExchangeTraits.graphs_per_epoch`, the owner of captured graphs sets it. `abort` calls it when no launch waits for a
-    peer any more; it frees all graphs and raises nothing.
+    mesh: the mesh of the epoch, None before the first.
+    rows: the last `set_rows` of this step.
+    release_graphs: frees all captured graphs and raises nothing. With `ExchangeTraits.graphs_per_epoch`, their owner
+        sets it, and `abort` calls it when no launch waits for a peer any more.
     """
 
     def __init__(self, on_rows: Callable[[PeerRows], None] = lambda rows: None) -> None:
@@ -159,8 +161,8 @@ class ExchangeSteps:
     def drain(self, has_run: Callable[[], bool] | None = None) -> None:
         """Wait before the host waits for its device in the middle of a step.
 
-        Wait until `has_run`; without it until the device waits for no peer in the launches so far. Return at once if no
-        device waits for peers. Raises ExchangeError as `finish`.
+        Wait until `has_run`. Without it, wait until the device waits for no peer in the launches so far. Return at once
+        if no device waits for peers. Raises ExchangeError as `finish`.
         """
 
     def abort(self, lost: Sequence[int] = ()) -> None:

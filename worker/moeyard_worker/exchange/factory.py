@@ -20,7 +20,7 @@ from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
 from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 from moeyard_worker.exchange.transports.zmq_exchange import CPU, ZmqExchange
 
-# Exchanges that do not move rows over the mesh, so it needs no room for rows.
+# Exchanges that move rows without the mesh, so that it needs no room for rows.
 _BESIDE_MESH = ("local", "nvlink", "nccl")
 
 
@@ -65,7 +65,7 @@ def build_mesh(
 ) -> Mesh:
     """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints.
 
-    `members` are the ranks of this epoch (None: all); where a `placement` is given, all must have the same.
+    Arguments are those of `Mesh`. If a `placement` is given, it must be equal on all ranks.
     """
     kind = resolve_kind(kind, world_size)
     return Mesh(
@@ -98,11 +98,12 @@ def build_exchange(
     drafts: bool = False,
     lending: Lending | None = None,
 ) -> Exchange:
-    """Second phase: the exchange over a connected mesh (of one rank: the local exchange, unless another is asked for).
+    """Second phase: the exchange over a connected mesh. nvlink and nccl begin with `Exchange.attach`.
 
-    `device` is where this rank computes; its launches wait `seconds` for a peer's, where they wait at all. `drafts`:
-    whether steps may have exchanges for drafts too. `lending`: what ranks of an nvlink exchange lend to each other.
-    Those beside the mesh begin with `Exchange.attach`.
+    device: where this rank computes.
+    seconds: how long its launches wait for a peer's, if they wait at all.
+    drafts: whether steps may have exchanges for drafts, too.
+    lending: what this rank of an nvlink exchange lends to its peers.
     """
     kind = resolve_kind(kind, mesh.world_size)
     if kind == "local":

@@ -69,7 +69,7 @@ def cut_reason(reason: str) -> str:
 
 
 def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:
-    """One frame; raises `FrameError` on a field out of range or a reason longer than MAX_REASON_BYTES bytes."""
+    """Encode one frame. Raises `FrameError` for a field out of range, or a reason of over MAX_REASON_BYTES bytes."""
     finding, ranks = poison.finding, poison.finding.ranks
     reason = finding.reason.encode()
     if len(reason) > MAX_REASON_BYTES:
@@ -82,7 +82,7 @@ def encode_poison(tag: Tag, poison: PoisonFrame) -> bytes:
 
 
 def decode_poison(frame: bytes) -> tuple[Tag, PoisonFrame]:
-    """The tag and the content of a poison frame; raises `FrameError`."""
+    """Parse the tag and the content of a poison frame. Raises `FrameError`."""
     tag = decode_tag(frame)
     if tag.phase is not Phase.POISON:
         raise FrameError(f"expected a poison frame, got {tag}")
@@ -113,14 +113,14 @@ def where_in_step(step: int, layer: int | None, phase: Phase) -> str:
 
 
 def place_of(layer: int | None, phase: Phase) -> int:
-    """A wait's place in the chain of its step: the plan, the phases of each layer, then what is later."""
+    """Return a wait's place in its step: the plan comes first, then the phases of each layer, then everything later."""
     if layer is not None:
         return 2 + len(_OF_LAYER) * layer + _OF_LAYER.index(phase)
     return {Phase.HANDSHAKE: OWN_FAULT, Phase.PLAN: 1}.get(phase, AFTER_STEP)
 
 
 def name_place(place: int) -> str:
-    """The words for what `place_of` returns."""
+    """Describe a place that `place_of` returns."""
     if place in (OWN_FAULT, AFTER_STEP):
         return "itself" if place == OWN_FAULT else "after the step"
     layer, phase = divmod(place - 2, len(_OF_LAYER))
@@ -128,7 +128,7 @@ def name_place(place: int) -> str:
 
 
 def is_poison(frame: Frame) -> bool:
-    """Whether a frame's tag claims to be of poison."""
+    """Return whether a frame's tag claims to be of poison."""
     return len(frame) >= TAG_BYTES and frame[3] == Phase.POISON
 
 

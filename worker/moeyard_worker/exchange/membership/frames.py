@@ -63,9 +63,11 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFrame:
-    """A rank's part in lockstep step `step`: `num_tokens` rows (0 for an idle rank), first `num_prompt` prompt rows.
+    """A rank's part in lockstep step `step`.
 
-    It brings at most `num_rows` rows, with padding, to its exchanges, and wants `num_drafts` passes of drafting.
+    num_tokens: its rows, 0 for an idle rank. The first `num_prompt` are prompt rows.
+    num_rows: the most rows that it brings to its exchanges, with padding.
+    num_drafts: the passes of drafting that it wants.
     """
 
     epoch: int
@@ -93,7 +95,7 @@ def pack_tag(epoch: int, step: int, layer: int, phase: int, source: int) -> byte
 
 
 def encode_tag(tag: Tag) -> bytes:
-    """The bytes of `tag`; raises `FrameError` on a field out of range."""
+    """Encode `tag`. Raises `FrameError` for a field out of range."""
     if tag.layer == NO_LAYER:
         raise FrameError(f"layer {tag.layer} stands for no layer")
     try:
@@ -103,7 +105,7 @@ def encode_tag(tag: Tag) -> bytes:
 
 
 def decode_tag(frame: bytes) -> Tag:
-    """The tag at the start of `frame`; raises `FrameError`."""
+    """Parse the tag at the start of `frame`. Raises `FrameError`."""
     if len(frame) < TAG_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes, a tag has {TAG_BYTES}")
     magic, version, phase, source, layer, epoch, step = _TAG.unpack_from(frame)
@@ -121,7 +123,7 @@ def decode_tag(frame: bytes) -> Tag:
 
 
 def encode_plan_frame(plan: PlanFrame) -> bytes:
-    """One frame; raises `FrameError` on a field out of range."""
+    """Encode one frame. Raises `FrameError` for a field out of range."""
     tag = encode_tag(Tag(epoch=plan.epoch, step=plan.step, layer=None, phase=Phase.PLAN, source=plan.source))
     for count, what in ((plan.num_tokens, "tokens"), (plan.num_prompt, "prompt rows"), (plan.num_rows, "rows")):
         if not 0 <= count < 2**32:
@@ -151,7 +153,7 @@ def decode_plan_frame(frame: bytes) -> PlanFrame:
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
-    """One frame."""
+    """Encode one frame."""
     tag = encode_tag(Tag(epoch=handshake.epoch, step=0, layer=None, phase=Phase.HANDSHAKE, source=handshake.rank))
     body: bytes = msgpack.packb(asdict(handshake))
     return tag + body
@@ -178,7 +180,7 @@ def decode_handshake(frame: bytes) -> Handshake:
 
 
 def name_frame(frame: Frame) -> str:
-    """The tag of a frame in words, or why it has none."""
+    """Describe the tag of a frame, or say why it has none."""
     try:
         return str(decode_tag(bytes(frame[:TAG_BYTES])))
     except FrameError as error:

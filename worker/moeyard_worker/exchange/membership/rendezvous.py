@@ -13,7 +13,8 @@ from moeyard_worker.exchange.membership.frames import Frame, FrameError, Handsha
 from moeyard_worker.exchange.membership.shared_files import SHARED_DIRECTORY
 from moeyard_worker.exchange.membership.wires import Wires
 
-_CONNECT_SLICE_S = 0.005  # while a handshake waits for its peer to connect there is no event to wait for
+# How often a handshake is tried while its peer connects, which causes no event to wait for.
+_CONNECT_SLICE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def check_endpoints(endpoints: Sequence[MeshEndpoint], own: MeshEndpoint) -> Non
 
 
 def handshake_for(peer: MeshEndpoint, own: MeshEndpoint) -> bytes:
-    """The first frame to `peer`."""
+    """Return the first frame to `peer`."""
     return encode_handshake(Handshake(rank=own.rank, world_size=own.world_size, epoch=own.epoch, token=peer.token))
 
 
@@ -87,7 +88,7 @@ def greet(
     timeout: float,
     poisoned: Callable[[int, Frame], object],
 ) -> tuple[Iterable[int], str] | None:
-    """Exchange handshakes with all peers, whose connections are being made; return None when all have answered.
+    """Exchange handshakes with all peers, and return None when all have answered.
 
     Otherwise return the ranks at fault and the reason. `poisoned` raises the failure that a first frame reports.
     """
@@ -117,9 +118,7 @@ def greet(
 def check_place(
     rank: int, world_size: int, members: Sequence[int], *, host: str, deadline: float, transport: str
 ) -> None:
-    """Raise ValueError for a rank outside its fleet, no deadline, an unknown transport, or a wildcard: ranks listen on
-    one address.
-    """
+    """Raise ValueError for a rank outside its fleet, no deadline, an unknown transport, or a wildcard host."""
     if transport not in ("shm", "tcp"):
         raise ValueError(f"transport must be shm or tcp, got {transport!r}")
     if not 0 <= rank < world_size:

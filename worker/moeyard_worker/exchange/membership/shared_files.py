@@ -1,8 +1,8 @@
 """Shared memory files and socket folders of a rank, and the removal of those that killed ranks have left.
 
-While its maker lives, a name is under an exclusive flock. The kernel lifts the lock whenever the maker ends, also
-between containers that share a file system, where process numbers mean nothing. A name is locked before others see it:
-it begins with a dot when it is made, and is renamed. So a process that gets the lock of a name may remove it.
+While its maker lives, a file is under an exclusive flock. The kernel releases the lock when the maker ends. That works
+also between containers that share a file system, where process numbers mean nothing. A file is locked before others see
+it: its name begins with a dot until then. So a process that gets the lock of a file may remove it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _DOTTED_SECONDS = 60.0
 
 
 def make_file(directory: str) -> tuple[str, int]:
-    """(path, descriptor) of a new file of mode 0600 with an unpredictable name; held while the descriptor is open."""
+    """Make a file of mode 0600 with an unpredictable name. Return its path, and the descriptor that holds its lock."""
     name = f"{SLAB}{secrets.token_hex(16)}"
     dotted = Path(directory) / f".{name}"
     fd = os.open(dotted, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -94,7 +94,7 @@ class SharedFile:
 
     @staticmethod
     def open(path: str, size: int) -> "SharedFile":
-        """Map a file that a peer created; raises OSError when it is not ours or not of that size."""
+        """Map a file that a peer created. Raises OSError if it has another user or another size."""
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             stat = os.fstat(fd)
@@ -110,14 +110,14 @@ class SharedFile:
 
 
 def _show(dotted: Path, fd: int) -> Path:
-    """Lock the file of `fd`, and remove the dot of its name."""
+    """Lock the file of `fd`, remove the dot of its name, and return its path."""
     with contextlib.suppress(OSError):  # boundary: a file system without locks gives `sweep` none either
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return dotted.rename(dotted.with_name(dotted.name.removeprefix(".")))
 
 
 def sweep() -> list[Path]:
-    """Remove and return what ended processes of this user have left on this host."""
+    """Remove the files that ended processes of this user have left on this host, and return their paths."""
     swept = [
         path
         for directory in map(Path, (SHARED_DIRECTORY, tempfile.gettempdir()))
@@ -125,13 +125,13 @@ def sweep() -> list[Path]:
         if _NAMES.fullmatch(path.name) and _take(path)
     ]
     if swept:
-        log.warning("took away %d files and folders of killed ranks, %s first", len(swept), swept[0])
+        log.warning("removed %d files and folders of killed ranks, such as %s", len(swept), swept[0])
     return swept
 
 
 def _take(path: Path) -> bool:
     """Remove a path that no process holds; return whether it was removed."""
-    with contextlib.suppress(OSError):  # boundary: its maker holds it, or it has just vanished
+    with contextlib.suppress(OSError):  # boundary: its maker holds it, or it has just been removed
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             stat = os.fstat(fd)

@@ -17,7 +17,7 @@ class LocalExchange:
     def __init__(self) -> None:
         self.stats = ExchangeStats()
         self.steps = ExchangeSteps(self._set_rows)
-        # The prompt flags of a step's layers, and for how many rows and prompt rows.
+        # The prompt flags of a step's layers, and their numbers of rows and prompt rows.
         self._prompt: torch.Tensor | None = None
         self._prompt_of = (0, 0)
 

@@ -54,9 +54,9 @@ class LayerTables:
     def of(
         owners: Sequence[int], rank: int, copies: Sequence[tuple[int, int]] = (), *, turns: bool = False
     ) -> "LayerTables":
-        """The tables of `rank` in a layer whose expert e is computed by owners[e], and by the rank of its copy.
+        """Return the tables of `rank` in a layer whose expert e is computed by owners[e], and by the rank of its copy.
 
-        Local ids ascend as the experts do that this rank has. `turns`: both halves, also where nothing has a copy.
+        Local ids ascend with the ids of this rank's experts. `turns`: make both halves even without copies.
         """
         first = np.array([*owners, -1], np.int32)
         halves = [first]
@@ -70,10 +70,10 @@ class LayerTables:
         )
 
     def keys(self, topk_ids: np.ndarray, token_bounds: Sequence[int]) -> np.ndarray:
-        """Where each (token, k) of topk_ids [S, K] looks; source s has the tokens [token_bounds[s], ...[s + 1]).
+        """Return the table index of each (token, k) of topk_ids [S, K].
 
-        Which of two ranks computes a pair follows from its row within its source alone, so that all agree. An id
-        outside [-1, E) is an assertion.
+        Source s has the tokens [token_bounds[s], token_bounds[s + 1]). The row within its source alone decides which of
+        two ranks computes a pair, so all ranks agree. Asserts ids in [-1, E).
         """
         ids = topk_ids
         assert ids.size == 0 or -1 <= ids.min() <= ids.max() < self.num_experts, "an expert id is out of range"
@@ -84,8 +84,20 @@ class LayerTables:
         return ids + (rows // ROWS_PER_TURN % 2 * half)[:, None]
 
 
+def check_placement(placement: Placement, num_experts: int, members: Sequence[int]) -> None:
+    """Raise ValueError for a placement of another number of experts, or with ranks that are no members."""
+    if placement.num_experts != num_experts or not set(placement.ranks) <= set(members):
+        raise ValueError(
+            f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are {num_experts} and "
+            f"ranks {members}"
+        )
+
+
 def tables_of(placement: Placement, rank: int, members: Sequence[int] | None = None) -> dict[int, LayerTables]:
-    """The tables of `rank` in every MoE layer, with turns in all or none; owners by their places among `members`."""
+    """Return the tables of `rank` in every MoE layer, all with turns or none.
+
+    With `members`, owners are their places among these.
+    """
 
     def name(owner: int) -> int:
         return owner if members is None else members.index(owner)
@@ -104,7 +116,7 @@ def tables_of(placement: Placement, rank: int, members: Sequence[int] | None = N
 def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], tables: LayerTables) -> Routing:
     """Route topk_ids [S, K] (int64, all sources stacked; -1 for none) to the experts that this rank's `tables` have.
 
-    Source s has the tokens [token_bounds[s], token_bounds[s + 1]). An id outside [-1, E) is an assertion.
+    Source s has the tokens [token_bounds[s], token_bounds[s + 1]). Asserts ids in [-1, E).
     """
     top_k = topk_ids.shape[1]
     local_ids = tables.local.take(tables.keys(topk_ids, token_bounds))
@@ -123,5 +135,5 @@ def route(topk_ids: np.ndarray, *, token_bounds: Sequence[int], tables: LayerTab
 
 
 def pairs_of(keys: np.ndarray, owner: np.ndarray, rank: int) -> np.ndarray:
-    """The positions (ascending) of one source's `keys`, stacked, that are `rank`'s by an `owner` table."""
+    """Return the positions, ascending, of one source's stacked `keys` that an `owner` table assigns to `rank`."""
     return (owner.take(keys.reshape(-1)) == rank).nonzero()[0]

@@ -31,7 +31,7 @@ from moeyard_worker.exchange.base import Dispatched, ExchangeError, ExchangeStat
 from moeyard_worker.exchange.membership.frames import TAG_BYTES, Frame, Phase, pack_tag
 from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.transports.routing import Routing, pairs_of, route, tables_of
+from moeyard_worker.exchange.transports.routing import Routing, check_placement, pairs_of, route, tables_of
 
 # pyzmq copies smaller messages even with copy=False (zmq.COPY_THRESHOLD), so there is nothing to track.
 COPY_BELOW_BYTES = 1 << 16
@@ -132,14 +132,10 @@ class ZmqExchange:
         self.attach(mesh, placement)
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
-        """Memory that was shared over the previous mesh is not used again: a lost rank may still write it."""
+        """Use new shared memory only: a lost rank may still write to that of the previous mesh."""
         shape = self._shape
         assert (mesh.rank, mesh.slab_bytes) == (self.rank, shape.slab_bytes), shape
-        if placement.num_experts != shape.num_experts or not set(placement.ranks) <= set(mesh.members):
-            raise ValueError(
-                f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
-                f"{shape.num_experts} and ranks {mesh.members}"
-            )
+        check_placement(placement, shape.num_experts, mesh.members)
         self.world_size = mesh.world_size
         self._tables = tables_of(placement, mesh.rank)
         self._mesh = mesh
@@ -150,7 +146,7 @@ class ZmqExchange:
         self.steps.open_epoch(mesh)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, *, layer: int, num_prompt: int) -> Dispatched:
-        """More than `max_tokens` rows, or an expert id out of range, is an assertion."""
+        """Asserts at most `max_tokens` rows, and expert ids in range."""
         start = perf_counter()
         num_tokens, shape = topk_ids.shape[0], self._shape
         x, ids = x[:num_tokens].cpu(), topk_ids.cpu().numpy()

@@ -27,7 +27,7 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.transports.nccl.group import TorchGroup
 from moeyard_worker.exchange.transports.nccl.steps import NcclSteps, Place
-from moeyard_worker.exchange.transports.routing import tables_of
+from moeyard_worker.exchange.transports.routing import check_placement, tables_of
 
 _ID = torch.int32  # expert ids in packets
 # Bytes of a step's results up to which all members return all of them: a network moves these while a layer is launched.
@@ -38,9 +38,11 @@ _ROW_SIZES = (1, 4, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """The travel of computed results only. `pairs` [P]: of R * K, the results this member returns, by source.
+    """Where results go if members return only what they have computed.
 
-    `places` [Q]: of T * K, the places of the results that come back, by owner. `sent`, `received`: counts by member.
+    pairs: [P] of R * K, the results this member returns, by source.
+    places: [Q] of T * K, the places of the results that come back, by owner.
+    sent, received: counts by member.
     """
 
     pairs: torch.Tensor
@@ -51,7 +53,7 @@ class _Returned:
 
 @dataclass(frozen=True, slots=True)
 class NcclHandle:
-    """One layer: `owners` [T, K], by member, of the experts of this rank's tokens (-1: none)."""
+    """One layer. `owners`: [T, K] the member that owns each expert of this rank's tokens, -1 for none."""
 
     layer: int
     owners: torch.Tensor
@@ -61,8 +63,8 @@ class NcclHandle:
 class NcclExchange:
     """`Exchange` through a `TorchGroup`, among the members of the mesh. Before the first `attach` nothing moves.
 
-    A rank whose device does not come to its next collective within `seconds` names itself silent. A rank that waits
-    names after a deadline of the mesh the peers that do not wait, and after two deadlines says that all ranks wait.
+    A rank whose device does not reach its next collective within `seconds` names itself silent. After a deadline of the
+    mesh, a waiting rank names the peers that do not wait. After two deadlines, it reports that all ranks wait.
     """
 
     traits = ExchangeTraits()
@@ -90,18 +92,14 @@ class NcclExchange:
         # Whether each member returns all (row, k) of a source.
         self._whole = True
         self._prompt: torch.Tensor | None = None
-        # [R, 1], where experts have copies: added to a row's ids. Kept by counts, as graphs read them in place.
+        # [R, 1] added to a row's ids if experts have copies. Cached by counts, because graphs read them in place.
         self._turns: torch.Tensor | None = None
         self._turns_of: dict[tuple[int, ...], torch.Tensor] = {}
         self._write_owners(placement, tuple(range(world_size)))
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
-        """Have the members make a group of their own; ValueError for a placement that is not theirs."""
-        if placement.num_experts != self._shape.num_experts or not set(placement.ranks) <= set(mesh.members):
-            raise ValueError(
-                f"a placement of {placement.num_experts} experts on ranks {placement.ranks}: there are "
-                f"{self._shape.num_experts} and ranks {mesh.members}"
-            )
+        """Have the members make a group of their own. Raises ValueError for a placement that is not theirs."""
+        check_placement(placement, self._shape.num_experts, mesh.members)
         # Captured graphs read the tables and hold the communicator of the previous epoch.
         self.steps.abort()
         self.world_size = mesh.world_size
@@ -120,7 +118,7 @@ class NcclExchange:
             self._local[layer] = torch.from_numpy(tables.local).to(self._device)
 
     def _set_rows(self, rows: PeerRows) -> None:
-        """Choose the counts of all members. More rows than were agreed on are an assertion."""
+        """Choose the counts of all members. Asserts that no rank brings more rows than were agreed on."""
         prompts = rows.prompts or (0,) * self.world_size
         sizes = () if any(prompts) else self.traits.row_sizes
         padded = next((size for size in sizes if size >= rows.most), None)
@@ -197,18 +195,18 @@ class NcclExchange:
             here = results.new_empty(world * pairs, hidden)
             self._move(at, results, [count * top_k for count in self._counts], here, [pairs] * world)
             of_pair = torch.arange(num_tokens * top_k, device=here.device)
-            home = here.index_select(0, handle.owners.flatten().clamp(min=0) * pairs + of_pair)
+            out = here.index_select(0, handle.owners.flatten().clamp(min=0) * pairs + of_pair)
         else:
             here = results.new_empty(sum(returned.received), hidden)
             self._move(at, results[returned.pairs], returned.sent, here, returned.received)
-            home = results.new_empty(pairs, hidden)
-            home[returned.places] = here
-        return home.view(-1, top_k, hidden)[:num_tokens]
+            out = results.new_empty(pairs, hidden)
+            out[returned.places] = here
+        return out.view(-1, top_k, hidden)[:num_tokens]
 
     def _move(
         self, at: Place, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]
     ) -> None:
-        """Launch the travel of rows, as bytes; on a CPU the rows have come when this returns."""
+        """Launch a move of rows, as bytes. On a CPU the rows have arrived when this returns."""
         if self.steps.mesh is None or not sum(self._counts):
             return
         try:
@@ -223,7 +221,7 @@ class NcclExchange:
         self.steps.launched(at, moved)
 
     def _count_replay(self) -> Sequence[int]:
-        """Count the bytes of a replayed step; return its layers, none where this member is alone."""
+        """Count the bytes of a replayed step. Return its layers, none if this member is alone."""
         if len(self._members) == 1:
             return ()
         rows = self._counts[self._place] * (len(self._members) - 1) * len(self._owner)
@@ -255,7 +253,7 @@ class RowPackets:
         return self._width * self._dtype.itemsize
 
     def pack(self, rows: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-        """Make `count` packets of rows [n, H] and integer ids [n, K]; those beyond n have ids of -1."""
+        """Make `count` packets of rows [n, H] and integer ids [n, K]. Packets beyond n have ids of -1."""
         packets = self.empty(count, rows.device, no_ids=count > len(rows))
         packets[: len(rows), : self._begin].view(_ID).copy_(ids)
         packets[: len(rows), self._begin : self._end] = rows

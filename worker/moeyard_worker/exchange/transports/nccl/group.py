@@ -32,10 +32,11 @@ _ABORT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Rows in flight. `has_begun`: whether this rank's device has come to the move, where it waits for others.
+    """Rows in flight.
 
-    has_ended: whether all rows are here, or the move has failed. check: raises RuntimeError if it has failed, without
-    waiting; None where the host ends failed moves.
+    has_begun: whether this rank's device has reached the move, where it waits for others.
+    has_ended: whether all rows are here, or the move has failed.
+    check: raises RuntimeError if the move has failed, without waiting. Does nothing where the host ends failed moves.
     """
 
     has_begun: Callable[[], bool]
@@ -46,7 +47,7 @@ class Moved:
 class RelayStore(dist.Store):
     """A table on each rank for torch's process groups, which set any keys from any thread. It never uses the mesh.
 
-    `relay` exchanges the news of all tables. The caller keeps the store alive.
+    `relay` exchanges the new values of all tables. The caller keeps the store alive.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -57,21 +58,20 @@ class RelayStore(dist.Store):
         self._news: dict[str, bytes] = {}
 
     def take_news(self) -> dict[str, bytes]:
-        """Return what was set here since the last call."""
+        """Return the values set on this rank since the last call."""
         with self._changed:
             news, self._news = self._news, {}
             return news
 
     def merge(self, news: dict[str, bytes]) -> None:
-        """Add what another rank has set."""
+        """Add the values that another rank has set."""
         with self._changed:
             self._values.update(news)
             self._changed.notify_all()
 
     def set(self, key: str, value: Any) -> None:
-        word = value.encode() if isinstance(value, str) else bytes(value)
         with self._changed:
-            self._values[key] = self._news[key] = word
+            self._values[key] = self._news[key] = value.encode() if isinstance(value, str) else bytes(value)
             self._changed.notify_all()
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
@@ -91,28 +91,20 @@ class RelayStore(dist.Store):
             return all(key in self._values for key in keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Through:
-    """The end of a rank's part of a meeting, with an `error` if it failed."""
+def relay(mesh: Mesh, store: RelayStore, ended: Callable[[], str | None], *, seconds: float) -> None:
+    """Exchange the new values of all ranks' stores until all ranks have connected; every rank calls it.
 
-    error: str = ""
-
-
-def relay(mesh: Mesh, store: RelayStore, ended: Callable[[], Through | None], *, seconds: float) -> None:
-    """Exchange the news of all ranks' stores until all parts have `ended`; every rank calls it.
-
-    Raises ExchangeError, the same on all ranks, for a lost rank, a failed part, or a part that lasts over `seconds`.
+    `ended` returns None while this rank connects, then its error, "" for none. Raises ExchangeError, the same on all
+    ranks, for a lost rank, an error, or a rank that connects for over `seconds`.
     """
     limit = perf_counter() + seconds
     while True:
-        # Ask before taking the news, which then hold everything that was set before the end.
-        through = ended()
-        late = through is None and perf_counter() > limit
-        own = "" if through is None else through.error
-        own = f"no connection within {seconds:.0f} s" if late else own
-        news = store.take_news()
-        words = mesh.gather(msgpack.packb([through is not None, own, news]))
-        found = {rank: msgpack.unpackb(words[rank]) for rank in mesh.members}
+        # Ask before taking the values, which then include everything that was set before the end.
+        end = ended()
+        late = end is None and perf_counter() > limit
+        error = f"no connection within {seconds:.0f} s" if late else end or ""
+        payloads = mesh.gather(msgpack.packb([end is not None, error, store.take_news()]))
+        found = {rank: msgpack.unpackb(payloads[rank]) for rank in mesh.members}
         for rank, (_, error, _) in found.items():
             if error:
                 reason = f"rank {rank} did not meet the others: {error}"
@@ -120,7 +112,7 @@ def relay(mesh: Mesh, store: RelayStore, ended: Callable[[], Through | None], *,
         for rank, (_, _, theirs) in found.items():
             if rank != mesh.rank:
                 store.merge(theirs)
-        if all(is_through for is_through, _, _ in found.values()):
+        if all(is_over for is_over, _, _ in found.values()):
             return
         if not any(theirs for _, _, theirs in found.values()):
             sleep(_PAUSE_S)
@@ -140,7 +132,7 @@ class TorchGroup:
         self._ending: threading.Thread | None = None
         self._backend: Any = None
         self._world = 1
-        # Destroying a group joins its threads, which may wait for a lost rank: ended groups are kept.
+        # Destroying a group joins its threads, which may wait for a lost rank. So ended groups are never destroyed.
         self._ended: list[Any] = []
         self._store: RelayStore | None = None
 
@@ -155,25 +147,25 @@ class TorchGroup:
         store = self._store = RelayStore(MEET_S)
         place = mesh.members.index(mesh.rank)
         found: list[Any] = []
-        through: list[Through] = []
+        ended: list[str] = []
 
         def connect() -> None:
             try:
                 found.append(self._connect(store, place, self._world, one_host=mesh.one_host))
-                through.append(Through())
+                ended.append("")
             except Exception as error:  # boundary: the error goes to all ranks
-                through.append(Through(str(error).strip().split("\n", 1)[0][:300] or repr(error)))
+                ended.append(str(error).strip().split("\n", 1)[0][:300] or repr(error))
 
         # `connect` waits for peers, while only this thread may use the mesh.
         threading.Thread(target=connect, name="meet-peers", daemon=True).start()
         try:
-            relay(mesh, store, lambda: through[0] if through else None, seconds=MEET_S)
+            relay(mesh, store, lambda: ended[0] if ended else None, seconds=MEET_S)
         finally:
             # A group that only some members have made must be ended, too, and its destructor would block this thread.
             self._backend = found[0] if found else None
 
     def _connect(self, store: RelayStore, place: int, world: int, *, one_host: bool) -> Any:
-        """The group, with every pair of ranks connected."""
+        """Return a group in which every pair of ranks is connected."""
         backend: Any
         if self.host_waits:
             backend = dist.ProcessGroupGloo(store, place, world, timedelta(seconds=MEET_S))
@@ -184,23 +176,24 @@ class TorchGroup:
             options._timeout = _NEVER
             backend = dist.ProcessGroupNCCL(store, place, world, options)
         # NCCL makes its communicator, and connects pairs, when they are first used.
-        word = torch.full((world, 1), place, dtype=torch.uint8, device=self._device)
-        heard = torch.empty_like(word)
-        backend.alltoall_base(heard, word, [1] * world, [1] * world).wait()
-        if (said := heard.flatten().tolist()) != [*range(world)]:
-            raise RuntimeError(f"members {said} have answered, of {world}")
+        sent = torch.full((world, 1), place, dtype=torch.uint8, device=self._device)
+        received = torch.empty_like(sent)
+        backend.alltoall_base(received, sent, [1] * world, [1] * world).wait()
+        if (answered := received.flatten().tolist()) != [*range(world)]:
+            raise RuntimeError(f"members {answered} have answered, of {world}")
         return backend
 
     def in_graph(self) -> bool:
-        """Whether what is launched now is held by a graph, and runs with that."""
+        """Return whether a graph is being captured, which then holds what is launched now."""
         return not self.host_waits and torch.cuda.is_current_stream_capturing()
 
     def move(
         self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]
     ) -> Moved | None:
-        """Send the first sent[0] rows of `given` to the first member, the next to the second, ...; likewise `into`.
+        """Send the first sent[0] rows of `given` to the first member, the next to the second, and so on.
 
-        Both are contiguous. None: a graph holds the move. Raises RuntimeError if the group has failed.
+        `into` receives the members' rows in the same way. Both are contiguous. Returns None if a graph holds the move.
+        Raises RuntimeError if the group has failed.
         """
         if self._world == 1:
             into.copy_(given)
@@ -238,11 +231,11 @@ class TorchGroup:
         self._ended.append((backend, self._store))
         if not self.host_waits:
             # The device is signalled first. Then NCCL waits until no graph holds its communicator.
-            self._ending = threading.Thread(target=_quietly(backend.abort), name="abort-group", daemon=True)
+            self._ending = threading.Thread(target=_abort, args=(backend,), name="abort-group", daemon=True)
             self._ending.start()
 
     def settle(self) -> None:
-        """Wait until the ended group is gone; graphs that hold it have to be gone before."""
+        """Wait until the ended group is gone. The caller has freed the graphs that hold it."""
         ending, self._ending = self._ending, None
         if ending is not None:
             ending.join(_ABORT_S)
@@ -259,15 +252,11 @@ class _Ticks:
         """Count one more on the device. A device counter and its copy would take three times as long."""
         self._word.there.add_(1)
 
-    def heard(self) -> int:
-        """Return the number that has reached the host."""
-        return int(self._word.here)
-
     def next_move(self) -> Moved:
-        """Return the next move that was launched with a graph: what lies between two ticks."""
+        """Return the next move that was launched with a graph: it lies between two ticks."""
         self._launched += 2
         end = self._launched
-        return Moved(lambda: self.heard() >= end - 1, lambda: self.heard() >= end)
+        return Moved(lambda: int(self._word.here) >= end - 1, lambda: int(self._word.here) >= end)
 
 
 def _event() -> torch.cuda.Event:
@@ -276,11 +265,8 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _quietly(abort: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            abort()
-        except RuntimeError as error:  # boundary: what was to end has failed already
-            log.warning("the process group did not end: %s", str(error).split("\n", 1)[0])
-
-    return run
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:  # boundary: the group has failed already
+        log.warning("the process group did not end: %s", str(error).split("\n", 1)[0])

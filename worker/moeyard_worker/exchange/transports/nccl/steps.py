@@ -1,4 +1,4 @@
-"""The life of steps whose collectives only the host can end: which ranks wait, too, and which do not.
+"""The life of steps whose collectives only the host can end. Hosts find out which ranks wait and which do not.
 
 A device that waits in a collective knows nothing of others. So hosts exchange signs (`Mesh.say`). A host that has
 waited for half a deadline sends a sign, repeatedly. A host that receives it and waits, too, answers at once. A peer
@@ -20,14 +20,14 @@ from moeyard_worker.exchange.transports.nccl.group import Moved, TorchGroup
 
 log = logging.getLogger(__name__)
 
-# Between two looks at the device, and between two at the mesh meanwhile.
+# Seconds between two looks at the device, and between two looks at the mesh meanwhile.
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
-# A peer that comes at the last moment has this long to say so.
+# A peer that arrives at the last moment has this long to send its sign.
 _GRACE_S = 0.05
 # The rest of a step after its waits for peers have ended.
 _DRAIN_S = 10.0
-# Collectives that the host launches ahead of its device, two a layer. If some thousand launches wait for a device that
-# waits for a peer, the next launch blocks, and the host would no longer watch.
+# Collectives that the host launches ahead of its device, two per layer. If about a thousand launches wait for a device
+# that waits for a peer, the next launch blocks, and the host no longer watches.
 _AHEAD = 16
 
 # Step, layer and phase of a collective.
@@ -36,7 +36,7 @@ Place = tuple[int, int, Phase]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Rows in flight and their place."""
+    """Rows in flight, and their step, layer and phase."""
 
     at: Place
     moved: Moved
@@ -45,7 +45,7 @@ class _Mark:
 class NcclSteps(ExchangeSteps):
     """Steps of one rank: the collectives of `group` that its device has not passed yet, oldest first.
 
-    A rank names itself if its device does not come to its next collective within `seconds`. `on_replay` returns the
+    A rank names itself if its device does not reach its next collective within `seconds`. `on_replay` returns the
     layers of a captured step in order.
     """
 
@@ -61,7 +61,7 @@ class NcclSteps(ExchangeSteps):
         super().__init__(on_rows)
         self._group, self._rank, self._seconds, self._on_replay = group, rank, seconds, on_replay
         self._marks: deque[_Mark] = deque()
-        # When a peer was last known to compile: the others' rows may have come long before its own.
+        # When a peer was last known to compile. The rows of other peers may have arrived long before its own.
         self._compiled = 0.0
 
     def open_epoch(self, mesh: Mesh) -> None:
@@ -76,7 +76,7 @@ class NcclSteps(ExchangeSteps):
         self._until(has_run or (lambda: not self._marks))
 
     def abort(self, lost: Sequence[int] = ()) -> None:
-        """Captured graphs hold the communicator, which holds the waits of the device: they go in this order."""
+        """End the waits, then free the graphs, then the group: graphs hold the communicator that the waits are in."""
         self._end()
         self.release_graphs()
         self._group.settle()
@@ -92,16 +92,16 @@ class NcclSteps(ExchangeSteps):
         self._marks.extend(_Mark(at, moved) for at, moved in zip(places, moves, strict=True))
 
     def launched(self, at: Place, moved: Moved) -> None:
-        """Note a launched collective, and wait if the host is too far ahead; on a CPU its rows have come then."""
+        """Note a launched collective, and wait if the host is too far ahead. On a CPU its rows have then arrived."""
         self._marks.append(_Mark(at, moved))
         ahead = 0 if self._group.host_waits else _AHEAD
         if len(self._marks) > ahead:
             self._until(lambda: len(self._marks) <= ahead)
 
     def _until(self, has_run: Callable[[], bool]) -> None:
-        """Wait; raise ExchangeError once the wait is known to be in vain, when the device waits no longer.
+        """Wait until `has_run`. Raises ExchangeError if the wait is in vain, after the device has stopped waiting.
 
-        Time that the host spent before the wait, as to compile the next launch, does not count.
+        Time that the host spent before the wait, such as to compile the next launch, does not count.
         """
         since = looked = time.monotonic()
         state: tuple[int, bool] | None = None
@@ -118,7 +118,7 @@ class NcclSteps(ExchangeSteps):
             time.sleep(_PAUSE_S)
 
     def _progress(self) -> tuple[int, bool]:
-        """How many collectives are ahead of the device, and whether it waits in the first of them."""
+        """Return how many collectives the device has ahead, and whether it waits in the first of them."""
         while self._marks and self._marks[0].moved.has_ended():
             mark = self._marks.popleft()
             try:
@@ -128,7 +128,7 @@ class NcclSteps(ExchangeSteps):
         return len(self._marks), bool(self._marks) and self._marks[0].moved.has_begun()
 
     def _look(self, seconds: float) -> None:
-        """Listen to the mesh; the device has not moved for `seconds`."""
+        """Check the mesh. The device has made no progress for `seconds`."""
         mesh = self.mesh
         assert mesh is not None, "a step begins after the ranks have met"
         at = self._marks[0].at if self._marks else None
@@ -144,17 +144,17 @@ class NcclSteps(ExchangeSteps):
             raise
 
     def _ask(self, mesh: Mesh, seconds: float, at: Place) -> None:
-        """Tell the peers that this rank waits for them; raise ExchangeError once the wait is in vain."""
-        said, limit, clock = {peer: mesh.signs.of(peer) for peer in mesh.peers}, mesh.deadline, time.monotonic()
-        if seconds > limit / 2 or Phase.WAITING in said.values():
+        """Tell the peers that this rank waits for them. Raises ExchangeError if the wait is in vain."""
+        signs, limit, clock = {peer: mesh.signs.of(peer) for peer in mesh.peers}, mesh.deadline, time.monotonic()
+        if seconds > limit / 2 or Phase.WAITING in signs.values():
             mesh.send_sign(Phase.WAITING)
-        if Phase.BUSY in said.values():
+        if Phase.BUSY in signs.values():
             self._compiled = clock
         if seconds < limit + _GRACE_S:
             return
         where, (step, layer, phase) = where_in_step(*at), at
-        # A peer that has sent a later frame has been here.
-        silent = {peer for peer, sign in said.items() if sign is None}.difference(mesh.arrived())
+        # A peer that has sent a later frame has passed this collective.
+        silent = {peer for peer, sign in signs.items() if sign is None}.difference(mesh.arrived())
         if silent:
             reason = f"{name_ranks(silent)} silent ({mesh.signs.allowed(silent, limit):.1f} s) at {where}"
             mesh.miss(silent, reason, step=step, layer=layer, phase=phase)
@@ -164,15 +164,15 @@ class NcclSteps(ExchangeSteps):
             raise ExchangeError(mesh.fail(f"{reason}: the network may be down", ranks=mesh.members))
 
     def fail(self, error: RuntimeError, at: Place) -> NoReturn:
-        """Raise ExchangeError for a group that has failed; a peer's end is the reason, if the mesh learns of one."""
+        """Raise ExchangeError for a failed group. If the mesh learns of a lost peer, that is the reason."""
         assert self.mesh is not None
         limit = time.monotonic() + self.mesh.deadline
         try:
             while time.monotonic() < limit:
                 self.mesh.check_peers(at)
                 time.sleep(_LOOK_S)
-            said = str(error).strip().split("\n", 1)[0]
-            raise ExchangeError(self.mesh.fail(f"rank {self._rank} cannot move rows at {where_in_step(*at)}: {said}"))
+            text = str(error).strip().split("\n", 1)[0]
+            raise ExchangeError(self.mesh.fail(f"rank {self._rank} cannot move rows at {where_in_step(*at)}: {text}"))
         finally:
             self._end()
 
@@ -187,5 +187,5 @@ class NcclSteps(ExchangeSteps):
                 else:
                     time.sleep(_PAUSE_S)
         except RuntimeError as error:  # boundary: a failed device waits for no peer; its error is raised elsewhere
-            log.warning("a device that has failed: %s", str(error).split("\n", 1)[0])
+            log.warning("the device has failed: %s", str(error).split("\n", 1)[0])
         self._marks.clear()

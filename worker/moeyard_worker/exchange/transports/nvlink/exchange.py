@@ -26,10 +26,11 @@ _ALIGNED = 4
 
 
 class NvlinkExchange:
-    """`Exchange` over memory that all ranks map; `seconds` and `drafts` as of `NvlinkSteps`.
+    """`Exchange` over memory that all ranks map. Launches before the first `attach` move nothing: graphs capture them.
 
-    `lending`: what this rank lends to others that read its missed experts for it, and the memory that they write to;
-    None where every rank reads alone. Launches before the first `attach` take no part; they are there to be captured.
+    seconds, drafts: as in `NvlinkSteps`.
+    lending: the memory that this rank lends to peers that read its missed experts for it, and the memory that they
+        write to. None if every rank reads alone.
     """
 
     traits = ExchangeTraits(capturable=True)
@@ -50,7 +51,7 @@ class NvlinkExchange:
         self._memory = memory
         self._experts = shape.num_experts
         device, width = memory.own.device, -(-shape.num_experts // _ALIGNED) * _ALIGNED
-        # [2, L, E, 2]: owner and local id of each layer's experts, by turns. Captured graphs read it in place.
+        # [2, L, E, 2]: owner and local id of each layer's experts, by turn. Captured graphs read it in place.
         self._tables = torch.zeros(2, len(placement.layers), width, 2, dtype=torch.int32, device=device)
         window = open_window(
             shape.window(world_size),
@@ -81,7 +82,7 @@ class NvlinkExchange:
         )
 
     def attach(self, mesh: Mesh, placement: Placement) -> None:
-        """Have all ranks meet; launches take part from here on. Raises ValueError for a placement on fewer ranks."""
+        """Have all ranks meet. From here on launches move rows. Raises ValueError for a placement on fewer ranks."""
         if mesh.members != tuple(range(self.world_size)) or placement.num_experts != self._experts:
             raise ValueError(f"the nvlink exchange is one of {self.world_size} ranks, these are {mesh.members}")
         self.steps.open_epoch(mesh)
@@ -101,7 +102,7 @@ class NvlinkExchange:
         mesh.gather(b"")
 
     def _map_layers(self) -> None:
-        """Make each layer's windows: with its owners, and for reading missed experts together if this rank does."""
+        """Make each layer's windows: one with its owners, and one for shared expert fetch if this rank takes part."""
         owner, local = self._tables[:, :, : self._experts]
         self._windows = {
             layer: replace(self._window, owner=owner[i], local=local[i]) for i, layer in enumerate(self._layers)

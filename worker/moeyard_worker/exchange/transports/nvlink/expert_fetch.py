@@ -26,9 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lending:
-    """A rank's part: its `lent` memory, None if it `misses` no expert or cannot lend.
+    """What a rank offers to its peers.
 
-    With `required` an epoch in which ranks cannot read for each other ends.
+    lent: host memory that holds all its experts; None if it misses none or cannot share it.
+    misses: whether this rank misses experts.
+    required: whether an epoch ends if ranks cannot read for each other.
     """
 
     shape: FetchShape
@@ -38,10 +40,12 @@ class Lending:
 
 
 class PeerFetch:
-    """A rank's side of shared fetch; `memory` is where peers write, None if it lends nothing; `peer` its row window.
+    """A rank's side of shared fetch.
 
-    Until ranks have met, and in every epoch in which they cannot share, `window` says that each rank reads alone.
-    Captured graphs read that from the device.
+    memory: where peers write; None if this rank lends nothing.
+    peer: this rank's row window.
+    window: None without `memory`. Until ranks have met, and in every epoch in which they cannot share, it tells the
+        kernels that each rank reads alone. Captured graphs read that from the device.
     """
 
     def __init__(self, memory: GpuMemory | None, lending: Lending, peer: PeerWindow) -> None:
@@ -57,18 +61,18 @@ class PeerFetch:
         Raises ExchangeError if a rank that has to share cannot.
         """
         own = self._lending
-        word = (own.misses, None if own.lent is None else astuple(own.lent))
-        words = [msgpack.unpackb(each) for each in mesh.gather(msgpack.packb(word))]
-        if not any(misses for misses, _ in words):
+        offer = (own.misses, None if own.lent is None else astuple(own.lent))
+        offers = [msgpack.unpackb(each) for each in mesh.gather(msgpack.packb(offer))]
+        if not any(misses for misses, _ in offers):
             return
-        failed = [rank for rank, (_, lent) in enumerate(words) if lent is None]
+        failed = [rank for rank, (_, lent) in enumerate(offers) if lent is None]
         why = "all experts have slots there"
-        if any(words[rank][0] for rank in failed):
+        if any(offers[rank][0] for rank in failed):
             why = "CUDA cannot pin memory there that others may map"
         if not failed:
             # Fields were sent in their order.
             names = LentMemory.__dataclass_fields__
-            lent = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in words]
+            lent = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in offers]
             own_error = self._borrow(mesh.rank, lent)
             errors = [each.decode() for each in mesh.gather(own_error.encode())]
             failed = [rank for rank, error in enumerate(errors) if error]
@@ -82,20 +86,20 @@ class PeerFetch:
         self.window = replace(self.window, memory=tuple(mapped))
         self.window.table.copy_(torch.tensor([each.data_ptr() for each in mapped], dtype=torch.int64))
         # A rank reads its own store by a tensor, not by address.
-        stores = [self._borrowed[rank].address if rank in self._borrowed else 0 for rank in range(len(words))]
+        stores = [self._borrowed[rank].address if rank in self._borrowed else 0 for rank in range(len(offers))]
         self.window.stores.copy_(torch.tensor(stores, dtype=torch.int64))
         self.window.reset()
         self.window.share(True)
-        log.info("rank %d: missed experts are read over the links of all %d ranks", mesh.rank, len(words))
+        log.info("rank %d: missed experts are read over the links of all %d ranks", mesh.rank, len(offers))
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Unmap the memory of lost ranks, which nothing reads any more: a successor needs the room in the host."""
+        """Unmap the memory of lost ranks. Nothing reads it any more, and a successor needs the host's memory."""
         for rank in ranks:
             if (borrowed := self._borrowed.pop(rank, None)) is not None:
                 borrowed.close()
 
     def _borrow(self, own: int, lent: list[LentMemory]) -> str:
-        """Map what others lend, unless it is mapped already; return the error that prevents it, or ""."""
+        """Map the memory that others lend, unless it is mapped already. Return the error that prevents it, or ""."""
         for rank, each in enumerate(lent):
             if rank == own or (rank in self._borrowed and self._borrowed[rank].lent == each):
                 continue
@@ -110,8 +114,8 @@ class PeerFetch:
         """Read alone in this epoch, because of `ranks`."""
         reason = f"{name_ranks(ranks)}: {why}"
         if self._lending.required:
-            words = f"--expert-fetch shared cannot be: {reason}; use --expert-fetch alone"
-            raise ExchangeError(mesh.fail(words, ranks=ranks))
+            text = f"--expert-fetch shared cannot be: {reason}; use --expert-fetch alone"
+            raise ExchangeError(mesh.fail(text, ranks=ranks))
         log.warning("rank %d: every rank reads the experts that it misses alone: %s", mesh.rank, reason)
         self.forget(list(self._borrowed))
         if self.window is not None:

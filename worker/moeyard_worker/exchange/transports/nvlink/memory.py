@@ -1,4 +1,4 @@
-"""Memory of a GPU that all ranks of its host map: this rank's own, and where it sees that of the others."""
+"""GPU memory that all ranks of a host map: this rank's own memory, and its views of the peers' memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ class MeshStore(Store):
     """A store over the mesh: every rank sets keys that end in "/" and its number, and reads those of the same round.
 
     torch's own stores need a port or a file and wait for minutes. Also, torch numbers its keys by the meetings of a
-    process. A rank that replaced another would wait for keys that no rank sets. The caller keeps the store alive.
+    process, so a replaced rank would wait for keys that no rank sets. The caller keeps the store alive.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -28,11 +28,11 @@ class MeshStore(Store):
         """Wait until every rank has set its key of this round."""
         name, _, rank = key.rpartition("/")
         assert rank == str(self._mesh.rank), f"rank {self._mesh.rank} sets {key}"
-        words = self._mesh.gather(value.encode() if isinstance(value, str) else bytes(value))
-        self._values.update({f"{name}/{peer}": word for peer, word in enumerate(words)})
+        values = self._mesh.gather(value.encode() if isinstance(value, str) else bytes(value))
+        self._values.update({f"{name}/{peer}": each for peer, each in enumerate(values)})
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Check the keys: after a round all its keys are there."""
+        """Assert that the keys exist. After a round all its keys do."""
         missing = [key for key in keys if key not in self._values]
         assert not missing, f"{missing} were never set"
 
@@ -81,7 +81,7 @@ class GpuMemory:
     def _check(self, mesh: Mesh) -> None:
         """Raise ExchangeError if two ranks share a GPU."""
         own = str(torch.cuda.get_device_properties(self._device).uuid)
-        gpus = [word.decode() for word in mesh.gather(own.encode())]
+        gpus = [each.decode() for each in mesh.gather(own.encode())]
         for gpu in gpus:
             ranks = [rank for rank, each in enumerate(gpus) if each == gpu]
             if len(ranks) > 1:

@@ -27,7 +27,7 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.transports.nvlink.expert_fetch import PeerFetch
 from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 
-# Between two looks at a running step, and between two at the mesh meanwhile.
+# Seconds between two looks at a running step, and between two looks at the mesh meanwhile.
 _PAUSE_S, _LOOK_S = 50e-6, 0.01
 # The rest of a step after its waits for peers have ended.
 _DRAIN_S = 10.0
@@ -62,7 +62,7 @@ class NvlinkSteps(ExchangeSteps):
         self.counts = PeerCounts(window.views(window.rank).counts, stats)
         # Whether the host has ended a wait of the device after a deadline.
         self._ended = False
-        # When the host looked last, since when it looks, when a peer was last slow, when it saw a record of a failure.
+        # Times: of the last look, of the first look without a gap, of the last slow peer, of the first failure record.
         self._looked = self._looking = self._slow = self._noticed = 0.0
 
     def open_epoch(self, mesh: Mesh) -> None:
@@ -93,7 +93,7 @@ class NvlinkSteps(ExchangeSteps):
             self._fetch.forget(lost)
 
     def _listen(self, has_run: Callable[[], bool]) -> None:
-        """Wait for the device and listen to the mesh: a lost peer does not end a wait of the device."""
+        """Wait for the device and check the mesh meanwhile, because a lost peer does not end a wait of the device."""
         assert self.mesh is not None, "a step begins after the ranks have met"
         try:
             while not has_run():
@@ -109,7 +109,7 @@ class NvlinkSteps(ExchangeSteps):
             raise
 
     def _end_vain_wait(self) -> None:
-        """Listen to the mesh, and end a wait of the device that has lasted for a deadline, unless a peer was slow.
+        """Check the mesh, and end a wait of the device that has lasted for a deadline, unless a peer was slow.
 
         The host may have missed messages while it was busy elsewhere, so that time does not count.
         """
@@ -125,7 +125,7 @@ class NvlinkSteps(ExchangeSteps):
             return
         waits = int(fault[SPENT]) > mesh.deadline * 1e9
         if self._ended and not fault[SPENT]:
-            # The rows came just as the host ended the wait: the next wait is another one.
+            # The rows arrived just as the host ended the wait. The next wait is a new one.
             fault[ABORT], self._ended = 0, False
         elif waits and not self._ended and now - max(self._looking, self._slow) > mesh.deadline:
             self._ended = True
@@ -167,7 +167,7 @@ class NvlinkSteps(ExchangeSteps):
 class PeerCounts:
     """Updates `stats` from `live`, the counts of this rank's window (`peer_shape`), without waiting for the device.
 
-    The counts of a GPU are as of the previous look: the copy of one look is read at the next.
+    The counts of a GPU are those of the previous look, because the copy of one look is read at the next.
     """
 
     def __init__(self, live: torch.Tensor, stats: ExchangeStats) -> None:
@@ -179,7 +179,7 @@ class PeerCounts:
         self._num_read = [0, 0]
 
     def look(self, *, wait: bool = False) -> None:
-        """Update if the last look is LOOK_SECONDS ago, as of that look; with `wait` as of now."""
+        """Update to the counts of the last look, if that is LOOK_SECONDS ago; with `wait`, to those of now."""
         now = time.monotonic()
         if not wait and now < self._looked + LOOK_SECONDS:
             return
