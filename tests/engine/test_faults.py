@@ -9,7 +9,7 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
+from moeyard_worker.engine.loop.faults import RankFault, describe_fault, not_finite
 from moeyard_worker.engine.sampling.sampling import SampledRow, chosen_logits, sample_logits, unsound
 from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Request
@@ -44,13 +44,13 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
     ids=lambda value: type(value).__name__,
 )
 def test_names(error: BaseException, named: str) -> None:
-    assert name_of(error, rank=2, step=812) == named
+    assert describe_fault(error, rank=2, step=812) == named
 
 
 def test_torch_without_host_memory_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert name_of(caught.value, rank=2, step=812).startswith("rank 2: out of host memory at step 812: ")
+    assert describe_fault(caught.value, rank=2, step=812).startswith("rank 2: out of host memory at step 812: ")
 
 
 def test_an_error_of_the_accelerator_is_named() -> None:

@@ -24,7 +24,7 @@ from moeyard_worker.checkpoint.formats.plain import PlainFormat
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size, parse_size
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
+from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran_out
 from moeyard_worker.engine.memory.host_memory import available_memory, cgroup_available
 from moeyard_worker.engine.memory.plan import (
     AUTO_KV_SHARE,
@@ -128,7 +128,7 @@ def planner(**given: Any) -> Planner:
 def told(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list[dict[str, int]]]:
     """The whole refusal, and what it says would fit, one config's changes each."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what the tests look at
-        plan_or_tell(plan, config, available)
+        plan_or_suggest(plan, config, available)
     text = str(caught.value)
     assert "\n" not in text
     return text, changes(text)

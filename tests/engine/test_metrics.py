@@ -92,10 +92,10 @@ def test_a_rank_that_cannot_be_built_frees_its_ports(monkeypatch: pytest.MonkeyP
         close = each.close
         monkeypatch.setattr(each, "close", lambda self, close=close: (closed.append(type(self).__name__), close(self)))
 
-    def no_port(*_: Any) -> Any:
+    def no_port(*_: Any, **__: Any) -> Any:
         raise OSError("no port is free")
 
-    monkeypatch.setattr(worker_module, "bind_frontend", no_port)
+    monkeypatch.setattr(worker_module, "Frontend", no_port)
     with pytest.raises(OSError, match="no port is free"):
         Worker(SPEC)
     assert closed == ["WorkerMetrics", "Mesh"]

@@ -489,17 +489,17 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
 
 def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[], None]:
     """Rank 1 tells of a file that is not there, or lends nothing, until the result is called."""
-    right = worker_module.lending
+    right = worker_module.fetch_offer
 
     def wrong(config: EngineConfig, model: Any, experts: Any) -> Any:
         found = right(config, model, experts)
         assert found is not None
-        assert found.lent is not None
-        wrong_one = replace(found.lent, inode=1) if lends else None
-        return found if experts._owned[0][0] == 0 else replace(found, lent=wrong_one)
+        assert found.memory is not None
+        wrong_one = replace(found.memory, inode=1) if lends else None
+        return found if experts._owned[0][0] == 0 else replace(found, memory=wrong_one)
 
-    monkeypatch.setattr(worker_module, "lending", wrong)
-    return lambda: monkeypatch.setattr(worker_module, "lending", right)
+    monkeypatch.setattr(worker_module, "fetch_offer", wrong)
+    return lambda: monkeypatch.setattr(worker_module, "fetch_offer", right)
 
 
 @pytest.mark.sampled(0)

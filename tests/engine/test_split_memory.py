@@ -16,7 +16,7 @@ from moeyard_kernels.cuda import footprint
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.footprint import CAPTURED, LAUNCHED, SplitSums, mla_split
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, EngineConfig, format_size
-from moeyard_worker.engine.assembly.fitting import plan_or_tell
+from moeyard_worker.engine.assembly.fitting import plan_or_suggest
 from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory, sums_bytes
 from moeyard_worker.engine.steps.sizes import DECODING, DRAFTING, decode_sizes, prompt_sizes
 from moeyard_worker.models.shapes import SHAPES, served_model
@@ -159,7 +159,7 @@ def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
         return plan_memory(config=config, available=available, **rest)  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match=f"sums of split keys {format_size(reserve.sums)}, grammars") as caught:
-        plan_or_tell(plan, config, available)
+        plan_or_suggest(plan, config, available)
     assert "--max-num-seqs " in str(caught.value).partition("would fit: ")[2]
 
 

@@ -1,7 +1,7 @@
 """The keys of one fleet: CURVE key pairs that a launcher makes at start and distributes through Ray. Pure.
 
-Ranks share one pair and routers another, so a router's secret does not open the ranks' exchange. A stranger without
-either can neither send nor read. Keys are in Z85, 40 characters each (ZeroMQ's RFC 32). `repr` never shows a key.
+Ranks share one pair and routers another, so a router's secret does not give access to the ranks' exchange. A stranger
+without either can neither send nor read. Keys are in Z85, 40 characters each (ZeroMQ's RFC 32). `repr` shows no key.
 """
 
 from dataclasses import dataclass, field

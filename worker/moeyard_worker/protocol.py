@@ -135,8 +135,8 @@ class SamplingParams:
 
     def kept(self, num_prompt: int) -> int:
         """Return how many of a prompt's positions are kept for the output; all if there is no output."""
-        asked = self.kv_compression
-        return num_prompt if asked is None or not self.max_tokens else min(asked.budget, num_prompt)
+        form = self.kv_compression
+        return num_prompt if form is None or not self.max_tokens else min(form.budget, num_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class Submit:
     """Run one sequence.
 
     request_id: unique per router.
-    prompt_token_ids: not empty; a tuple after decoding.
+    prompt_token_ids: at least one id; a tuple after decoding.
     output_token_ids, num_scored: for a sequence that continues after the loss of its worker: the output that the client
         has, and the number of prompt tokens whose log-probabilities it has. Replies begin after these.
     """
@@ -318,7 +318,8 @@ class ExpertLoads:
     experts: global ids of all experts that the rank has in any layer, ascending.
     rows: [layer, expert] rows that each of them has computed, if the host knows.
     chosen: [layer, every expert of the model] on a GPU instead: how many of the rank's own rows chose each expert.
-    held: [layer, expert] with `chosen`: 1 if the rank has the expert in that layer. Empty if it has all in every layer.
+    held: [layer, expert] with `chosen`: 1 if the rank has the expert in that layer. Empty if it has all of them in
+        every layer.
     """
 
     type: ClassVar[str] = "expert_loads"

@@ -1,7 +1,7 @@
-"""Counts and logs what router and workers refuse from outside, with limits on the log.
+"""Counts and logs the connections and messages that router and workers refuse, with limits on the log.
 
-A stranger may send much rubbish. A log line quotes at most `MAX_QUOTE` characters. After `LINES` lines in `SECONDS`,
-refusals are only counted, and the next line says how many were left out.
+A stranger may send any amount of data. A log line quotes at most `MAX_QUOTE` characters. After `LINES` lines in
+`SECONDS`, refusals are only counted, and the next line says how many were omitted.
 """
 
 import logging
@@ -15,8 +15,8 @@ LINES, SECONDS = 5, 10.0
 
 def cut(text: object, limit: int = MAX_QUOTE) -> str:
     """Return `text`, or its beginning and its length."""
-    said = str(text)
-    return said if len(said) <= limit else f"{said[:limit]}... ({len(said)} characters)"
+    whole = str(text)
+    return whole if len(whole) <= limit else f"{whole[:limit]}... ({len(whole)} characters)"
 
 
 class Refusals:
@@ -26,19 +26,19 @@ class Refusals:
         self.counts: dict[str, int] = {}
         self._log, self._clock = log, clock
         self._lock = threading.Lock()
-        self._since, self._said, self._left_out = clock(), 0, 0
+        self._since, self._num_lines, self._num_omitted = clock(), 0, 0
 
     def add(self, reason: str, text: object) -> None:
-        """Count one more refusal for `reason`, a label of a metric, and log `text` unless there were many lately."""
+        """Count one more refusal for `reason`, a label of a metric, and log `text` unless the log is full."""
         with self._lock:
             self.counts[reason] = self.counts.get(reason, 0) + 1
             now = self._clock()
             if now - self._since >= SECONDS:
-                self._since, self._said = now, 0
-            self._said += 1
-            if self._said > LINES:
-                self._left_out += 1
+                self._since, self._num_lines = now, 0
+            self._num_lines += 1
+            if self._num_lines > LINES:
+                self._num_omitted += 1
                 return
-            left_out, self._left_out = self._left_out, 0
-        more = f" ({left_out} more like it were not written)" if left_out else ""
+            omitted, self._num_omitted = self._num_omitted, 0
+        more = f" ({omitted} more like it were not written)" if omitted else ""
         self._log.warning("refused (%s): %s%s", reason, cut(text), more)

@@ -1,7 +1,7 @@
 """The common part of a fleet's ZMQ sockets: CURVE keys, heartbeats, and monitors.
 
 A bound socket under CURVE shows a stranger only that it exists (CurveZMQ, ZeroMQ's RFC 26). A client without the
-server's public key fails at the first message of the handshake, one with a key that is not admitted at the last.
+server's public key fails at the first message of the handshake. One with a key that is not admitted fails at the last.
 Traffic cannot be read. libzmq asks over `inproc://zeromq.zap.01` which keys are admitted (RFC 27), and `Gate` answers.
 """
 
@@ -29,13 +29,12 @@ REFUSED_EVENTS = (
 
 def make_keys() -> FleetKeys:
     """Return new keys from the system's random generator."""
-    workers, routers = (KeyPair(public=public, secret=secret) for public, secret in (_pair(), _pair()))
-    return FleetKeys(workers=workers, routers=routers)
+    return FleetKeys(workers=_pair(), routers=_pair())
 
 
-def _pair() -> tuple[bytes, bytes]:
+def _pair() -> KeyPair:
     public, secret = zmq.curve_keypair()
-    return public, secret
+    return KeyPair(public=public, secret=secret)
 
 
 def set_heartbeats(socket: "zmq.Socket[bytes]", deadline: float) -> None:

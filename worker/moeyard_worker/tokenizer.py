@@ -22,9 +22,11 @@ _MAX_BYTES = 256 << 20  # of one file; the largest published tokenizer.json has 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`tokenizer`, complete; `json`, the same as text; tokenizer_config.json as `config`.
+    """The tokenizer of a checkpoint.
 
-    `special_tokens` has the texts of named tokens (`eos_token`), as chat templates see them.
+    tokenizer: with all tokens of all files. json: the same as text.
+    config: tokenizer_config.json.
+    special_tokens: the texts of named tokens (`eos_token`), as chat templates see them.
     """
 
     tokenizer: Tokenizer
@@ -59,10 +61,10 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
     known = tokenizer.get_added_tokens_decoder()
     values, added = _joined(config), _listed(path, config.get("added_tokens_decoder"))
     if config.get("added_tokens_decoder") is None:
-        _named(path, values)  # An error in them names this file.
+        _named(path, values)  # raises an error that names this file
         path = directory / "special_tokens_map.json"
         values |= read_object(path) or {}
-        # transformers makes no token special here for the older name of the list in special_tokens_map.json.
+        # Under the list's older name in special_tokens_map.json, transformers makes no token special here.
         usual = (*(values.get(name) for name in _NAMED), *(values.get("extra_special_tokens") or ()))
         special = {_token(path, "a special token", given).content for given in usual if given is not None}
         added = _legacy(directory / "added_tokens.json", special) | known
@@ -73,7 +75,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
     tokens = [added[number] for number in sorted(added)]
     texts = {token.content for token in (*known.values(), *tokens)}
     tokens += [token for token in (*named.values(), *extra) if token.content not in texts]
-    # The tokenizer goes on to hide a token that was special once.
+    # A token that was special before remains special: the tokenizer continues to hide it.
     texts = {token.content for token in named.values()} | {token.content for token in known.values() if token.special}
     for token in tokens:
         token.special = token.special or token.content in texts
@@ -84,13 +86,13 @@ def read_tokenizer(directory: Path) -> TokenizerFiles | None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file. Raises `ValueError` naming a path that is no regular file, or too large to be read."""
+    """Return whether a file exists. Raises `ValueError` naming a path that is no regular file, or is too large."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path}: is no regular file, and the files of a checkpoint are")
+        raise ValueError(f"{path}: is not a regular file, as the files of a checkpoint are")
     if found.st_size > _MAX_BYTES:
         raise ValueError(f"{path}: has {found.st_size} bytes, at most {_MAX_BYTES} are read")
     return True
@@ -131,7 +133,7 @@ def _listed(path: Path, given: Any) -> dict[int, AddedToken]:
 
 
 def _joined(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with one list of special tokens without names; a map of named ones joins the others."""
+    """Return the values with one list of unnamed special tokens. Tokens of a map become values of their names."""
     joined = dict(values)
     lists = [joined.pop(key, None) for key in ("extra_special_tokens", "additional_special_tokens")]
     for given in lists:
@@ -152,15 +154,15 @@ def _legacy(path: Path, special: set[str]) -> dict[int, AddedToken]:
 
 def _named(path: Path, values: Mapping[str, Any]) -> dict[str, AddedToken]:
     """Return the tokens with names: the usual ones first, then a model's own (`image_token`)."""
-    own = (name for name in values if name.endswith("_token") and name not in _NAMED)
-    # Flags such as add_bos_token have such a name too.
-    own = (name for name in own if isinstance(values[name], str | dict))
-    names = (*(name for name in _NAMED if values.get(name) is not None), *own)
+    others = (name for name in values if name.endswith("_token") and name not in _NAMED)
+    # Flags such as add_bos_token have such a name, too.
+    others = (name for name in others if isinstance(values[name], str | dict))
+    names = (*(name for name in _NAMED if values.get(name) is not None), *others)
     return {name: _token(path, name, values[name]) for name in names}
 
 
 def _token(path: Path, name: str, given: Any, **defaults: bool) -> AddedToken:
-    """Return a token that a file spells as a string, or as an object with `content` and flags."""
+    """Return a token that a file gives as a string, or as an object with `content` and flags."""
     content = given.get("content") if isinstance(given, dict) else given
     if not isinstance(content, str):
         raise ValueError(f"{path}: {name} must be a string or an object with a string 'content', got {given!r:.80}")

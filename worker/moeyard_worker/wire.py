@@ -99,7 +99,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes, limits: Limits | None = None) -> Message:
-    """Parse one frame; raises `ProtocolError` naming what is wrong with it, and first what of it is too large."""
+    """Parse one frame. Raises `ProtocolError`, naming the fault; limits are checked first."""
     bounds = {}
     if limits is not None:
         if len(frame) > limits.frame_bytes:
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], Tokens):
         return _columns(value)
     if isinstance(value, TokenLogprob):
-        # There are many of them; msgpack takes tuples as they are.
+        # There are many of them, and msgpack accepts tuples.
         return {"logprob": value.logprob, "rank": value.rank, "top": value.top}
     if isinstance(value, SamplingParams | Grammar | KvCompression):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
@@ -148,7 +148,7 @@ def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
 
 
 def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
-    """The rows of a batch; columns are checked as a whole, because this is done for every token there is."""
+    """Parse the rows of a batch. Columns are checked as a whole, because this runs for every token."""
     names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens")
     if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
         raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
@@ -167,25 +167,15 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
             raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
     if not set(map(type, cached)) <= {int, type(None)}:
         raise ProtocolError(f"{where}: cached_tokens of a wrong type")
-    if not logprobs and not cached:
-        rows = zip(request_ids, starts, map(tuple, token_ids), strict=True)
-        return tuple([Tokens(request_id=name, start=start, token_ids=ids) for name, start, ids in rows])
     counts = cached or [None] * len(request_ids)
     if not logprobs:
-        told = zip(request_ids, starts, token_ids, counts, strict=True)
+        rows = zip(request_ids, starts, map(tuple, token_ids), counts, strict=True)
         return tuple(
-            Tokens(request_id=name, start=start, token_ids=tuple(ids), cached_tokens=count)
-            for name, start, ids, count in told
+            Tokens(request_id=name, start=start, token_ids=ids, cached_tokens=count) for name, start, ids, count in rows
         )
-    every = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
-    return tuple(
-        _build(
-            Tokens,
-            {"request_id": name, "start": start, "token_ids": ids, "logprobs": found, "cached_tokens": count},
-            where,
-        )
-        for name, start, ids, found, count in every
-    )
+    names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens")
+    scored = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
+    return tuple(_build(Tokens, dict(zip(names, row, strict=True)), where) for row in scored)
 
 
 def _build(cls: Any, body: dict[Any, Any], where: str) -> Any:
@@ -216,14 +206,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    # The usual pair by its exact types: this runs for every alternative of every token.
+    # Exact types are checked first, because this runs for every alternative of every token.
     if type(value) is not list or len(value) != 2:
         return False
     token_id, number = value
     return (type(token_id) is int and type(number) is float) or (_is_int(token_id) and _is_number(number))
 
 
-# Per annotation used above: whether a value from msgpack fits, and how it gets its Python form (None: it has it).
+# Per annotation: whether a value from msgpack fits, and its conversion to the Python form (None: it needs none).
 _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]] = MappingProxyType(
     {
         int: (_is_int, None),

@@ -17,7 +17,7 @@ from moeyard_router.text.patterns import check_patterns
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
 from moeyard_worker.config.engine_config import EngineConfig, format_size
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.assembly.fitting import plan_or_tell
+from moeyard_worker.engine.assembly.fitting import plan_or_suggest
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan, plan_memory
 from moeyard_worker.experts.recorder import rank_path
@@ -81,7 +81,7 @@ def check_before_start(
             footprints=footprint,
             num_local_experts=max(placement.num_owned(rank) for rank in placement.ranks),
         )
-        plan = plan_or_tell(planner, config, available_memory() // config.num_workers)
+        plan = plan_or_suggest(planner, config, available_memory() // config.num_workers)
     if download is not None:
         download.check_room()
     return Checked(formats=formats, plan=plan, download=download)

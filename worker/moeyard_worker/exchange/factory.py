@@ -16,7 +16,7 @@ from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
 from moeyard_worker.exchange.transports.nccl.group import TorchGroup
 from moeyard_worker.exchange.transports.nvlink.exchange import NvlinkExchange
-from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer
 from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 from moeyard_worker.exchange.transports.zmq_exchange import CPU, ZmqExchange
 
@@ -96,24 +96,25 @@ def build_exchange(
     device: torch.device = CPU,
     seconds: float = 5.0,
     drafts: bool = False,
-    lending: Lending | None = None,
+    fetch_offer: FetchOffer | None = None,
 ) -> Exchange:
     """Second phase: the exchange over a connected mesh. nvlink and nccl begin with `Exchange.attach`.
 
     device: where this rank computes.
     seconds: how long its launches wait for a peer's, if they wait at all.
     drafts: whether steps may have exchanges for drafts, too.
-    lending: what this rank of an nvlink exchange lends to its peers.
+    fetch_offer: what this rank of an nvlink exchange offers to its peers' expert fetches.
     """
     kind = resolve_kind(kind, mesh.world_size)
     if kind == "local":
         return LocalExchange()
     if kind == "nvlink":
         memory = GpuMemory(shape.window(mesh.world_size).num_bytes, device)
-        lent = None
-        if lending is not None:
-            num_bytes = lending.shape.num_bytes
-            lent = (lending, None if lending.lent is None else GpuMemory(num_bytes, device, "moeyard-fetch"))
+        fetch = None
+        if fetch_offer is not None:
+            shares = fetch_offer.memory is not None
+            buffer = GpuMemory(fetch_offer.shape.num_bytes, device, "moeyard-fetch") if shares else None
+            fetch = (fetch_offer, buffer)
         return NvlinkExchange(
             memory,
             rank=mesh.rank,
@@ -122,7 +123,7 @@ def build_exchange(
             placement=placement,
             seconds=seconds,
             drafts=drafts,
-            lending=lent,
+            fetch=fetch,
         )
     if kind == "nccl":
         return NcclExchange(

@@ -1,4 +1,4 @@
-"""The device of a rank, chosen once: its backend, the memory that it may take, how its steps are launched."""
+"""The device of a rank, chosen once: its backend, its free memory, and how its steps are launched."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,45 +32,45 @@ class CpuDevice:
     """The CPUs of the host, which all its ranks share."""
 
     footprints: Footprints = cpu_footprint
-    # Whether all ranks of a host take of the same memory.
+    # Whether all ranks of a host share one memory.
     shared = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.backend = cpu_backend(config.page_size)
 
     def available(self) -> int:
-        """Bytes that this rank may still take of the memory it computes in."""
+        """Return the free bytes of the memory that this rank computes in."""
         return available_memory()
 
     def available_at_start(self) -> int | None:
-        """Bytes that this rank could take if it held nothing; None where others take of the same memory."""
+        """Return the bytes that would be free if this rank held none; None if ranks share the memory."""
         return None
 
     def unreachable(self, gpus: Sequence[int]) -> str | None:
-        """Why these GPUs, one of each rank, cannot read and write each other's memory; None where they can."""
+        """Return why these GPUs, one per rank, cannot access each other's memory, or None."""
         return "ranks compute on CPUs"
 
     def activate(self) -> None:
         """Make this the device of the calling thread."""
 
-    def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `tell` in the calling thread, while the context lasts, before work that may take many seconds."""
+    def before_compiling(self, notify: Callable[[], None]) -> AbstractContextManager[None]:
+        """While the context lasts, call `notify` in the calling thread before work that may take many seconds."""
         return nullcontext()
 
     def staging(self) -> PinnedBuffers | None:
-        """Return the buffer between weight files and this memory; None where weights are read into place."""
+        """Return the buffers between weight files and this memory, or None if weights are read in place."""
         return None
 
     def finish(self) -> None:
         """Wait until everything that was launched has run."""
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> Runner | GpuRunner:
-        """How steps are launched; everything that is made ahead of the first step is made here."""
+        """Return the runner that launches steps. Everything that must exist before the first step is made here."""
         return runner
 
 
 class CudaDevice:
-    """One GPU, for one rank; methods as of `CpuDevice`. Raises ValueError as `check_gpu` does."""
+    """One GPU, for one rank. Methods are those of `CpuDevice`. Raises ValueError as `check_gpu`."""
 
     footprints: Footprints = cuda_footprint
     shared = False
@@ -87,7 +87,7 @@ class CudaDevice:
         return self.available() + torch.cuda.memory_reserved(self._device)
 
     def unreachable(self, gpus: Sequence[int]) -> str | None:
-        """The same for every rank."""
+        """The result is the same on every rank."""
         count = torch.cuda.device_count()
         if len(set(gpus)) < len(gpus) or max(gpus) >= count:
             return f"workers on GPUs {', '.join(map(str, gpus))}, this process sees {count}"
@@ -99,9 +99,9 @@ class CudaDevice:
     def activate(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """A kernel that is launched for the first time is compiled."""
-        return self.backend.before_compiling(tell)
+    def before_compiling(self, notify: Callable[[], None]) -> AbstractContextManager[None]:
+        """The first launch of a kernel compiles it."""
+        return self.backend.before_compiling(notify)
 
     def staging(self) -> PinnedBuffers:
         return PinnedBuffers(event=torch.cuda.Event, pin_memory=True)
@@ -110,7 +110,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def step_runner(self, runner: Runner, config: EngineConfig, plan: MemoryPlan) -> GpuRunner:
-        """Captures the steps of all sizes."""
+        """Capture the steps of all sizes, too."""
         if not config.enforce_eager and not runner.config.state_spec(runner.dtype.itemsize).bytes_per_sequence:
             self.backend.warm_compaction()
         max_pages = -(-plan.max_model_len // config.page_size)
@@ -134,9 +134,9 @@ Device = CpuDevice | CudaDevice
 
 
 def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.device:
-    """The GPU that `--device device` names, number `gpu` where it says "cuda", found fit before anything is allocated.
+    """Return the GPU that `--device device` names, number `gpu` for "cuda". Called before anything is allocated.
 
-    Raises ValueError, in one line, for a GPU that is not there, or not of the kind that the kernels are written for.
+    Raises ValueError, in one line, for a GPU that does not exist, or that the kernels do not support.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA GPU here; use --device cpu")
@@ -155,7 +155,7 @@ def check_gpu(device: str, *, gpu: int = 0, num_workers: int = 1) -> torch.devic
 
 
 def unfit(index: int) -> str | None:
-    """Why the kernels do not run on this GPU, with its name, or None."""
+    """Return why the kernels do not run on this GPU, with its name, or None."""
     capability = torch.cuda.get_device_capability(index)
     if capability == CAPABILITY:
         return None
@@ -168,8 +168,8 @@ def unfit(index: int) -> str | None:
 
 
 def make_device(config: EngineConfig, gpu: int = 0) -> Device:
-    """The device that `config.device` names, of "cuda" GPU number `gpu`.
+    """Return the device that `config.device` names, GPU number `gpu` for "cuda".
 
-    Raises ValueError with one line when it cannot be had.
+    Raises ValueError, in one line, if it is not available.
     """
     return CpuDevice(config) if config.device == "cpu" else CudaDevice(config, gpu)

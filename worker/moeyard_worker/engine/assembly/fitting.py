@@ -1,6 +1,6 @@
-"""Values of memory flags that would fit, for the error when a plan does not. Pure.
+"""Values of memory flags that would fit, for the error if a plan does not. Pure.
 
-The plan is asked for each value that is named here, so it accepts them.
+Each suggested value is checked by a plan.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.loop.faults import first_sentence
 from moeyard_worker.engine.memory.plan import MemoryPlan
 
-# Bytes in, a plan out, or ValueError: `plan_memory` with all else given.
+# `plan_memory` with all arguments but `config` and `available`. Raises ValueError if nothing fits.
 Planner = Callable[..., MemoryPlan]
 _UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
-# KV memory is named in MiB from this many on.
+# KV memory is given in MiB, or KiB, if it has at least this many.
 _MANY = 64
 
 
-def plan_or_tell(plan: Planner, config: EngineConfig, available: int) -> MemoryPlan:
-    """`plan(config=config, available=available)`; where it raises ValueError, that says what would fit, if anything."""
+def plan_or_suggest(plan: Planner, config: EngineConfig, available: int) -> MemoryPlan:
+    """Return `plan(config=config, available=available)`. Its ValueError also says which flags would fit, if any."""
     try:
         return plan(config=config, available=available)
     except ValueError as error:
@@ -31,9 +31,9 @@ def plan_or_tell(plan: Planner, config: EngineConfig, available: int) -> MemoryP
 def ran_out(
     error: BaseException, plan: Planner, config: EngineConfig, *, planned: MemoryPlan, doing: str, now: int
 ) -> str:
-    """One line for memory that ran out though `planned` fitted: what was planned, and what fits in less.
+    """Return one line for memory that ran out although `planned` fitted: the plan, and flags that fit in less.
 
-    `now`: bytes that this rank could take if it began now. The margin is gone, so no plan may count on that again.
+    `now`: bytes that this rank could take if it began now. The margin is used up, so no plan may count on it again.
     """
     found = what_fits(plan, config, min(now, planned.available - planned.reserve.margin))
     return (
@@ -44,9 +44,9 @@ def ran_out(
 
 
 def what_fits(plan: Planner, config: EngineConfig, available: int) -> str:
-    """Return flags by which a rank fits into `available` bytes, each the most beside all others; "" for none.
+    """Return flags by which a rank fits into `available` bytes, each with its largest value; "" for none.
 
-    Pages whose number is not given grow into what is free, and so do slots of experts: both are named then.
+    Pages without a given number grow into the free memory, and so do expert slots. Then both are suggested.
     """
     as_is = _tried(plan, config, available)
     found = [_kv_memory(plan, config, available, as_is)]
@@ -102,7 +102,10 @@ def _tried(plan: Planner, config: EngineConfig, available: int, **changes: Any) 
 
 
 def _most(tried: Callable[[int], MemoryPlan | None], value: int) -> tuple[int, MemoryPlan] | None:
-    """The largest up to `value` that has a plan, with it; there may be a lower end too, which must not be too near."""
+    """Return the largest number up to `value` that has a plan, and the plan.
+
+    Small numbers may have no plan, either. The search finds none if the range of numbers with a plan is narrow.
+    """
     low = high = value
     while (best := tried(low)) is None:
         if low <= 1:

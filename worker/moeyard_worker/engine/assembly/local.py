@@ -1,4 +1,4 @@
-"""A rank that is a fleet of its own, driven step by step: for comparisons with other implementations."""
+"""A fleet of one rank, driven step by step, for comparisons with other implementations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +28,10 @@ def local_runner(
     policy: str = "slru",
     num_state_slots: int = 8,
 ) -> Runner:
-    """Return a runner that is a fleet of its own. All experts are resident unless `num_slots` says how many.
+    """Return the runner of a fleet of one rank. `num_slots`: the number of expert slots (None: one for each expert).
 
-    The longest sequence fills `num_pages`. `num_state_slots` counts slots of state per sequence, if the model has
-    such. Raises CheckpointError.
+    The longest sequence fills `num_pages`. `num_state_slots`: slots of state per sequence, if the model keeps such
+    state. Raises CheckpointError.
     """
     config = load_model_config(directory, num_pages * page_size)
     checkpoint = open_checkpoint(directory, config)
@@ -62,7 +62,7 @@ def local_runner(
 def prompt_logits(
     runner: Runner, token_ids: Sequence[int], pages: Sequence[int], *, chunk_size: int | None = None, slot: int = 0
 ) -> torch.Tensor:
-    """Logits [chunks, V] at the end of each prompt chunk. `slot`: of the sequence, if the model keeps state in such."""
+    """Return logits [chunks, V] at the end of each prompt chunk. `slot`: of the sequence's state, if there is any."""
     slot = slot if runner.config.has_slots else -1
     rows = []
     size = chunk_size or len(token_ids)
@@ -84,7 +84,7 @@ def greedy_tokens(
     chunk_size: int | None = None,
     slot: int = 0,
 ) -> tuple[list[int], torch.Tensor]:
-    """(`num_tokens` greedy tokens, the logits [num_tokens, V] they were chosen from) after a prompt.
+    """Return `num_tokens` greedy tokens after a prompt, and their logits [num_tokens, V].
 
     Uses the pages from `first_page` on, and `slot` if the model keeps state per sequence. The lowest id wins a tie.
     """

@@ -1,4 +1,4 @@
-"""The exchange of a rank: what `auto` stands for and why, why a named one cannot be, and the mesh that it needs."""
+"""The choice of a rank's exchange and its reason, the check of an exchange that a flag names, and the mesh."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,19 +13,18 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.exchange.shape import ExchangeShape
 
-# Exchanges that `auto` tries, in order, for several GPUs of one host; the last always works. Graphs hold
-# "nccl" in steps without prompts; over "zmq" these are launched, and prompts take 40 times as long (docs/gpu.md).
+# Exchanges that `auto` tries, in order, for several GPUs of one host. The last always works. Graphs hold "nccl" in
+# steps without prompts. Over "zmq" these steps are launched, and prompts take 40 times as long (docs/gpu.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
-# The same on several hosts. "nccl" is asked for by name there: it never ran between them, where its
-# variables must name a network, on which it neither encrypts nor asks who speaks (docs/security.md).
+# The same on several hosts. There "nccl" needs its flag: it was never run between hosts, its variables must name a
+# network, and it neither encrypts nor authenticates (docs/security.md).
 _AUTO_APART: tuple[ExchangeKind, ...] = ("nvlink", "zmq")
 
 
 def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> tuple[WorkerSpec, str]:
-    """Return the spec with the settled exchange and expert fetch, and the reason in words. All ranks of a fleet find
-    the same.
+    """Return the spec with the chosen exchange and expert fetch, and the reason. All ranks of a fleet choose the same.
 
-    Raises ValueError, in one line, where one that was asked for cannot be.
+    Raises ValueError, in one line, if the exchange of a flag is not possible.
     """
     config = spec.config
     asked, count = config.exchange, config.num_workers
@@ -47,17 +46,17 @@ def settle_exchange(spec: WorkerSpec, device: Device, shape: ExchangeShape) -> t
 
 
 def patience(config: EngineConfig) -> float:
-    """Seconds that a rank's device waits for a peer's in an exchange, or its host for its own device to come to one.
+    """Return the seconds that a device waits for a peer's device, or a host for its own device, in an exchange.
 
-    One deadline, except where the device waits by itself: the host cannot tell it that a peer is compiling a step that
-    was not captured.
+    It is one deadline, except where the device waits by itself: the host cannot tell it that a peer compiles a step
+    that was not captured.
     """
     launched = config.exchange == "nvlink" and (config.enforce_eager or config.num_drafts > 0)
     return config.step_deadline * (STALL if launched else 1)
 
 
 def host_patience(config: EngineConfig) -> float:
-    """Seconds that a rank's host waits for a frame of a peer that lives and has not said that it is compiling.
+    """Return the seconds that a host waits for a frame of a living peer that has not reported that it compiles.
 
     It is one deadline if hosts of GPUs meet in the exchanges of every step (for `Mesh`, only if no rows go over TCP).
     On a CPU a layer may take long, because it reads cold experts. Over nvlink, a peer's plan may come only after its
@@ -68,10 +67,10 @@ def host_patience(config: EngineConfig) -> float:
 
 
 def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
-    """Bind the rank's mesh of an epoch, not yet connected, with the ranks that own experts then."""
+    """Bind the rank's mesh of an epoch, not yet connected. Its members are the ranks that own experts then."""
     config, keys = spec.config, spec.keys
     return build_mesh(
-        # By the fleet's first size: a fleet with one rank left may have peers again.
+        # By the fleet's first size, because a fleet with one remaining rank may have peers again.
         resolve_kind(config.exchange, config.num_workers),
         shape=shape,
         rank=spec.rank,
@@ -88,9 +87,9 @@ def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Pla
 
 
 def _settle_fetch(config: EngineConfig) -> ExpertFetch:
-    """Return the fetch mode for the settled exchange; "auto" then means shared if ranks find that they can.
+    """Return the fetch mode for the chosen exchange. "auto" means shared if ranks find that they can.
 
-    Raises ValueError, in one line, where it was asked for and cannot be.
+    Raises ValueError, in one line, if the mode of a flag is not possible.
     """
     if config.exchange == "nvlink" and config.num_workers > 1:
         return config.expert_fetch
@@ -103,7 +102,7 @@ def _settle_fetch(config: EngineConfig) -> ExpertFetch:
 def _choose(
     spec: WorkerSpec, device: Device, shape: ExchangeShape, kinds: Sequence[ExchangeKind]
 ) -> tuple[ExchangeKind, str]:
-    """The first of `kinds` that can be: why it can, or why those before cannot."""
+    """Return the first possible kind, and why it is possible or why the kinds before it are not."""
     problems = list[str]()
     for kind in kinds:
         problem = _problem(kind, spec, device, shape)

@@ -27,8 +27,8 @@ PROMPT_TEXTS = (
     "def fibonacci(n: int) -> int:\n    ",
     "Once upon a time, there was",
 )
-# Differences of logits relative to the largest logit. float32 only differs in the order of sums; bfloat16 rounds after
-# every operation, in other places here and there.
+# Differences of logits relative to the largest logit. float32 differs only in the order of sums. bfloat16 rounds after
+# every operation, in different places on both sides.
 TOLERANCE = MappingProxyType({"float32": 1e-4, "bfloat16": 5e-2})
 
 
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare(runner: Runner, model: Any, prompt: Sequence[int]) -> Comparison:
-    """One prompt through our runner and a transformers model: last-position logits, then greedy tokens."""
+    """Run one prompt through our runner and a transformers model, and compare last logits and greedy tokens."""
     ours, logits = greedy_tokens(runner, prompt, NUM_NEW_TOKENS)
     with torch.inference_mode():
         theirs_logits = model(torch.tensor([list(prompt)])).logits[0, -1].float()
@@ -70,7 +70,7 @@ def compare(runner: Runner, model: Any, prompt: Sequence[int]) -> Comparison:
 
 
 def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]]:
-    """A few texts where there is a tokenizer, otherwise seeded random ids; all leave room for the new tokens."""
+    """Return a few encoded texts, or seeded random ids without a tokenizer. All leave room for the new tokens."""
     files = read_tokenizer(Path(directory))
     if files is not None:
         prompts = [files.tokenizer.encode(text).ids for text in PROMPT_TEXTS]
@@ -81,33 +81,33 @@ def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]
 
 
 def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -> Any:
-    """The checkpoint as a transformers model for inference."""
+    """Load the checkpoint as a transformers model for inference."""
     transformers.utils.logging.disable_progress_bar()
     model_class = getattr(transformers, FAMILIES[family].reference)
-    # The model type names how stored tensors are converted; under a name it does not know transformers would skip that
-    # and leave the experts at random values.
+    # The model type selects the conversion of stored tensors. For an unknown type, transformers would skip it and leave
+    # the experts at random values.
     settings = read_json(Path(directory) / "config.json")
     if FAMILIES[family].text_config:
         tied = settings.get("tie_word_embeddings", False)
         settings = {"tie_word_embeddings": tied, **settings.get("text_config", settings)}
     settings.pop("model_type", None)
     config = model_class.config_class.from_dict(settings)
-    # transformers knows layers of multi-token prediction by DeepSeek-V3's number, 61, and warns of any other.
+    # transformers ignores multi-token prediction at DeepSeek-V3's layer number, 61, and warns of it at any other.
     first, count = config.num_hidden_layers, getattr(config, "num_mtp_layers", None) or 0
     ignored = [rf"model\.layers\.{i}\..*" for i in range(first, first + count)]
     known = model_class._keys_to_ignore_on_load_unexpected or []
     quiet: Any = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": known + ignored})
-    # Where the text model is a part of another its tensors are found by this only.
+    # The tensors of a text model that is part of another model are found only by this mapping.
     mapping = {r"^model\.language_model\.": "model."} if FAMILIES[family].text_config else None
     options: dict[str, Any] = {"dtype": dtype, "key_mapping": mapping, "local_files_only": True}
     return quiet.from_pretrained(directory, config=config, **options).eval()
 
 
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
-    """Print a table of differences and return 0 when logits and tokens agree, 1 when not or when it cannot be checked.
+    """Print a table of differences. Return 0 if logits and tokens agree, 1 if not or if no prompt fits.
 
-    `dtype` is "float32" or "bfloat16". Raises CheckpointError for a checkpoint that cannot be read. Greedy
-    tokens decide in float32 only: in bfloat16 near ties fall either way.
+    `dtype` is "float32" or "bfloat16". Greedy tokens count in float32 only, because bfloat16 decides near ties either
+    way. Raises CheckpointError for a checkpoint that cannot be read.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")

@@ -25,7 +25,7 @@ from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, l
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
-from moeyard_worker.engine.assembly.fitting import Planner, plan_or_tell, ran_out
+from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran_out
 from moeyard_worker.engine.assembly.topology import bind_mesh, patience, settle_exchange
 from moeyard_worker.engine.loop.faults import out_of_memory
 from moeyard_worker.engine.loop.frontend import Frontend
@@ -39,7 +39,7 @@ from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.membership.frames import Phase
 from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
-from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 from moeyard_worker.models.model_config import ModelConfig
@@ -60,7 +60,7 @@ class Worker:
         self._device = make_device(spec.config, spec.gpu)
         self._model = served_model(spec.config)
         self._shape = exchange_shape(spec.config, self._model)
-        # From here on the config names the exchange that there is.
+        # From here on the config names the chosen exchange.
         spec, self._exchange_why = settle_exchange(spec, self._device, self._shape)
         self._spec, config = spec, spec.config
         log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
@@ -76,7 +76,8 @@ class Worker:
             self._metrics, self._metrics_port = serve_metrics(spec)
             on_error.callback(self._metrics.close)
             # Later plans may shorten sequences, never lengthen them.
-            self._frontend = bind_frontend(spec, config.max_model_len or self._model.max_position)
+            longest = config.max_model_len or self._model.max_position
+            self._frontend = Frontend(spec.host, deadline=config.step_deadline, max_model_len=longest, keys=spec.keys)
             on_error.pop_all()
         self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         self._available: int | None = None
@@ -84,14 +85,14 @@ class Worker:
         self._engine: Engine | None = None
         self.grammars: Grammars | None = None
         self._recording: RoutingRecorder | None = None
-        # The stage of `load`, for its error when memory runs out.
+        # The stage of `load`, for the error if memory runs out.
         self._doing = "loading weights"
-        # Results of `wait`, returned or raised; the last one stays.
+        # Results of `wait`, returned or raised. The last one is never removed.
         self._ended: SimpleQueue[Loss | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def endpoints(self) -> dict[str, Any]:
-        """`frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for the peers."""
+        """Return `frontend` for routers, `metrics_url` for Prometheus, `mesh` (fields of a MeshEndpoint) for peers."""
         return {
             "frontend": self._frontend.endpoint,
             "metrics_url": f"http://{self._spec.host}:{self._metrics_port}/metrics",
@@ -99,7 +100,7 @@ class Worker:
         }
 
     def rebind(self, epoch: int, placement: Placement | None = None) -> dict[str, Any]:
-        """Bind a mesh of another epoch, by another placement if one is given: after `wait` or if peers did not meet."""
+        """Bind a mesh of another epoch, after `wait` or if peers did not meet. `placement`: a new one, if any."""
         self._placement = placement or self._placement
         self._mesh.close()
         self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement)
@@ -109,44 +110,44 @@ class Worker:
         return self.endpoints()
 
     def connect(self, mesh: list[dict[str, Any]], timeout: float = MEET_SECONDS) -> None:
-        """Meet the peers within `timeout` seconds: their endpoints in rank order."""
+        """Meet the peers within `timeout` seconds. `mesh`: their endpoints in rank order."""
         self._mesh.connect([MeshEndpoint(**fields) for fields in mesh], timeout=timeout)
         if self._available is None:
-            # At the start no rank loads before all have met: in `load`, peers of this host already take memory.
+            # At the start no rank loads before all have met. In `load`, peers of this host already take memory.
             self._available = self._device.available()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes loaded so far and in all (0, 0 before `load`)."""
+        """Return the bytes loaded so far and in total (0, 0 before `load`)."""
         return self._loaded, self._total
 
     def _advance(self, num_bytes: int) -> None:
         self._loaded += num_bytes
 
     def load(self, ranks_on_host: int) -> dict[str, Any]:
-        """Load this rank's weights and allocate its caches; returns what was decided (sizes in bytes).
+        """Load this rank's weights and allocate its caches. Return the decisions made (sizes in bytes).
 
-        `ranks_on_host` workers share evenly what was free on the host when they had met, or is now; a GPU is its
-        worker's own. Raises ValueError when something does not fit and CheckpointError for a bad file.
+        `ranks_on_host` workers share evenly the memory that was free on the host when they had met, or is now. A GPU
+        serves one worker. Raises ValueError if something does not fit, and CheckpointError for a bad file.
         """
         config = self._spec.config
-        # A launcher may call from any thread, and each has a device of its own.
+        # A launcher may call from any thread, and each thread has a current device.
         self._device.activate()
         if self._available is None:
             self._available = self._device.available()
         planner = self._planner(ranks_on_host)
-        plan = plan_or_tell(planner, config, self._available // (ranks_on_host if self._device.shared else 1))
+        plan = plan_or_suggest(planner, config, self._available // (ranks_on_host if self._device.shared else 1))
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
         try:
             return self._build(plan)
-        except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken of it since
+        except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken memory since
             if not out_of_memory(error):
                 raise
             now = self._device.available_at_start() or plan.available
             raise ValueError(ran_out(error, planner, config, planned=plan, doing=self._doing, now=now)) from error
 
     def _build(self, plan: MemoryPlan) -> dict[str, Any]:
-        """Build everything that `plan` has room for."""
+        """Build the parts of the rank with the sizes of `plan`."""
         config, model = self._spec.config, self._model
         owned = self._placement.experts(self._spec.rank)
         self._recording = open_recorder(
@@ -178,7 +179,7 @@ class Worker:
             device=backend.device,
             seconds=patience(config),
             drafts=config.num_drafts > 0,
-            lending=lending(config, model, experts),
+            fetch_offer=fetch_offer(config, model, experts),
         )
         if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
@@ -256,7 +257,7 @@ class Worker:
         }
 
     def _planner(self, ranks_on_host: int) -> Planner:
-        """Return what divides `available` bytes by a `config`; peers of one host have reserved their slabs."""
+        """Return the function that plans memory from `config` and `available` bytes. Slabs of peers are reserved."""
         footprints, dtype = self._device.footprints, str(self._dtype).removeprefix("torch.")
         return partial(
             plan_with_fetch,
@@ -270,14 +271,14 @@ class Worker:
         )
 
     def start(self, step: int = 0) -> None:
-        """Run the engine in a thread of its own; its peers have begun `step` steps."""
+        """Run the engine in a new thread. Its peers have begun `step` steps."""
         assert self._engine is not None, "start comes after load"
         self._engine.rejoin(self._mesh, step, self._placement)
         self._thread = threading.Thread(target=self._run, name=f"engine-{self._spec.rank}", daemon=True)
         self._thread.start()
 
     def rejoin(self, step: int) -> None:
-        """Go on with the peers of the mesh that was bound and connected last, after step `step`."""
+        """Continue after step `step` with the peers of the mesh that was bound and connected last."""
         assert self._engine is not None, "only a rank that has started may rejoin"
         self._engine.rejoin(self._mesh, step, self._placement)
 
@@ -301,9 +302,9 @@ class Worker:
         }
 
     def prepare(self, placement: Placement, room: int = 0) -> int:
-        """Read the experts that this rank has in an epoch of this placement and not now, beside steps; returns bytes.
+        """Read the experts that this rank gets by this placement while steps run. Return their bytes.
 
-        They may take up to `room` slots more than there are. From the next `rejoin` on it has them, and no others.
+        They may take up to `room` additional slots. From the next `rejoin` on the rank has exactly these experts.
         """
         return self.experts.prepare(placement.experts(self._spec.rank), room=room)
 
@@ -316,20 +317,20 @@ class Worker:
             # This thread runs the loop, which owns the mesh.
             with self._device.before_compiling(lambda: engine.mesh.send_sign(Phase.BUSY)):
                 engine.run()
-        except BaseException as error:  # boundary: handed to `wait`, which raises it where the launcher sees it
+        except BaseException as error:  # boundary: `wait` raises it where the launcher sees it
             end = error
         finally:
             if self._recording is not None:
                 self._recording.close()
-            # Before peers miss this rank: its own error says why. Routers must not keep talking to a rank that ended.
+            # The error must be known before peers miss this rank. Routers must not keep talking to a rank that ended.
             self._ended.put(end)
             self._mesh.close()
             self._frontend.close()
 
     def wait(self) -> dict[str, Any] | None:
-        """Block until the engine has lost a peer, and return the fields of that `Loss`, or has ended.
+        """Block until the engine loses a peer or ends. Return the fields of the `Loss`, or None after `stop`.
 
-        Then None after `stop`; otherwise raises what ended it.
+        Raises the error that ended the engine otherwise.
         """
         end = self._ended.get()
         if isinstance(end, Loss):
@@ -358,7 +359,10 @@ class Worker:
 def open_recorder(
     config: EngineConfig, model: ModelConfig, *, rank: int, experts: tuple[int, ...], num_slots: int
 ) -> RoutingRecorder | None:
-    """Begin the recording of a rank with these experts and slots; None if none is asked for. Raises OSError."""
+    """Open the recording of a rank with these experts and slots, or return None without --record-routing.
+
+    Raises OSError.
+    """
     if config.record_routing is None:
         return None
     if list(experts) != list(range(experts[0], experts[0] + len(experts))):
@@ -376,25 +380,20 @@ def open_recorder(
     return RoutingRecorder(Path(config.record_routing), header)
 
 
-def lending(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> Lending | None:
-    """Return what this rank lends to its peers' expert fetches; None where every rank reads alone."""
+def fetch_offer(config: EngineConfig, model: ModelConfig, experts: ExpertCache) -> FetchOffer | None:
+    """Return what this rank offers to its peers' expert fetches, or None if every rank reads alone."""
     if config.expert_fetch == "alone":
         return None
-    return Lending(
+    return FetchOffer(
         shape=fetch_shape(config, model),
-        lent=experts.lent,
+        memory=experts.lent,
         misses=not experts.all_resident,
         required=config.expert_fetch == "shared",
     )
 
 
-def bind_frontend(spec: WorkerSpec, max_model_len: int) -> Frontend:
-    """Bind the rank's socket for routers, whose sequences have at most `max_model_len` tokens."""
-    return Frontend(spec.host, deadline=spec.config.step_deadline, max_model_len=max_model_len, keys=spec.keys)
-
-
 def serve_metrics(spec: WorkerSpec) -> tuple[WorkerMetrics, int]:
-    """The rank's metrics and the port they are served at. Raises ValueError when that is taken."""
+    """Return the rank's metrics and their port. Raises ValueError if the port is taken."""
     metrics = WorkerMetrics(model_name=spec.model_name, rank=spec.rank, version=spec.version)
     try:
         return metrics, metrics.serve(spec.host, spec.metrics_port)

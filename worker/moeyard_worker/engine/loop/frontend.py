@@ -1,7 +1,7 @@
 """The worker's socket towards routers: messages of `protocol` over one ZMQ ROUTER, nothing of the engine.
 
-Connections without a key of this fleet are refused. The socket cuts off oversized frames before they are in memory.
-Frames that are no message are dropped. All of these are counted, and the rank goes on.
+Connections without a key of this fleet are refused. The socket refuses oversized frames before they are in memory.
+Frames that are no message are dropped. All of these are counted, and the rank continues.
 """
 
 import logging
@@ -19,14 +19,14 @@ from moeyard_worker.wire import ProtocolError, decode, encode, request_limits
 
 log = logging.getLogger(__name__)
 
-# How long closing waits for replies that were sent to leave; nothing waits when they have.
+# How long `close` waits until sent replies have left.
 CLOSE_LINGER_MS = 500
 # A request of 100,000 tokens takes 12 ms, and a router that has lost a rank sends hundreds at once.
 _TURN_S = 0.5
 
 
 def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
-    """Yield the messages of a step for each router in few frames: scores of prompts, then all tokens in one frame.
+    """Yield each router's messages of a step in few frames: prompt log-probabilities, then all tokens in one frame.
 
     Other messages, such as ends of requests, follow in order.
     """
@@ -46,11 +46,13 @@ def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
 
 
 class Frontend:
-    """Binds tcp://host:0 and speaks to any number of routers, each known by its ZMQ identity.
+    """Binds tcp://host:0 and serves any number of routers, each identified by its ZMQ identity.
 
-    Routers are those with a key that `keys` admit (None: anybody); one that is silent for `deadline` seconds is gone.
-    Prompts have at most `max_model_len` tokens, which bounds what is read. `refusals` counts the rest.
-    A caller that waits for `socket` waits for `monitor` too.
+    deadline: seconds of silence after which a router is gone.
+    max_model_len: the most tokens of a prompt, which bounds the frames that are read.
+    keys: admit routers by their key (None: any connection).
+    refusals: counts refused connections and frames.
+    socket, monitor: a caller that waits for one waits for both.
     """
 
     def __init__(self, host: str, *, deadline: float, max_model_len: int, keys: WorkerKeys | None = None) -> None:
@@ -61,8 +63,8 @@ class Frontend:
             Gate(self._context, key=keys.router)
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # A router that cannot take tokens must not make the socket drop a terminal reply: its queue is not bounded
-        # here, requests are bounded by the scheduler's own limits.
+        # The socket must not drop the last reply of a request for a slow router, so its queue has no bound here. The
+        # scheduler's limits bound the requests.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, self._limits.frame_bytes)
@@ -76,7 +78,7 @@ class Frontend:
         self.endpoint = f"tcp://{host}:{port}"
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """Yield the messages that have arrived, without blocking, for at most _TURN_S seconds, since peers may wait.
+        """Yield the messages that have arrived, without blocking. Stop after _TURN_S seconds, because peers may wait.
 
         Frames that are no message are counted and dropped.
         """
@@ -109,7 +111,7 @@ class Frontend:
         return True
 
     def close(self) -> None:
-        """Close the socket; what was sent still leaves, for at most CLOSE_LINGER_MS. Safe to call twice."""
+        """Close the socket. Sent replies still leave, for at most CLOSE_LINGER_MS. Safe to call twice."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)

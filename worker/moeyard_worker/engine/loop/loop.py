@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import zmq
 
 from moeyard_worker.config.placement import Placement
-from moeyard_worker.engine.loop.faults import RankFault, name_of, not_finite
+from moeyard_worker.engine.loop.faults import RankFault, describe_fault, not_finite
 from moeyard_worker.engine.loop.frontend import Frontend, in_frames
-from moeyard_worker.engine.loop.loss import Loss, tell_loss
+from moeyard_worker.engine.loop.loss import Loss, make_loss
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.loop.pacing import Pacing
 from moeyard_worker.engine.loop.reporting import Reporter
@@ -41,18 +41,18 @@ from moeyard_worker.scheduling.step import Step
 
 log = logging.getLogger(__name__)
 
-IDLE_CHECK_SECONDS = 1.0  # how long a rank stays idle before it checks its own invariants
+IDLE_CHECK_SECONDS = 1.0  # an idle rank checks its invariants after this time
 
 
-class Heard(NamedTuple):
-    """Whether anything has come, and whether from peers. Messages and frames stay in their sockets."""
+class Polled(NamedTuple):
+    """Whether anything has arrived, and whether from peers. Messages and frames remain in their sockets."""
 
     anything: bool
     peers: bool
 
 
 class Poller:
-    """Waits for messages of routers (`sources`), frames of peers (from `watch` to `forget`) and calls of `wake`."""
+    """Waits for messages of routers (`sources`), frames of peers (from `watch` to `unwatch`) and calls of `wake`."""
 
     def __init__(self, *sources: Any) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -61,7 +61,7 @@ class Poller:
         self._poller = zmq.Poller()
         for source in (self._wake, *sources):
             self._poller.register(source, zmq.POLLIN)
-        # Registered when an epoch begins: they are met after the rank is built.
+        # Registered when an epoch begins, because the rank is built before it meets its peers.
         self._peers: list[zmq.Socket[bytes]] = []
 
     def wake(self) -> None:
@@ -77,22 +77,22 @@ class Poller:
             os.close(self._wake)
 
     def watch(self, peers: "Iterable[zmq.Socket[bytes]]") -> None:
-        """Wait for these sockets, too."""
+        """Wait for these sockets of peers, too."""
         for socket in peers:
             self._peers.append(socket)
             self._poller.register(socket, zmq.POLLIN)
 
-    def forget(self) -> None:
-        """Wait for no peer."""
+    def unwatch(self) -> None:
+        """Wait for no peer any more."""
         while self._peers:
             self._poller.unregister(self._peers.pop())
 
-    def wait(self, milliseconds: int | None) -> Heard:
-        """Wait for anything for so long; None: without a limit."""
+    def wait(self, milliseconds: int | None) -> Polled:
+        """Wait for any event, at most this long (None: without a limit)."""
         ready = dict(self._poller.poll(milliseconds))
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        return Heard(bool(ready), any(socket in ready for socket in self._peers))
+        return Polled(bool(ready), any(socket in ready for socket in self._peers))
 
 
 class Engine:
@@ -130,7 +130,7 @@ class Engine:
         # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
         self._completed_at = 0.0
-        # Where steps overlap, the next is planned when it is due.
+        # If steps overlap, the next one is planned when it is due.
         self._pacing = Pacing() if scheduler.config.max_in_flight > 1 else None
         self._clients: set[bytes] = set()
         self._poller = Poller(frontend.socket, frontend.monitor)
@@ -139,48 +139,49 @@ class Engine:
             rank=rank, epoch=epoch, scheduler=scheduler, grammars=self._grammars, experts=experts, metrics=metrics
         )
         self._on_loss = on_loss
-        self._next: tuple[Mesh, int, Placement] | None = None  # what `rejoin` was given
-        self._ending: tuple[int, str] | None = None  # which epoch is to end, and why
+        self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
+        self._ending: tuple[int, str] | None = None  # the epoch to end, and why
         self._stopping = False
 
     def stop(self) -> None:
-        """Ask the loop to end after the step it is in. Safe from any thread, and twice."""
+        """Ask the loop to end after its current step. Safe from any thread, and to call twice."""
         self._stopping = True
         self._poller.wake()
 
     def rejoin(self, mesh: Mesh, step: int, placement: Placement) -> None:
-        """Go on with the peers of a connected mesh of another epoch after step `step`; also to begin, before `run`."""
+        """Continue after step `step` with the peers of a connected mesh. The first call comes before `run`."""
         self._next = (mesh, step, placement)
         self._poller.wake()
 
     def end_epoch(self, reason: str) -> None:
         """End the epoch, also one just given to `rejoin`, on all ranks between steps, without a loss. Any thread."""
-        coming = self._next  # None: `epoch` is of what it was, `_begin_epoch` sees to that
+        # `_begin_epoch` sets `epoch` before it clears `_next`, so one of them names the latest epoch.
+        coming = self._next
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
         self._poller.wake()
 
     def close(self) -> None:
-        """Close what the loop used, after `run` has returned. Later calls of `stop` do nothing."""
+        """Close the exchange and the poller after `run` has returned. Later calls of `stop` do nothing."""
         self._exchange.close()
         self._poller.close()
 
     def run(self) -> None:
-        """Serve until `stop`. A fault or a broken invariant is raised under its name.
+        """Serve until `stop`. Raises RankFault for a fault or a broken invariant.
 
-        Routers hear nothing of the requests that a failing rank leaves: these go on elsewhere. Only requests that are
-        known to have caused the fault end here, with its name.
+        Routers get no reply for the requests of a failing rank, because these continue elsewhere. Only requests that
+        are known to have caused the fault end here, with its text.
         """
         try:
             while not self._stopping:
                 self._turn()
-        except BaseException as error:  # boundary: raised again, under its name
-            named = name_of(error, rank=self.rank, step=self.step)
-            self.failure = self.failure or self.mesh.fail(named)
-            log.error("%s", named)
+        except BaseException as error:  # boundary: raised again as a RankFault
+            text = describe_fault(error, rank=self.rank, step=self.step)
+            self.failure = self.failure or self.mesh.fail(text)
+            log.error("%s", text)
             if isinstance(error, RankFault):
-                for reply in self._scheduler.fail(error.requests, named):
+                for reply in self._scheduler.fail(error.requests, text):
                     self._send(reply.client, reply.message)
-            raise RankFault(named) from error
+            raise RankFault(text) from error
 
     def _turn(self) -> None:
         if self._next is not None:
@@ -204,15 +205,15 @@ class Engine:
         return self._lockstep.peer_started(self.step + 1)
 
     def _block(self) -> None:
-        """Wait for a message, a peer or `stop`; check the invariants once when the wait grows long."""
-        # With nothing in flight a device tells in some microseconds what it was asked.
-        heard = self._poller.wait(1 if self._reporter.asked else int(IDLE_CHECK_SECONDS * 1000))
-        if not heard.anything and not self._reporter.asked:
+        """Wait for a message, a peer or `stop`. Check the invariants once if the wait is long."""
+        # With nothing in flight a device returns its expert loads within microseconds.
+        polled = self._poller.wait(1 if self._reporter.inspectors else int(IDLE_CHECK_SECONDS * 1000))
+        if not polled.anything and not self._reporter.inspectors:
             self._scheduler.validate()
             self._report(force=self.step != self._reporter.step)
-            # No socket tells when a grammar takes too long.
-            heard = self._poller.wait(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
-        if self.failure is None and heard.peers:
+            # No event reports a grammar that takes too long.
+            polled = self._poller.wait(int(IDLE_CHECK_SECONDS * 1000) if self._grammars.waiting else None)
+        if self.failure is None and polled.peers:
             try:
                 self.mesh.check_peers()
             except ExchangeError as error:
@@ -231,7 +232,7 @@ class Engine:
                 self._clients.add(client)
                 self._send(client, self._reporter.snapshot(self.step, self.failure))
             elif isinstance(message, Inspect):
-                self._reporter.asked.append(client)
+                self._reporter.inspectors.append(client)
             else:
                 self._frontend.refusals.add("message", f"a router sent a {message.type}, which only workers send")
         for each, made in self._grammars.ready(time.monotonic()) if self._grammars.waiting else ():
@@ -256,7 +257,7 @@ class Engine:
             self._send(client, reply)
 
     def _advance(self) -> None:
-        """Launch a step if there is one to run, then take the results of the oldest once no more may be in flight."""
+        """Launch a step if there is one to run. Take the results of the oldest one if no more may be in flight."""
         if self._pacing is not None and self._launched and self._scheduler.has_work():
             has_run = self._launched[-1][0].has_run
             if self._pacing.too_early(lambda: has_run() or self._peer_started(), self._pause):
@@ -264,7 +265,7 @@ class Engine:
         started = time.monotonic()
         others = self._lockstep.others_decode
         step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
-        # Without own rows a rank takes part in its peers' steps only.
+        # A rank without rows takes part in its peers' steps only.
         if step.chunks or self._peer_started():
             self._launch(step, started)
             if len(self._launched) < self._scheduler.config.max_in_flight:
@@ -275,19 +276,22 @@ class Engine:
 
     @property
     def _listens(self) -> bool:
-        # Whether the exchange waits for the device, and listens to peers meanwhile.
+        # Whether the exchange waits for the device, and checks the mesh meanwhile.
         return bool(self.mesh.peers) and self._exchange.traits.capturable
 
     def _pause(self, over: Callable[[], bool]) -> bool:
-        """Wait until it is `over` and return False; True if a message comes before, or soon where no device waits."""
+        """Wait until it is `over` and return False. Return True if a message arrives first.
+
+        If no device waits for peers, wait for 1 ms at most.
+        """
         if self._listens:
-            # The exchange looks at the mesh meanwhile, which reads a plan from its socket.
+            # The exchange checks the mesh meanwhile, which reads a plan from its socket.
             self._exchange.steps.drain(lambda: over() or self._poller.wait(0).anything or self._peer_started())
             return not over()
         return self._poller.wait(1).anything
 
     def _launch(self, step: Step, started: float) -> None:
-        """One lockstep step; idle ranks take part with no rows."""
+        """Agree on a lockstep step and launch it. An idle rank takes part without rows."""
         agreed = self._lockstep.agree(
             self.step + 1,
             step.num_tokens,
@@ -313,7 +317,7 @@ class Engine:
         step = launched.step
         self._exchange.steps.finish(number, launched.has_run)
         if unsound := launched.unsound:
-            # Their causes are in the pages by now, which other requests may share.
+            # Wrong values are in the pages by now, which other requests may share.
             raise not_finite(unsound, step=number)
         results = launched.results
         now = time.monotonic()
@@ -321,7 +325,7 @@ class Engine:
             self._pacing.completed(launched.device_seconds, now=now)
         for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
             self._send(client, message)
-        # Where steps overlap, one begins to count when the one before it is done.
+        # If steps overlap, the time of one begins when the previous one is done.
         seconds, self._completed_at = now - max(started, self._completed_at), now
         self._metrics.observe_step(
             num_tokens=step.num_tokens,
@@ -341,8 +345,8 @@ class Engine:
             self._grammars.abort_client(client)
 
     def _lose(self, error: ExchangeError) -> None:
-        """End the epoch: keep what counts as computed, tell routers and launcher, wait for the next epoch."""
-        self._poller.forget()
+        """End the epoch: roll requests back to finished steps, tell routers and launcher, wait for the next epoch."""
+        self._poller.unwatch()
         self._exchange.steps.abort()
         # A peer may have found the cause of this error; all ranks agree on one.
         self.failure = self.mesh.fail(str(error))
@@ -352,7 +356,7 @@ class Engine:
         self._launched.clear()
         if self._pacing is not None:
             self._pacing.clear()
-        loss = tell_loss(
+        loss = make_loss(
             error,
             finding,
             rank=self.rank,
@@ -367,7 +371,7 @@ class Engine:
         self._on_loss(loss)
 
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
-        """Go on where the epoch before has left this rank."""
+        """Continue from the state in which the previous epoch left this rank."""
         self.mesh, self._lockstep = mesh, Lockstep(mesh)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch

@@ -1,4 +1,4 @@
-"""The loss that ended an epoch, as a rank reports it: for the launcher, which replaces lost ranks, and for people."""
+"""The loss that ended an epoch, as a rank reports it to the launcher, which replaces lost ranks, and to operators."""
 
 import traceback
 from dataclasses import dataclass
@@ -10,11 +10,15 @@ _FRAMES, _NAMED = 12, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Plain values, as one rank saw it; all ranks name the same `ranks`, `step`, `place` and `reason`.
+    """The end of an epoch as one rank saw it. All ranks name the same `ranks`, `step`, `place` and `reason`.
 
-    ranks: who was lost, silent or at fault. place: where in the step, e.g. "layer 17, combine". epoch: the one that
-    ended; steps: how many this rank had begun in it. running and waiting: requests here; latest: the names of the
-    youngest that ran. stack: where this rank was when it learned of it, innermost call last.
+    epoch: the epoch that ended.
+    steps: the last step that this rank had begun.
+    place: where in the step, e.g. "layer 17, combine".
+    ranks: the ranks that were lost, silent or at fault.
+    running, waiting: numbers of requests of this rank.
+    latest: the names of the youngest running requests.
+    stack: where this rank was when it learned of the loss, innermost call last.
     """
 
     rank: int
@@ -37,7 +41,7 @@ class Loss:
         )
 
 
-def tell_loss(
+def make_loss(
     error: BaseException,
     finding: Finding,
     *,
@@ -47,7 +51,7 @@ def tell_loss(
     running: list[str],
     waiting: int,
 ) -> Loss:
-    """The loss that `finding` names, as a rank met it by `error`; `running` are the names of its requests, by age."""
+    """Return the loss that `finding` names, and that `error` reported. `running`: the rank's requests, oldest first."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return Loss(
         rank=rank,

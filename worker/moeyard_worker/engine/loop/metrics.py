@@ -1,4 +1,4 @@
-"""Prometheus metrics of one rank; values come from the parts' own counters. Names and buckets: docs/metrics.md."""
+"""Prometheus metrics of one rank. Values come from the counters of its parts. Names and buckets: docs/metrics.md."""
 
 import platform
 import threading
@@ -46,7 +46,7 @@ class WorkerMetrics:
         self.expert_stall = self._histogram(
             "expert_stall_seconds", "Wait for expert weights in one layer of a step", EXCHANGE_BUCKETS
         )
-        # Without labels so far: absent where no device tells it.
+        # Has no labels yet, so that it is absent where no device measures it.
         self.step_device_seconds = Histogram(
             "moeyard_step_device_seconds",
             "One step on the device, by its own clock",
@@ -109,18 +109,18 @@ class WorkerMetrics:
         return histogram.labels(*self._own)
 
     def serve(self, host: str, port: int = 0) -> int:
-        """Answer scrapes on host:port (0 picks one) in a daemon thread; returns the port."""
+        """Answer scrapes on host:port (0 picks one) in a daemon thread. Return the port."""
         self._server = MetricsServer(self.registry, host=host, port=port)
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop answering scrapes and free the port. Returns at once: the server looks for its end every 0.5 s."""
+        """Stop answering scrapes and free the port. Return at once; the server notices within 0.5 s."""
         server, self._server = self._server, None
         if server is not None:
             threading.Thread(target=server.end, name="metrics-end", daemon=True).start()
 
     def _advance(self, name: str, total: float, *labels: str) -> None:
-        """Set a counter to a running total kept elsewhere."""
+        """Set a counter to a running total of another part."""
         key = (name, *labels)
         self._counters[name].labels(*self._own, *labels).inc(total - self._totals.get(key, 0.0))
         self._totals[key] = total
@@ -136,7 +136,7 @@ class WorkerMetrics:
         experts: ExpertCache,
         lockstep: Lockstep,
     ) -> None:
-        """Record one finished step and bring every counter up to its part's running total."""
+        """Record one finished step, and set every counter to its part's running total."""
         self._advance("engine_steps", self._totals.get(("engine_steps",), 0.0) + 1)
         self.step_seconds.observe(seconds)
         if device_seconds is not None:
@@ -177,7 +177,7 @@ class WorkerMetrics:
         lockstep.steps.clear()
 
     def observe_load(self, scheduler: Scheduler) -> None:
-        """Bring the gauges of running and waiting requests and of KV pages up to date."""
+        """Update the gauges of running and waiting requests, KV pages and snapshots."""
         self._gauge("num_requests_running", scheduler.num_running)
         self._gauge("num_requests_waiting", scheduler.num_waiting)
         self._gauge("state_snapshots", scheduler.snapshots.num_held if scheduler.config.num_snapshots else 0)
@@ -221,7 +221,7 @@ class _Refused(Collector):
         self._metrics, self._own = metrics, own
 
     def describe(self) -> Iterable[Metric]:
-        """Return its name, for views of a part of the registry."""
+        """Return the series, for views of a part of the registry."""
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:

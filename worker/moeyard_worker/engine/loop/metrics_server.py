@@ -1,6 +1,6 @@
-"""The metrics port of a rank: prometheus_client's page behind a server that idle or slow clients cannot fill.
+"""The metrics port of a rank: prometheus_client's page behind a server that idle or slow clients cannot exhaust.
 
-prometheus_client's own server has a thread for each connection, for as long as its client likes: 300 idle connections
+prometheus_client's server has a thread for each connection, for as long as the client keeps it: 300 idle connections
 were 300 threads.
 """
 
@@ -14,31 +14,31 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-MAX_CONNECTIONS = 16  # each has a thread; a Prometheus has one connection, for some 5 ms
-CONNECTION_SECONDS = 5.0  # from its first byte to the last of its answer; Prometheus itself waits for 10
-_LEAVE_SECONDS = 1.0  # within which the thread of a connection that was cut has ended
+MAX_CONNECTIONS = 16  # each has a thread; Prometheus has one connection, for about 5 ms
+CONNECTION_SECONDS = 5.0  # from the start of a connection to the end of its response; Prometheus waits for 10
+_LEAVE_SECONDS = 1.0  # the thread of a closed connection ends within this time
 
 
 class MetricsServer(WSGIServer):
-    """Answers scrapes of `registry` on host:port in daemon threads; a connection too many ends the oldest one.
+    """Answers scrapes of `registry` on host:port in daemon threads. One connection too many ends the oldest one.
 
-    Raises OSError where it cannot listen.
+    Raises OSError if it cannot listen.
     """
 
-    request_queue_size = 128  # with socketserver's 5 a client's connection attempt is dropped, and tried after a second
+    request_queue_size = 128  # with socketserver's 5, connection attempts are dropped and repeated after a second
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         self._room = threading.Semaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # oldest first, with when they came (monotonic seconds)
+        self._open: dict[socket.socket, float] = {}  # oldest first, with the time of arrival (monotonic seconds)
         super().__init__((host, port), _Scrape)
         self.set_app(make_wsgi_app(registry))
         threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
 
     def server_bind(self) -> None:
-        """As the base class, which would also ask the name service for this host's name."""
+        """Bind as the base class does, but without its query of the name service for this host's name."""
         socket_name = self.socket
         if self.allow_reuse_address:
             socket_name.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +48,7 @@ class MetricsServer(WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Hand a connection to a thread of its own, in place of the oldest one where there are too many."""
+        """Start a thread for a connection. If there are too many, end the oldest one."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 self._cut([next(iter(self._open))])
@@ -60,33 +60,32 @@ class MetricsServer(WSGIServer):
         threading.Thread(target=self._answer, args=(request, client_address), name="scrape", daemon=True).start()
 
     def service_actions(self) -> None:
-        """Called every half second: end connections that take too long, whatever they send or read meanwhile."""
+        """End connections that take too long, even if they send or read meanwhile. Called every half second."""
         limit = time.monotonic() - CONNECTION_SECONDS
         with self._lock:
             self._cut([request for request, came in self._open.items() if came < limit])
 
     def end(self) -> None:
-        """Stop answering and free the port; takes up to half a second."""
+        """Stop answering and free the port. Takes up to half a second."""
         self.shutdown()
         self.server_close()
         with self._lock:
             self._cut(list(self._open))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that left, or was cut."""
+        """Ignore a client that left, or whose connection was ended."""
 
     def _cut(self, requests: Iterable[socket.socket]) -> None:
         for request in requests:
-            with contextlib.suppress(OSError):  # boundary: its client was faster
-                request.shutdown(socket.SHUT_RDWR)  # wakes its thread, whose socket it stays
+            with contextlib.suppress(OSError):  # boundary: the client may have closed it
+                request.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes the socket
 
     def _answer(self, request: socket.socket, client_address: Any) -> None:
         try:
-            self.finish_request(request, client_address)
-        except OSError:
-            self.handle_error(request, client_address)
+            with contextlib.suppress(OSError):  # boundary: the client left, or its connection was ended
+                self.finish_request(request, client_address)
         finally:
-            # Before it is closed: its number may be another's afterwards.
+            # Before the socket is closed: another connection may then get its number.
             with self._lock:
                 del self._open[request]
             self.shutdown_request(request)
@@ -97,4 +96,4 @@ class _Scrape(WSGIRequestHandler):
     timeout = CONNECTION_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not logged."""
+        """Log no scrapes."""

@@ -14,25 +14,26 @@ from collections.abc import Callable
 
 from moeyard_worker.exchange.base import PeerRows
 
-# The shortest of the `_LIKE` most similar steps counts. `_KEPT` steps are kept for each number of bits of their most
-# rows, so that steps of output do not displace steps of prompts.
-_LIKE, _KEPT = 4, 16
+# The shortest of the `_SIMILAR` most similar steps counts. `_HISTORY` steps are remembered for each bit length of their
+# largest rank's rows, so that steps of output do not displace steps of prompts.
+_SIMILAR, _HISTORY = 4, 16
 # Planning is expected to take `_TIMES` the longest of the last `_PLANNED` plans.
 _PLANNED, _TIMES = 16, 1.5
-# Seconds of reserve for an unknown host, and the shortest wait that is worth it.
+# Seconds of reserve for an unknown host, and the shortest wait that is worthwhile.
 _SPARE_S, _WORTH_S = 2e-3, 4e-3
 
-_Size = tuple[int, int]  # rows: of the rank that brings most, for which all wait, and of all, for the experts
+# Rows of the largest rank, for which all ranks wait, and rows of all ranks, which the experts compute.
+_Size = tuple[int, int]
 
 
 class Pacing:
     """The pace of one rank's loop; all times are monotonic seconds, or seconds."""
 
     def __init__(self) -> None:
-        # By bits of the most rows; the latest first.
+        # By bit length of the largest rank's rows, the latest step first.
         self._took: dict[int, deque[tuple[_Size, float]]] = {}
         self._planned: deque[float] = deque(maxlen=_PLANNED)
-        # Steps in flight, oldest first: their sizes.
+        # The sizes of the steps in flight, oldest first.
         self._flying: deque[_Size] = deque()
         self._ends = 0.0
 
@@ -49,10 +50,10 @@ class Pacing:
         self._ends = begins + self._guess(size)
 
     def completed(self, seconds: float | None, *, now: float) -> None:
-        """Note the end of the oldest step in flight, which took `seconds` of a device; None without a clock."""
+        """Note the end of the oldest step in flight, which took `seconds` of a device (None: not measured)."""
         size = self._flying.popleft()
         if seconds is not None:
-            self._took.setdefault(size[0].bit_length(), deque(maxlen=_KEPT)).appendleft((size, seconds))
+            self._took.setdefault(size[0].bit_length(), deque(maxlen=_HISTORY)).appendleft((size, seconds))
         self._ends = now + sum(map(self._guess, self._flying))
 
     def clear(self) -> None:
@@ -60,9 +61,9 @@ class Pacing:
         self._flying.clear()
 
     def too_early(self, begin: Callable[[], bool], pause: Callable[[Callable[[], bool]], bool]) -> bool:
-        """Wait until the next step is due, or until `begin` says so, and return False.
+        """Wait until the next step is due, or until `begin()` is true, and return False.
 
-        `pause` waits until its argument says so. Return True where it has heard something before.
+        `pause` waits until its argument is true. Return True if it returns true, because a message has arrived first.
         """
         due = self.due(time.monotonic())
         while time.monotonic() < due and not begin():
@@ -71,16 +72,16 @@ class Pacing:
         return False
 
     def due(self, now: float) -> float:
-        """Return when the next step is to be planned while these run; in the past for at once."""
+        """Return the time to plan the next step while others run. A time in the past means at once."""
         if not self._flying or not self._planned:
             return -math.inf
         due = self._ends - _TIMES * max(self._planned) - _SPARE_S
         return due if due - now > _WORTH_S else -math.inf
 
     def _guess(self, size: _Size) -> float:
-        """Return the least that similar steps took, scaled down if they had more rows; 0 before a step has ended."""
+        """Return the shortest time of similar steps, scaled down if they had more rows; 0 before any step ended."""
         near = self._took[min(self._took, key=lambda bits: abs(bits - size[0].bit_length()))] if self._took else ()
         here = tuple(map(math.log2, size))
         # Among equally similar steps the latest count.
-        like = heapq.nsmallest(_LIKE, near, key=lambda took: math.dist(here, tuple(map(math.log2, took[0]))))
+        like = heapq.nsmallest(_SIMILAR, near, key=lambda took: math.dist(here, tuple(map(math.log2, took[0]))))
         return min((took * min(1.0, size[0] / most, size[1] / total) for (most, total), took in like), default=0.0)

@@ -1,4 +1,4 @@
-"""The snapshots of a rank for its routers, and when they are due."""
+"""Snapshots of a rank for its routers, and the times when they are due."""
 
 import time
 
@@ -9,14 +9,16 @@ from moeyard_worker.protocol import ExpertLoads, Snapshot
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 SNAPSHOT_SECONDS = 0.02  # how often a busy rank reports its load
-# How often a rank without rows of its own reports what its peers' steps have made it count.
+# How often a rank without rows reports the counts of its peers' steps.
 PEERS_SECONDS = 1.0
 
 
 class Reporter:
-    """Makes the snapshots of one rank in `epoch`, of `num_ranks`. `step` is that of the last one that was due.
+    """Makes the snapshots of one rank.
 
-    `asked`: the clients that wait for the loads of the experts.
+    epoch, num_ranks: of the current mesh; the engine sets them.
+    step: the step of the last snapshot.
+    inspectors: the clients that wait for the loads of the experts.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Reporter:
         self.step = 0
         self.epoch = epoch
         self.num_ranks = 1
-        self.asked: list[bytes] = []
+        self.inspectors: list[bytes] = []
         self._rank = rank
         self._scheduler = scheduler
         self._grammars = grammars
@@ -42,9 +44,9 @@ class Reporter:
         self._reported_at = 0.0
 
     def due(self, step: int, failure: str | None, *, force: bool) -> Snapshot | None:
-        """A snapshot when the load changed; of a busy rank also after a step, at most every 20 ms.
+        """Return a snapshot if the load changed, or if a busy rank has run a step; at most one per 20 ms if busy.
 
-        A rank that only takes part in its peers' steps reports what it counts once a second, and when they end.
+        A rank that only takes part in its peers' steps reports its counts once a second, and when these steps end.
         """
         scheduler = self._scheduler
         own_step = step if scheduler.has_work() else None
@@ -60,19 +62,19 @@ class Reporter:
         return self.snapshot(step, failure)
 
     def answers(self) -> list[tuple[bytes, ExpertLoads]]:
-        """Return the expert loads for the clients that asked, once a device has them behind the steps in flight."""
-        loads = self._experts.loads(self._rank) if self.asked else None
+        """Return the expert loads for each inspector once the device has counted the steps in flight."""
+        loads = self._experts.loads(self._rank) if self.inspectors else None
         if loads is None:
             return []
-        clients, self.asked = self.asked, []
+        clients, self.inspectors = self.inspectors, []
         return [(client, loads) for client in clients]
 
     def snapshot(self, step: int, failure: str | None) -> Snapshot:
-        """Return the state of the rank in step `step`; `failure` is why it does not step."""
+        """Return the state of the rank in step `step`. `failure`: why it runs no steps, or None."""
         scheduler = self._scheduler
         stats, experts = scheduler.stats, self._experts.stats.counters
         num_compiling = self._grammars.num_tokens if self._grammars.waiting else 0
-        # A device that finds every expert in its slot counts nothing for the host.
+        # A device with every expert in a slot counts nothing for the host.
         counted = experts.num_hits + experts.num_misses > 0
         return Snapshot(
             rank=self._rank,

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the host has, or less where a control group limits us."""
+"""Free memory for this process: that of the host, or less if a control group has a limit."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that all processes of our control group can still allocate together without swapping or being killed."""
+    """Return the bytes that all processes of our control group can still allocate without swapping or a kill."""
     available = int(psutil.virtual_memory().available)
     limit = cgroup_available(CGROUP_ROOT, OWN_CGROUP.read_text() if OWN_CGROUP.exists() else "")
     return available if limit is None else min(available, limit)
@@ -32,7 +32,7 @@ def cgroup_available(root: Path, own: str) -> int | None:
 
 
 def _room(group: Path) -> int | None:
-    """Bytes left in one group; None where it has no limit (the root has no such file)."""
+    """Return the bytes left in one group, or None if it has no limit (the root has no such file)."""
     limit = group / "memory.max"
     if not limit.is_file() or (text := limit.read_text().strip()) == "max":
         return None

@@ -1,4 +1,4 @@
-"""How a rank's memory is divided between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
+"""Division of a rank's memory between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,33 +12,36 @@ from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.state.spec import StateSpec
 
-# Without --kv-memory, KV pages and what it takes to attend to the longest sequence in them take at most this share of
-# what weights and reserve leave free.
+# Without --kv-memory, KV pages and attention to the longest sequence in them get at most this share of the memory that
+# weights and reserve leave.
 AUTO_KV_SHARE = 0.25
-# They give way to experts down to this share if all of these then have slots: a miss costs more than a page.
+# They get less, down to this share, if all experts then have slots: a miss costs more than a page.
 LEAST_KV_SHARE = 1 / 16
-# Share of the available memory that nothing is planned into: the allocator's rounding, Python's objects, sockets.
+# Share of the available memory that no plan uses: the allocator's rounding, Python's objects, sockets.
 MARGIN_SHARE = 0.05
-# Rows whose logits exist at once where prompts are scored (engine/sampling/scoring.py). With this many a CPU is busy
-# with their products and not with reading the head's weight.
+# Rows whose logits exist at once when prompts are scored (engine/sampling/scoring.py). With this many, a CPU spends its
+# time on their products and not on reading the head's weight.
 SCORED_ROWS = 64
 # Host memory per token of the vocabulary that grammars take: 836 and 858 bytes of 4,096 and 151,643
 # tokens (llguidance 1.9.1, 2026-11-23). A grammar itself took 20 kB.
 GRAMMAR_BYTES = 1024
 # The kernels compute in this many bytes per value, whatever dtype is served.
 _FP32 = 4
-# GPU memory of NCCL, and of its channels to each peer: an upper guess, not measured.
+# GPU memory of NCCL, and of its channels to each peer: an upper estimate, not measured.
 NCCL_BYTES, NCCL_PEER_BYTES = 512 << 20, 32 << 20
-# Where a model keeps state per sequence, this share of KV memory is for snapshots of it, up to
-# SNAPSHOTS_PER_SEQUENCE for each sequence that may run.
+# If a model keeps state per sequence, this share of KV memory is for snapshots of it, up to SNAPSHOTS_PER_SEQUENCE for
+# each sequence that may run.
 SNAPSHOT_SHARE = 0.5
 SNAPSHOTS_PER_SEQUENCE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Bytes set aside before memory is divided: for the exchange, one step's tensors, what decode attention leaves of
-    each split of the keys, grammars, a margin."""
+    """Bytes reserved before memory is divided.
+
+    workspace: the tensors of one step.
+    sums: partial sums of decode attention, for each split of the keys.
+    """
 
     exchange: int
     workspace: int
@@ -48,7 +51,7 @@ class Reserve:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all."""
         return self.exchange + self.workspace + self.sums + self.grammars + self.margin
 
     def __str__(self) -> str:
@@ -62,12 +65,16 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Division of memory: pages of KV, snapshots of state, expert slots, and the longest sequence in the pages.
+    """Division of a rank's memory. All sizes are bytes.
 
-    Bytes: `available` is what was divided, `resident_bytes` the dense weights and all slots of state. `stream_slots`
-    come on top of `expert_slots` if these do not hold all experts, `host_bytes` is what those experts then take of the
-    host's memory. `reserve` is what was set aside before, `prefix_bytes` what attending to that longest sequence takes.
-    `reasons` says in words how KV and experts came to their shares.
+    stream_slots: slots beside `expert_slots`, if these do not hold all experts.
+    host_bytes: host memory that the experts then take.
+    max_model_len: tokens of the longest sequence in the pages.
+    reserve: reserved before the division.
+    prefix_bytes: what attention to the longest sequence takes.
+    available: the memory that was divided.
+    resident_bytes: the dense weights and all slots of state.
+    reasons: texts that explain the shares of KV and experts.
     """
 
     num_pages: int
@@ -83,7 +90,7 @@ class MemoryPlan:
     reasons: tuple[str, ...]
 
     def held_bytes(self, *, page_bytes: int, expert_bytes: int) -> int:
-        """All that the rank takes, with pages and slots of these sizes."""
+        """Return all bytes that the rank takes, with pages and slots of these sizes."""
         slots = (self.expert_slots + self.stream_slots) * expert_bytes
         return self.resident_bytes + self.reserve.total + self.num_pages * page_bytes + slots
 
@@ -95,7 +102,7 @@ class MemoryPlan:
 
 
 def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
-    """The sizes of the exchange that this fleet needs: of its largest step, which a GPU captures with padding."""
+    """Return the sizes of the exchange for the fleet's largest step, which a GPU captures with padding."""
     padding = 0 if config.device == "cpu" else config.max_num_seqs
     return ExchangeShape(
         num_experts=model.num_experts,
@@ -107,7 +114,7 @@ def exchange_shape(config: EngineConfig, model: ModelConfig) -> ExchangeShape:
 
 
 def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes of the exchange in a rank's memory: its slab, the window that peers write to, or NCCL's."""
+    """Return the bytes of the exchange in a rank's memory: its slab, its window for peers, or NCCL's memory."""
     if config.exchange == "nccl":
         return NCCL_BYTES + (config.num_workers - 1) * NCCL_PEER_BYTES if config.num_workers > 1 else 0
     shape = exchange_shape(config, model)
@@ -170,7 +177,7 @@ def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprin
 def prefix_bytes(model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """Return the bytes of a prompt chunk, in one layer at a time, per position of its sequence up to its end.
 
-    See `Footprint`: what is gathered, what is copied to fp32 if that is not served, what is fp32 anyway.
+    They are those of `Footprint`: gathered values, copies in fp32 if another dtype is served, and fp32 values.
     """
     most = 0
     for kind in model.attention_kinds():
@@ -195,18 +202,20 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `available` bytes of one rank that serves `dtype`.
 
-    `resident_bytes` are the dense weights in memory, `num_local_experts` counts (layer, expert) pairs of this rank.
-    `footprints`: what the backend says of attention. `slab_allocated`: the exchange's slab is already missing from
-    `available`. `host_available`: bytes of the host's memory, if that is another. `staging`: what the exchange takes
-    besides, for experts that peers read.
+    resident_bytes: the dense weights in memory.
+    num_local_experts: (layer, expert) pairs of this rank.
+    footprints: memory of the backend's attention.
+    slab_allocated: whether `available` excludes the exchange's slab already.
+    host_available: bytes of the host's memory, if the rank computes in another.
+    staging: bytes of the exchange for experts that peers read.
 
-    Without --kv-memory, pages get AUTO_KV_SHARE of what is free, or less, down to LEAST_KV_SHARE, where all experts
-    then have slots; experts get the rest, or what their flags say.
+    Without --kv-memory, pages get AUTO_KV_SHARE of the free memory. They get less, down to LEAST_KV_SHARE, if all
+    experts then have slots. Experts get the rest, or the number of their flags.
 
-    Raises ValueError with both numbers and the flag to change when something does not fit.
+    Raises ValueError with both numbers and the flag to change if something does not fit.
     """
     itemsize = DTYPE_BYTES[dtype]
-    # No row leaves a fleet of one rank, unless its exchange is asked for by name.
+    # No row leaves a fleet of one rank, unless a flag names its exchange.
     shares = config.num_workers > 1 or config.exchange not in ("auto", "local")
     grammars = model.vocab_size * GRAMMAR_BYTES if config.model_path else 0
     reserve = Reserve(
@@ -234,7 +243,7 @@ def plan_memory(
     per_position = prefix_bytes(model, itemsize, footprints)
     expert_bytes = model.expert_form(dtype).blob_bytes
     budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
-    # --kv-memory is of pages; what it takes to attend to them comes on top.
+    # --kv-memory is for pages. Attention to them takes more.
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
     num_snapshots = _num_snapshots(
         config, state, whole=config.kv_memory or budget, longest=-(-max_model_len // config.page_size) * both
@@ -336,10 +345,10 @@ def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[in
 
 
 def _num_snapshots(config: EngineConfig, state: StateSpec, *, whole: int, longest: int) -> int:
-    """Snapshots in `whole` bytes of KV memory: of --snapshot-memory, or as many as a share of it holds.
+    """Return the number of snapshots in `whole` bytes of KV memory: by --snapshot-memory, or by SNAPSHOT_SHARE.
 
-    Where --max-model-len is given, pages for one sequence of that length, `longest` bytes, come before a share.
-    Raises ValueError where --snapshot-memory is given in vain.
+    With --max-model-len, pages for one sequence of that length, `longest` bytes, come before the share. Raises
+    ValueError if --snapshot-memory has no effect.
     """
     if config.snapshot_memory is not None:
         if not state.bytes_per_sequence:
@@ -362,13 +371,13 @@ def _num_snapshots(config: EngineConfig, state: StateSpec, *, whole: int, longes
 def _num_pages(
     config: EngineConfig, state: StateSpec, *, budget: int, snapshot_bytes: int, max_model_len: int, per_position: int
 ) -> int:
-    """Pages of --kv-memory beside its snapshots, or, without it, as many as can be used and `budget` allows."""
+    """Return the number of pages in --kv-memory beside its snapshots. Without it, use as many as `budget` allows."""
     page_bytes = config.page_size * state.bytes_per_token
     longest = -(-max_model_len // config.page_size)
     if config.kv_memory is not None:
         num_pages = (config.kv_memory - snapshot_bytes) // page_bytes
     else:
-        # Pages that make the longest sequence longer also make its attention take more.
+        # Pages that lengthen the longest sequence also increase the memory of its attention.
         both = page_bytes + config.page_size * per_position
         num_pages = budget // both
         if num_pages > longest:
@@ -390,15 +399,15 @@ def _num_pages(
 
 
 def plan_with_fetch(*, config: EngineConfig, model: ModelConfig, **rest: Any) -> MemoryPlan:
-    """Return `plan_memory` with room for experts that peers read for this rank, where it misses some and they may."""
+    """Return `plan_memory`, with room for experts that peers read for this rank if it misses some and they may."""
     plan = plan_memory(config=config, model=model, **rest)
     if config.expert_fetch == "alone" or not plan.stream_slots:
         return plan
-    # With less room experts do not get more slots.
+    # With less memory, experts do not get more slots.
     return plan_memory(config=config, model=model, **rest, staging=fetch_shape(config, model).num_bytes)
 
 
 def fetch_shape(config: EngineConfig, model: ModelConfig) -> FetchShape:
-    """Sizes of what ranks read for each other of experts that they miss."""
+    """Return the sizes of the missed experts that ranks read for each other."""
     up_bytes, down_bytes = model.expert_form(model.served_dtype(config.dtype)).region_bytes
     return FetchShape(world_size=config.num_workers, up_bytes=up_bytes, down_bytes=down_bytes)

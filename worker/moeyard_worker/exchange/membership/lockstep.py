@@ -46,7 +46,7 @@ class Lockstep:
     def agree(
         self, step: int, num_tokens: int, num_drafts: int = 0, *, num_prompt: int = 0, num_rows: int | None = None
     ) -> Agreed:
-        """Take part in `step` with `num_tokens` rows, of which `num_prompt` are of prompts.
+        """Take part in `step` with `num_tokens` rows. The first `num_prompt` are prompt rows.
 
         num_drafts: passes of drafting that this rank wants. The step has as many as the rank that wants most.
         num_rows: rows that this rank brings to the exchanges, with padding (None: `num_tokens`).

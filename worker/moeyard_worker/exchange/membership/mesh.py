@@ -62,7 +62,7 @@ class Mesh:
     """This rank's connections to its peers. Life: construct (binds), publish `endpoint()`, `connect`, use, `close`.
 
     rank, world_size, members: ranks are numbers below `world_size`; `members` are the ranks of this epoch (None: all).
-    deadline: a peer without a sign of life for so many seconds is lost.
+    deadline: seconds without a sign of life after which a peer is lost.
     stall: seconds that a living peer has where it may be slow (None: `deadline`): in meetings, where rows go over TCP,
         and after it has sent a sign (`send_sign`).
     patience: seconds that it has elsewhere (None: `stall`).

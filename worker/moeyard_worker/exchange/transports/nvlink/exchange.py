@@ -17,7 +17,7 @@ from moeyard_worker.config.placement import Placement
 from moeyard_worker.exchange.base import Dispatched, ExchangeStats, ExchangeTraits, PeerRows
 from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
-from moeyard_worker.exchange.transports.nvlink.expert_fetch import Lending, PeerFetch
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer, PeerFetch
 from moeyard_worker.exchange.transports.nvlink.memory import GpuMemory
 from moeyard_worker.exchange.transports.nvlink.steps import NvlinkSteps
 
@@ -29,8 +29,8 @@ class NvlinkExchange:
     """`Exchange` over memory that all ranks map. Launches before the first `attach` move nothing: graphs capture them.
 
     seconds, drafts: as in `NvlinkSteps`.
-    lending: the memory that this rank lends to peers that read its missed experts for it, and the memory that they
-        write to. None if every rank reads alone.
+    fetch: this rank's offer to peers that read its missed experts for it, and the memory that they write to. None if
+        every rank reads alone.
     """
 
     traits = ExchangeTraits(capturable=True)
@@ -45,7 +45,7 @@ class NvlinkExchange:
         placement: Placement,
         seconds: float,
         drafts: bool = False,
-        lending: tuple[Lending, GpuMemory | None] | None = None,
+        fetch: tuple[FetchOffer, GpuMemory | None] | None = None,
     ) -> None:
         self.rank, self.world_size, self.stats = rank, world_size, ExchangeStats()
         self._memory = memory
@@ -65,7 +65,7 @@ class NvlinkExchange:
         window.views(rank).ids.fill_(-1)
         window.poison()
         self._window, self._layers = window, placement.layers
-        self._fetch = None if lending is None else PeerFetch(lending[1], lending[0], window)
+        self._fetch = None if fetch is None else PeerFetch(fetch[1], fetch[0], window)
         self._map_layers()
         self._write_owners(placement)
         self._max_rows = 1

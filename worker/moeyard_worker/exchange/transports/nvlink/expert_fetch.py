@@ -1,7 +1,7 @@
 """Shared expert fetch, the host's side: ranks of a host read missed experts for each other.
 
-Each rank lends the host memory that holds all its experts. When ranks meet, they exchange its location, and each maps
-the memory of all others. If one cannot, or has nothing to lend, every rank reads alone. The kernels do the rest
+Each rank shares the host memory that holds all its experts. When ranks meet, they exchange its location, and each maps
+the memory of all others. If one cannot, or has nothing to share, every rank reads alone. The kernels do the rest
 (`moeyard_kernels.types.fetch_window`).
 """
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lending:
-    """What a rank offers to its peers.
+class FetchOffer:
+    """A rank's offer to its peers.
 
-    lent: host memory that holds all its experts; None if it misses none or cannot share it.
+    memory: host memory that holds all its experts; None if it misses none or cannot share it.
     misses: whether this rank misses experts.
     required: whether an epoch ends if ranks cannot read for each other.
     """
 
     shape: FetchShape
-    lent: LentMemory | None
+    memory: LentMemory | None
     misses: bool
     required: bool
 
@@ -48,11 +48,11 @@ class PeerFetch:
         kernels that each rank reads alone. Captured graphs read that from the device.
     """
 
-    def __init__(self, memory: GpuMemory | None, lending: Lending, peer: PeerWindow) -> None:
-        self._memory, self._lending, self._device = memory, lending, peer.state.device
+    def __init__(self, memory: GpuMemory | None, offer: FetchOffer, peer: PeerWindow) -> None:
+        self._memory, self._offer, self._device = memory, offer, peer.state.device
         self.window: FetchWindow | None = None
         if memory is not None:
-            self.window = open_fetch(lending.shape, [memory.own] * peer.shape.world_size, peer)
+            self.window = open_fetch(offer.shape, [memory.own] * peer.shape.world_size, peer)
         self._borrowed: dict[int, BorrowedMemory] = {}
 
     def meet(self, mesh: Mesh) -> None:
@@ -60,20 +60,20 @@ class PeerFetch:
 
         Raises ExchangeError if a rank that has to share cannot.
         """
-        own = self._lending
-        offer = (own.misses, None if own.lent is None else astuple(own.lent))
-        offers = [msgpack.unpackb(each) for each in mesh.gather(msgpack.packb(offer))]
+        own = self._offer
+        payload = msgpack.packb((own.misses, None if own.memory is None else astuple(own.memory)))
+        offers = [msgpack.unpackb(each) for each in mesh.gather(payload)]
         if not any(misses for misses, _ in offers):
             return
-        failed = [rank for rank, (_, lent) in enumerate(offers) if lent is None]
+        failed = [rank for rank, (_, memory) in enumerate(offers) if memory is None]
         why = "all experts have slots there"
         if any(offers[rank][0] for rank in failed):
             why = "CUDA cannot pin memory there that others may map"
         if not failed:
             # Fields were sent in their order.
             names = LentMemory.__dataclass_fields__
-            lent = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in offers]
-            own_error = self._borrow(mesh.rank, lent)
+            memories = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in offers]
+            own_error = self._borrow(mesh.rank, memories)
             errors = [each.decode() for each in mesh.gather(own_error.encode())]
             failed = [rank for rank, error in enumerate(errors) if error]
             why = errors[failed[0]] if failed else ""
@@ -98,9 +98,9 @@ class PeerFetch:
             if (borrowed := self._borrowed.pop(rank, None)) is not None:
                 borrowed.close()
 
-    def _borrow(self, own: int, lent: list[LentMemory]) -> str:
+    def _borrow(self, own: int, memories: list[LentMemory]) -> str:
         """Map the memory that others lend, unless it is mapped already. Return the error that prevents it, or ""."""
-        for rank, each in enumerate(lent):
+        for rank, each in enumerate(memories):
             if rank == own or (rank in self._borrowed and self._borrowed[rank].lent == each):
                 continue
             self.forget([rank])
@@ -113,7 +113,7 @@ class PeerFetch:
     def _part(self, mesh: Mesh, ranks: list[int], why: str) -> None:
         """Read alone in this epoch, because of `ranks`."""
         reason = f"{name_ranks(ranks)}: {why}"
-        if self._lending.required:
+        if self._offer.required:
             text = f"--expert-fetch shared cannot be: {reason}; use --expert-fetch alone"
             raise ExchangeError(mesh.fail(text, ranks=ranks))
         log.warning("rank %d: every rank reads the experts that it misses alone: %s", mesh.rank, reason)
