@@ -90,7 +90,7 @@ class Replays(Device):
     def abort(self) -> None:
         """Whatever waits goes on, to the end of what was launched."""
         self.did.append("abort")
-        while self.ticks.heard() < self.ticks._launched:
+        while self.ticks.passed() < self.ticks._launched:
             self.ticks.tick()
 
     def settle(self) -> None:
@@ -167,7 +167,7 @@ def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks
     exchange, device = exchanges[0], devices[0]
 
     def forget() -> None:
-        assert device.ticks.heard() == 8
+        assert device.ticks.passed() == 8
         device.did.append("forget")
 
     exchange.steps.release_graphs = forget
@@ -183,7 +183,7 @@ def test_a_device_that_has_failed_ends_an_epoch_all_the_same(replaying: Ranks, m
     def fail() -> int:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(device.ticks, "heard", fail)
+    monkeypatch.setattr(device.ticks, "passed", fail)
     exchange.close()
     assert device.did == ["abort", "settle"]
     assert not exchange.steps._marks

@@ -252,11 +252,15 @@ class _Ticks:
         """Count one more on the device. A device counter and its copy would take three times as long."""
         self._word.there.add_(1)
 
+    def passed(self) -> int:
+        """Return the number that has reached the host."""
+        return int(self._word.here)
+
     def next_move(self) -> Moved:
         """Return the next move that was launched with a graph: it lies between two ticks."""
         self._launched += 2
         end = self._launched
-        return Moved(lambda: int(self._word.here) >= end - 1, lambda: int(self._word.here) >= end)
+        return Moved(lambda: self.passed() >= end - 1, lambda: self.passed() >= end)
 
 
 def _event() -> torch.cuda.Event:
