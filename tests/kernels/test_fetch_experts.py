@@ -14,7 +14,7 @@ from kernel_cases.case import assert_bits
 
 from moeyard_kernels import ops
 from moeyard_kernels.experts import fetch_experts as triton_kernel
-from moeyard_kernels.ops.expert_cache import share_out
+from moeyard_kernels.ops.expert_cache import plan_reads
 from moeyard_kernels.types.expert_residency import BY_PEERS, FOR_PEERS, GATHER_NANOSECONDS, NUM_COUNTS
 from moeyard_kernels.types.fetch_window import MISSED, STAMP, FetchWindow, open_fetch
 from moeyard_kernels.types.peer_shape import FetchShape, PeerShape
@@ -226,17 +226,17 @@ def test_shares_are_the_mean_and_nobody_reads_for_others_what_others_read_for_it
     for _ in range(200):
         units = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
         most = int(torch.randint(1, 60, ()))
-        found = share_out(units, most)
+        found = plan_reads(units, most)
         share = -(-sum(units) // len(units))
-        for mine, lent, (begin, end) in zip(found.units, found.lent, found.reads, strict=True):
+        for mine, lent, (begin, end) in zip(found.units, found.by_peers, found.ranges, strict=True):
             assert not (lent and end > begin)
             assert mine - lent + end - begin <= max(share, mine - most)
-        assert found.reads[0][0] == 0
-        assert max(end for _, end in found.reads) == sum(found.lent)
-        for at in range(sum(found.lent)):
+        assert found.ranges[0][0] == 0
+        assert max(end for _, end in found.ranges) == sum(found.by_peers)
+        for at in range(sum(found.by_peers)):
             rank, number = found.owner(at)
-            assert found.lent[rank] > number
-            begin, end = found.reads[found.reader(rank, number)]
+            assert found.by_peers[rank] > number
+            begin, end = found.ranges[found.reader(rank, number)]
             assert begin <= at < end
 
 

@@ -235,7 +235,7 @@ def test_what_one_launch_cannot_do_is_the_chains_unless_asked_for() -> None:
         ("group", case([9], 17, 1, 64, torch.bfloat16), {}),
         ("sums", case([9], 4, 1, 32, torch.bfloat16, norm=torch.bfloat16), {}),
     ):
-        with pytest.raises(ValueError, match=r"StepConfig\(.*\) does not do in one launch what \d+ heads of \d+ and"):
+        with pytest.raises(ValueError, match=r"StepConfig\(.*\) cannot run \d+ heads of \d+ with these tables"):
             given.run(ONE[0], **options)
         assert given.run(None, **options)[0].isfinite().all(), message
 

@@ -1,7 +1,7 @@
 """Triton: merge attention over consecutive splits of the keys, in ascending order, by their log-sum-exps.
 
 top = max lse_s;  w_s = 2^((lse_s - top) log2(e));  l = l + w_s;  o = fma(w_s, partial_s, o);  out = o / l;
-lse = top + ln(l). One split gives its partial back bit for bit, and one that saw nothing (lse -inf) changes no bit.
+lse = top + ln(l). One split returns its partial bit for bit. A split that saw nothing (lse -inf) changes no bit.
 """
 
 import math
@@ -17,10 +17,10 @@ from moeyard_kernels.common.launch import finish, interpreted, new_output
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.footprint import SplitSums
 
-# Splits read at once and columns per program: for loads in flight, no part of the order.
+# Splits read at once, and columns per program. They set the loads in flight, not the order of the sums.
 _AHEAD = 16
 _COLUMNS = 128
-# Programs of one warp that let the next launch begin: 32768 of them took 12 us more for it on an H200.
+# The most one-warp programs for which the next launch may begin early: with 32768 that cost 12 us on an H200.
 _MANY = tl.constexpr(1024)
 
 
@@ -43,9 +43,9 @@ def _attn_combine_kernel(
     HAS_LENS: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
     AHEAD: tl.constexpr, ONCE: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BD columns of BX rows, counted over p_part [N / M, S, M, D] and p_lse [N / M, S, M].
+    """Merge BD columns of BX of the N rows of p_part [N / M, S, M, D] and p_lse [N / M, S, M] into p_out [N, D].
 
-    p_out: [N, D]. STATIC: lengths are read ahead of the wait. Grid: (ceil(N / BX), ceil(D / BD)).
+    STATIC: read lengths before the wait. Grid: (ceil(N / BX), ceil(D / BD)).
     """
     if not STATIC:
         _settle()
@@ -63,7 +63,7 @@ def _attn_combine_kernel(
     i_count = tl.max(b_count, 0)
     if STATIC:
         _settle()
-    # Row of split 0; the next split lies M rows on.
+    # The row of split 0. The next split is M rows further.
     o_row = (o_x // M).to(tl.int64) * S * M + o_x % M
     b_top = tl.zeros([BX], dtype=tl.float32)
     if not ONCE:
@@ -77,7 +77,7 @@ def _attn_combine_kernel(
     b_sum = tl.zeros([BX], dtype=tl.float32)
     b_acc = tl.zeros([BX, BD], dtype=tl.float32)
     for i_s in tl.range(0, i_count, AHEAD):
-        # All loads before the first use: they are in flight together.
+        # Issue all loads before the first use, so that they are in flight together.
         b_lses = ()
         b_parts = ()
         for u in tl.static_range(AHEAD):
@@ -90,7 +90,7 @@ def _attn_combine_kernel(
             b_lses = b_lses + (b_lse,)  # type: ignore[assignment]  # noqa: RUF005
             b_parts = b_parts + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
         if ONCE:
-            # All splits are at hand: no pass before for the largest log-sum-exp.
+            # All splits are loaded, so no earlier pass has to find the largest log-sum-exp.
             b_top = b_lses[0]  # type: ignore[misc]
             for u in tl.static_range(1, AHEAD):
                 b_top = tl.maximum(b_top, b_lses[u])
@@ -114,10 +114,11 @@ def attn_combine(partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype
 
 
 def new_partials(like: torch.Tensor, *, tables: DecodeTables, sums: SplitSums) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode attention writes and `combine_splits` merges: `SplitSums.shape`, and the log-sum-exps.
+    """Allocate the results that a decode attention writes for `combine_splits`: `SplitSums.shape`, and their lse.
 
-    S is as large as the table is wide. fp32, but `like`'s dtype where S is 1, for then there is nothing to merge. Where
-    sequences take turns it is always all that there is room for: then one block serves every table, of graphs too.
+    S is the number of splits that the table can hold. The dtype is fp32, or that of `like` if S is 1, because then
+    nothing is merged. If sequences run in turns, the allocation has its full size for every table, so that one block of
+    memory serves all tables and graphs.
     """
     shape = sums.shape(tables.num_sequences, tables.num_queries, tables.num_positions)
     size, dtype = math.prod(shape), like.dtype if shape[1] == 1 else torch.float32
@@ -125,8 +126,8 @@ def new_partials(like: torch.Tensor, *, tables: DecodeTables, sums: SplitSums) -
     return room[:size].view(shape), new_output(*shape[:-1], like=like, dtype=torch.float32)
 
 
-def joined(results: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of sequences that took turns (`DecodeTables.turns`), one behind the other."""
+def concatenate(results: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Concatenate out and lse of sequences that ran in turns (`DecodeTables.turns`)."""
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -135,10 +136,10 @@ def combine_splits(
     partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int,
     static_tables: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Merge what the decode attentions leave, partial [B, S, Q heads, D] and lse [B, S, Q heads], where it was written.
+    """Merge the written splits of a decode attention, partial [B, S, Q heads, D] and lse [B, S, Q heads].
 
-    `static_tables`: the attention's launch and the one ahead of it write no lengths. Returns (out [B Q, heads, D],
-    lse [B Q, heads]).
+    Return (out [B Q, heads, D], lse [B Q, heads]). static_tables: neither the attention's launch nor the launch before
+    it writes lengths.
     """
     if partial.shape[1] == 1:
         return finish(partial, dtype).view(-1, heads, partial.shape[3]), lse.view(-1, heads)
@@ -153,7 +154,7 @@ def _combine(
     count = num_sequences * num_rows
     out = new_output(count, dim, like=partial, dtype=dtype)
     out_lse = new_output(count, like=partial)
-    # An interpreted program costs the same whatever its tile.
+    # In the interpreter, a program costs the same for every tile size.
     rows = triton.next_power_of_2(count) if interpreted() else 1
     columns = triton.next_power_of_2(dim) if interpreted() else min(_COLUMNS, triton.next_power_of_2(dim))
     if out.numel():

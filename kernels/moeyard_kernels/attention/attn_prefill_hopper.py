@@ -1,8 +1,8 @@
-"""Gluon: the kernel of `attn_prefill_varlen` for Hopper, bit for bit the same, with its work split among warps.
+"""Gluon: a warp-specialized kernel of `attn_prefill_varlen` for Hopper, with the same bits.
 
-One warp copies; two groups of four warps own 64 queries each. A group starts the scores of a block, then the product of
-the last block's weights with its values, and turns the new scores into weights while the latter runs. Triton's own
-pipeline waits for every product of scores before it goes on.
+One warp copies. Two groups of four warps compute 64 queries each. A group starts the scores of a block, then the
+product of the previous block's weights and values, and computes the new weights meanwhile. Triton's own pipeline waits
+for every product of scores before it continues.
 """
 
 from triton.experimental import gluon
@@ -15,15 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Registers a thread: of the compiled kernel, and of the second group and the copying warp while they work apart (the
-# first group takes what is left).
+# Registers per thread: of the compiled kernel, and of the second group and the copying warp after the warps specialize
+# (the first group gets the rest).
 MAX_REGISTERS = 168
 _REGISTERS = gl.constexpr((240, 24))
 
 
 @gluon.constexpr_function
 def _mma(columns):
-    """64 rows in four warps, a row's columns in four lanes of one, as Triton lays out 64 rows too."""
+    """Return the layout of 64 rows over four warps, each row in four lanes of a warp, as in Triton's own kernel."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -33,7 +33,7 @@ def _copy(
     i_q, i_col_q, i_base, i_col_k, i_col_k2, i_col_v, num_blocks,
     D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill buffers as they become free (f_*) and say so (e_*)."""
+    """Fill each buffer when it is free (f_*) and signal that it is full (e_*)."""
     mbarrier.expect(e_q, 128 * (D1 + D2) * 2)
     for g in gl.static_range(2):
         tma.async_copy_global_to_shared(d_q, [i_q + g * 64, i_col_q], e_q, s_q.index(g))
@@ -56,7 +56,7 @@ def _copy(
 
 @gluon.jit
 def _scores(s_q, s_q2, s_k, s_k2, D2: gl.constexpr, BN: gl.constexpr):
-    """Start q . k of one block."""
+    """Start the product q . k of one block."""
     b_zero = gl.zeros([64, BN], gl.float32, _mma(BN))
     b_s = warpgroup_mma(s_q, s_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     if D2 > 0:
@@ -66,7 +66,7 @@ def _scores(s_q, s_q2, s_k, s_k2, D2: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _weights(b_s, b_m, b_l, o_p, i_n, c, MASKED: gl.constexpr, BN: gl.constexpr, UNSEEN: gl.constexpr):
-    """The online softmax of `attn_prefill._attend`: (p, m, l, alpha)."""
+    """Return (p, m, l, alpha) of the online softmax, as in `attn_prefill_varlen._attend`."""
     L_S: gl.constexpr = _mma(BN)
     if MASKED:
         o_n = i_n * BN + gl.arange(0, BN, gl.SliceLayout(0, L_S))
@@ -84,7 +84,7 @@ def _attend(
     D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     UNSEEN: gl.constexpr,
 ):  # fmt: skip
-    """Take in the values of blocks [i_begin - 1, i_end - 1), and the scores of [i_begin, i_end) as weights b_p."""
+    """Add the values of blocks [i_begin - 1, i_end - 1). Turn the scores of [i_begin, i_end) into weights b_p."""
     L_O: gl.constexpr = _mma(DV)
     for i_n in range(i_begin, i_end):
         i_buffer, i_last = i_n % STAGES, (i_n - 1) % STAGES
@@ -108,7 +108,7 @@ def _compute(
     D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, LSE: gl.constexpr,
     NO_SCORE: gl.constexpr, UNSEEN: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Queries i_first + 64 GROUP .. + 63 of a chunk."""
+    """Compute the 64 queries from i_first + 64 GROUP on of a chunk."""
     L_S: gl.constexpr = _mma(BN)
     L_O: gl.constexpr = _mma(DV)
     L_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
@@ -127,7 +127,7 @@ def _compute(
     mbarrier.arrive(f_k.index(0), count=1)
     b_p, b_m, b_l, _ = _weights(b_s, b_m, b_l, o_p, 0, c, True, BN, UNSEEN)
     b_p = gl.convert_layout(b_p.to(s_v.dtype), gl.DotOperandLayout(0, L_O, 2))
-    # Blocks that every query sees to their end, then the others.
+    # First the blocks that every query sees completely, then the others.
     i_upper = gl.minimum(gl.maximum((i_p + 1) // BN, 1), num_blocks)
     b_acc, b_p, b_m, b_l = _attend(
         b_acc, b_p, b_m, b_l, s_q, s_q2, s_k, s_k2, s_v, e_k, e_v, f_k, f_v, o_p, 1, i_upper, c,
@@ -142,7 +142,7 @@ def _compute(
     s_last = s_v.index(i_last % STAGES)
     mbarrier.wait(e_v.index(i_last % STAGES), (i_last // STAGES) & 1)
     if num_blocks * BN > start + num_q:
-        # Behind the last known position anything may lie. Both groups write the same.
+        # Memory after the last known position may hold anything. Both groups write the same zeros.
         o_n = i_last * BN + gl.arange(0, BN, gl.SliceLayout(1, L_V))
         b_v = s_last.load(L_V)
         s_last.store(gl.where((o_n < start + num_q)[:, None], b_v, gl.zeros([BN, DV], s_v.dtype, L_V)))
@@ -170,7 +170,7 @@ def attn_prefill_hopper_kernel(
     GROUP: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr,
     LSE: gl.constexpr, STAGES: gl.constexpr, NO_SCORE: gl.constexpr, UNSEEN: gl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile (128 queries) of one head; arguments and order as `_attn_prefill_kernel`."""
+    """Compute one tile (128 queries) of one head. Arguments and order are those of `_attn_prefill_kernel`."""
     i_pair = gl.program_id(0) % (num_near * num_parts)
     i_h = gl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
     i_tile = i_pair // num_near
@@ -178,7 +178,7 @@ def attn_prefill_hopper_kernel(
     i_first = gl.load(p_tiles + i_tile * 2 + 1)
     i_q = gl.load(p_cu_q + i_b)
     num_q = gl.load(p_cu_q + i_b + 1) - i_q
-    # A captured step has room for more tiles than most steps have.
+    # A captured step has room for more tiles than most steps use.
     if i_first >= num_q:
         return
     start = gl.load(p_starts + i_b)

@@ -4,11 +4,14 @@ For the query at position p of head h, over keys j = 0 .. p (or the last `window
 
     out = sum_j softmax_j(scale q . k_j) v_j
 
-Keys are visited in ascending blocks of `BLOCK` positions, counted from position 0, with an online softmax in fp32:
-s = q . k (d ascending; 192 as 128, then 64), m' = max(m, max s), alpha = exp2((m - m') c) where c = scale log2(e),
-p = exp2(fma(s, c, -(m' c))), l = fma(l, alpha, sum p), acc = alpha acc + bf16(p) v, and out = acc / l. A block that a
-row does not see leaves its m, l and acc as they are (alpha = 1, p = 0). So a row's bits depend on its query and on the
-keys it sees, never on the tile, the chunk or the batch.
+Keys are visited in ascending blocks of `BLOCK` positions, counted from position 0. The online softmax is fp32, with c =
+scale log2(e):
+
+    s = q . k (d ascending; 192 as 128, then 64);  m' = max(m, max s);  alpha = exp2((m - m') c)
+    p = exp2(fma(s, c, -(m' c)));  l = fma(l, alpha, sum p);  acc = alpha acc + bf16(p) v;  out = acc / l
+
+A block that a row does not see leaves its m, l and acc unchanged (alpha = 1, p = 0). So a row's bits depend on its
+query and on the keys it sees, never on the tile, the chunk or the batch.
 """
 
 import functools
@@ -33,10 +36,10 @@ from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.prefill_plan import TILE, PrefillPlan
 
-# Programs that are handed out for some heads before others begin: enough that long ones do not end up last.
+# The least programs that start for some heads before other heads begin, so that long programs do not run last.
 _WAVE = 256
-# A row's greatest score before its first key: below any real one, and finite, so that alpha never is NaN. What a row
-# does not see scores less still: exp2 of the difference is 0 in any case.
+# The running maximum before a row's first key. It is below any real score, and finite so that alpha is never NaN. The
+# score of a masked key is lower still, so that exp2 of the difference is always 0.
 _NO_SCORE = tl.constexpr(-1e30)
 _UNSEEN = tl.constexpr(-2e38)
 
@@ -46,7 +49,7 @@ def _load(
     p_x, d_x, i_row, o_row, m_row, s_row, i_col,
     D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a block of keys or values: [BN, D]; where masked, rows that m_row leaves out are zero."""
+    """Load a block [BN, D] of keys or values. If MASKED, rows outside m_row are zero."""
     if TMA:
         b_x = d_x.load([i_row, i_col])
     else:
@@ -62,7 +65,7 @@ def _attend(
     D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys of blocks [i_begin, i_end). Keys outside [i_low, i_seen) are loaded as zeros (if masked)."""
+    """Add the keys of blocks [i_begin, i_end). If MASKED, keys outside [i_low, i_seen) are loaded as zeros."""
     i_page = 0
     if PAGE > 0 and TMA:
         i_page = tl.load(p_pages + i_begin * BN // PAGE, mask=i_begin < i_end, other=0)
@@ -74,7 +77,7 @@ def _attend(
         if PAGE > 0:
             if TMA:
                 i_row = i_base + i_page * PAGE + i_n * BN % PAGE
-                # One block ahead, so that no copy waits for its address.
+                # The page id is loaded one block ahead, so that no copy waits for its address.
                 i_page = tl.load(p_pages + (i_n + 1) * BN // PAGE, mask=i_n + 1 < i_end, other=0)
             else:
                 b_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0) if MASKED else tl.load(p_pages + o_n // PAGE)
@@ -102,7 +105,7 @@ def _attend(
     return b_acc, b_m, b_l
 
 
-# Sizes that change from step to step must not compile the kernel anew.
+# Sizes that change from step to step must not recompile the kernel.
 @triton.jit(do_not_specialize=["window", "num_pages", "max_pages", "num_near", "num_parts"])
 def _attn_prefill_kernel(
     p_q, p_k, p_k2, p_v, d_k, d_k2, d_v, p_out, p_lse, p_cu_q, p_starts, p_tiles, p_keys,
@@ -112,10 +115,10 @@ def _attn_prefill_kernel(
     BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, LSE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BM queries of one head. Grid: H num_parts, a tile of the plan being PARTS parts.
+    """Compute BM queries of one head. Grid: H num_parts; a tile of the plan has PARTS parts.
 
-    Programs run about in the order of their ids: for `num_near` heads the longest first, then for as many others, so
-    that the keys in use are few enough for the L2.
+    Programs start roughly in the order of their ids: those of `num_near` heads, the longest first, then those of the
+    next `num_near` heads. So the keys in use fit the L2.
     """
     i_pair = tl.program_id(0) % (num_near * num_parts)
     i_h = tl.program_id(0) // (num_near * num_parts) * num_near + i_pair % num_near
@@ -131,7 +134,7 @@ def _attn_prefill_kernel(
         m_m = o_m < num_q
         o_p = start + o_m
 
-        # Of the tile: the first query's position, the first position behind the last query.
+        # The position of the tile's first query, and the position after its last query.
         i_p = start + i_first
         i_seen = tl.minimum(i_p + BM, start + num_q)
         i_low = 0
@@ -144,7 +147,7 @@ def _attn_prefill_kernel(
             i_lower = tl.cdiv(tl.maximum(i_seen - window, 0), BN)
         i_stop = tl.cdiv(i_seen, BN)
         i_lower = tl.minimum(i_lower, i_stop)
-        # Blocks that every query sees to their end.
+        # Blocks before this one are seen completely by every query.
         i_upper = tl.maximum((i_p + 1) // BN, i_lower)
 
         p_pages = p_keys + i_b.to(tl.int64) * max_pages
@@ -183,7 +186,7 @@ def _attn_prefill_kernel(
         )  # fmt: skip
 
         b_l = tl.where(m_m, b_l, 1.0)
-        # An accumulator that underflowed to -0 may have met a masked block's +0 or not: + 0 makes either +0.
+        # An accumulator that underflowed to -0 becomes +0 only if it meets a masked block. Adding 0 makes it +0 always.
         b_out = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], b_acc.shape)) + 0.0
         o_out = (i_q + o_m).to(tl.int64) * (H * DV) + i_h * DV
         p_block = p_out + o_out[:, None] + tl.arange(0, DV)[None, :]
@@ -204,7 +207,7 @@ def attn_prefill_varlen(
     return_lse: bool = False,
     config: PrefillConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError for what its grid or its dots cannot hold."""
+    """See `moeyard_kernels.ops.attn_prefill_varlen`. Raises ValueError if the grid or the products cannot hold it."""
     num_rows, num_heads, dim_k = q.shape
     paged = plan.page_size > 0
     dim_v, num_kv_heads = v.shape[-1], k.shape[0] if paged else k.shape[1]
@@ -263,6 +266,6 @@ def attn_prefill_varlen(
 
 
 def _near(num_kv_heads: int, programs: int) -> int:
-    """How many key heads, each with so many programs, are worked on at a time: the fewest that make up a wave."""
+    """Return the fewest key heads that make up a wave, with `programs` programs each."""
     fits = (n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and n * programs >= _WAVE)
     return next(fits, num_kv_heads)

@@ -1,10 +1,8 @@
-"""Triton: what the decode attentions over device-side tables share.
+"""Triton: parts that the decode attentions over device-side tables share: work lists, splits, the online softmax.
 
-Which work there is, where a query's splits begin and end, and the sum over keys in one order for every layout.
-
-A sequence's keys are cut at multiples of SPLIT positions. Its splits are numbered from 0 at the first one that any of
-its queries sees; a query sees nothing of some of them when a window or a shorter length says so, and such a split
-leaves its sums as they are, bit for bit.
+A sequence's keys are cut at multiples of SPLIT positions. Splits are numbered from 0 at the first one that any of its
+queries sees. A window or a shorter length may hide a split from a query, which leaves the query's sums unchanged, bit
+for bit. Sums over keys have one order for every layout.
 """
 
 from collections.abc import Sequence
@@ -20,19 +18,19 @@ from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.types.decode_tables import DecodeTables
 
 LOG2E = 1.4426950408889634
-# Launched with it, products and sums stay apart unless `tl.fma` says otherwise: no tile is contracted its own way.
+# Launch options: fuse products and sums only in `tl.fma`, so that all tiles round alike.
 UNFUSED = MappingProxyType({"enable_fp_fusion": False})
 
 
 def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
-    """Raise ValueError for lengths and pages that are none; free on a GPU unless within `launch.checked()`."""
+    """Raise ValueError for invalid lengths or pages. On a GPU this needs `launch.checked()`."""
     longest = tables.page_table.shape[1] * tables.page_size
     check_indices(op, low=0, high=longest + 1, kv_lens=tables.kv_lens)
     check_indices(op, low=0, high=num_pages, page_table=tables.page_table)
 
 
 def num_programs(work: int, x: torch.Tensor, per_multiprocessor: int) -> int:
-    """How many programs share `work` pieces at most: as many as run at once (two if interpreted, where each costs)."""
+    """Return the programs that share `work` pieces: at most those that run at once, or two in the interpreter."""
     if not x.is_cuda:
         return min(work, 2)
     return min(work, per_multiprocessor * num_multiprocessors(x))
@@ -47,14 +45,14 @@ T = TypeVar("T", bound=_Tiled)
 
 
 def fitting(configs: Sequence[T], rows: int) -> tuple[T, ...]:
-    """Those whose tile of BM rows, 64 at most, suits so many rows of a sequence."""
+    """Return the configs whose tile of BM rows, at most 64, suits `rows` rows of a sequence."""
     rows = max(rows, 16)
     return tuple(c for c in configs if c.BM // 2 < rows <= 2 * c.BM or (c.BM == 64 and rows > 64))
 
 
 @triton.jit
 def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.constexpr):
-    """(first, end) of the splits that queries of these lengths see, over AXIS. A length of 0 is no query."""
+    """Return (first, end) of the splits that queries of these lengths see, over AXIS. A length of 0 is padding."""
     i_end = tl.cdiv(tl.max(b_lens, AXIS), SPLIT)
     if WINDOW > 0:
         b_low = tl.where(b_lens > 0, tl.maximum(b_lens - WINDOW, 0), 2147483647)
@@ -68,7 +66,7 @@ def split_span(b_lens, WINDOW: tl.constexpr, SPLIT: tl.constexpr, AXIS: tl.const
 def work_ends(
     p_lens, B, Q: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST
 ):
-    """[BB] int32: how many splits the sequences 0 to b have in all, at least LEAST each. p_lens: [B, Q]."""
+    """Return [BB] int32: the splits of sequences 0 to b together, at least LEAST each. p_lens: [B, Q]."""
     o_b, o_q = tl.arange(0, BB), tl.arange(0, BQ)
     m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
     b_lens = tl.load(p_lens + o_b[:, None] * Q + o_q[None, :], mask=m_b, other=0)
@@ -78,7 +76,7 @@ def work_ends(
 
 @triton.jit
 def find_work(i_work, b_ends):
-    """(sequence, which of its splits) of the i_work-th piece, counted over all sequences in order."""
+    """Return (sequence, its split) of piece i_work, counted over all sequences in order."""
     m_before = b_ends <= i_work
     return tl.sum(m_before.to(tl.int32), 0), i_work - tl.max(tl.where(m_before, b_ends, 0), 0)
 
@@ -88,10 +86,10 @@ def keys_seen(
     p_lens, i_b, i_s, o_query, m_row, Q: tl.constexpr, BQ: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """What rows, row m being query o_query[m] of sequence i_b if m_row, see of the sequence's split i_s.
+    """Return (b_len, b_low, i_low, i_bottom, i_high): the keys of split i_s of sequence i_b that each row sees.
 
-    Returns (b_len, b_low, i_low, i_bottom, i_high): row m sees positions [b_low[m], b_len[m]); blocks of BN from i_low
-    to i_high cover what any row sees of the split; below i_bottom and from i_high on, memory may hold anything.
+    Row m is query o_query[m] if m_row, and sees positions [b_low[m], b_len[m]). Blocks of BN from i_low to i_high cover
+    all keys of the split that any row sees. Memory below i_bottom and from i_high on may hold anything.
     """
     o_q = tl.arange(0, BQ)
     i_first, _ = split_span(tl.load(p_lens + i_b * Q + o_q, mask=o_q < Q, other=0), WINDOW, SPLIT, 0)
@@ -103,14 +101,14 @@ def keys_seen(
     if WINDOW > 0:
         b_low = tl.maximum(b_len - WINDOW, 0)
         i_bottom = tl.min(tl.where(b_len > 0, b_low, 2147483647), 0)
-        # Where no row sees anything there is no block to read the pages of.
+        # If no row sees anything, no block remains whose pages would be read.
         i_low = tl.maximum(i_low, tl.minimum(i_bottom, i_high) // BN * BN)
     return b_len, b_low, i_low, i_bottom, i_high
 
 
 @triton.jit
 def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.constexpr):
-    """[BN] int64: where a cache, from its page i_page0 on, holds positions o_n, which are i_n to i_n + BN, if m_n."""
+    """Return [BN] int64: the cache rows, from page i_page0 on, of positions o_n (i_n to i_n + BN - 1) where m_n."""
     if PAGE == BN:
         i_page = tl.load(p_pages + i_n // PAGE).to(tl.int64)
         o_row = (i_page0 + i_page) * PAGE + tl.arange(0, BN)
@@ -122,14 +120,14 @@ def cache_rows(p_pages, i_n, o_n, m_n, i_page0, PAGE: tl.constexpr, BN: tl.const
 
 @triton.jit
 def sees(o_n, b_len, b_low, AXIS: tl.constexpr):
-    """Which rows see which of positions o_n, keys along AXIS."""
+    """Return the mask of the positions o_n that each row sees, with keys along AXIS."""
     o_n = tl.expand_dims(o_n, 1 - AXIS)
     return (o_n < tl.expand_dims(b_len, AXIS)) & (o_n >= tl.expand_dims(b_low, AXIS))
 
 
 @triton.jit
 def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, AXIS: tl.constexpr):
-    """Sum the BN values along AXIS by halves, (n, n + BN / 2) first: `tl.sum` follows the layout, hence the tile."""
+    """Sum the BN values along AXIS by halves, (n, n + BN / 2) first. The order of `tl.sum` depends on the tile."""
     for i in tl.static_range(LOG2_BN):
         if AXIS == 1:
             b_x = tl.sum(tl.reshape(b_x, [BM, 2, BN >> (i + 1)]), 1)
@@ -140,9 +138,9 @@ def sum_over_keys(b_x, BM: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr
 
 @triton.jit
 def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):
-    """One block of scores b_s, keys along AXIS, under the running maximum b_m.
+    """Apply the online softmax to a block of scores b_s, keys along AXIS, with the running maximum b_m.
 
-    c > 0: the scale times log2(e). Returns (p, what earlier sums are multiplied by, the same along AXIS of p, new b_m).
+    c > 0: the scale times log2(e). Return (p, factor of the earlier sums, the same in the shape of p, new b_m).
     """
     b_s = tl.where(m_seen, b_s * c, float("-inf"))
     b_new = tl.maximum(b_m, tl.max(b_s, AXIS))
@@ -152,8 +150,8 @@ def softmax_step(b_s, m_seen, b_m, c, AXIS: tl.constexpr):
 
 @triton.jit
 def softmax_under(b_s, b_m, b_new, AXIS: tl.constexpr):
-    """`softmax_step` of scores that are scaled and masked, under the maximum b_new with theirs; all but b_new."""
-    # Where nothing was seen yet, -inf less -inf would be NaN.
+    """`softmax_step` for scaled and masked scores whose new maximum b_new is known. Return all but b_new."""
+    # If nothing was seen yet, -inf - -inf would be NaN.
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - tl.expand_dims(b_top, AXIS))
     b_alpha = tl.exp2(b_m - b_top)
@@ -164,9 +162,9 @@ def softmax_under(b_s, b_m, b_new, AXIS: tl.constexpr):
 def attend_block(
     b_q, b_k, b_v, m_seen, b_m, b_l, b_acc, c, DTYPE: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """Maxima, sums by key and sums of values behind a block of keys b_k [BN, BD] and values b_v [BN, BV] of DTYPE.
+    """Update maxima b_m, sums per key b_l and sums of values b_acc with keys b_k [BN, BD] and values b_v [BN, BV].
 
-    b_q [BM, BD], b_l [BM, BN], b_acc [BM, BV] and m_seen, transposed if SWAP; b_m [BM].
+    b_m [BM]; b_q [BM, BD], b_l [BM, BN], b_acc [BM, BV] and m_seen are transposed if SWAP. DTYPE: of the values.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1
     b_s = tl.dot(b_k, b_q, input_precision="ieee") if SWAP else tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
@@ -184,7 +182,7 @@ def attend_block(
 
 @triton.jit
 def split_result(b_m, b_sum):
-    """(what the sum of values is multiplied by, log-sum-exp in natural logarithms) of a split; (0, -inf) if unseen."""
+    """Return (factor of the sum of values, natural log-sum-exp) of a split; (0, -inf) if it saw nothing."""
     m_any = b_sum > 0
     b_sum = tl.where(m_any, b_sum, 1.0)
     b_lse = (b_m + tl.log2(b_sum)) * 0.6931471805599453

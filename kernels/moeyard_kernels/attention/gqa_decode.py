@@ -1,21 +1,20 @@
 """Triton: decode attention with grouped query heads over device-side tables, split along the keys.
 
-As `mla_decode`, with keys and values apart and one latent per key head: for the rows of a sequence and key head (its
-queries times the heads of the group), per split of SPLIT positions and per block of BN of them, ascending:
+The rows of a sequence and key head are its queries times the heads of the group. For each split of SPLIT positions, the
+kernel takes blocks of BN positions in ascending order:
 
     s = q k^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m');  l = fma(l, a, p);  o = o a + bf16(p) v
 
-The caches are [Hkv, num_pages, page, D]: a block of one head is one contiguous piece of a page.
+The caches are [Hkv, num_pages, page, D], so a block of one head is a contiguous piece of a page.
 
-Where programs are few what counts is how many latencies follow each other: the launch may begin early (EARLY), with
-lengths and pages read ahead of its wait if the caller says that they are old enough (`static_tables`), and the pages
-that those name asked for: what is behind the wait then comes from the second-level cache. It lets the next begin at
-once: the merge, or the product behind it, which then copies its weights meanwhile. One of many programs does not, whose
-successor's programs would settle unevenly (docs/kernels.md). Where the table holds one split (ONE), which is so up to
-512 keys, the work needs no counting either.
+With few programs, the time is a chain of latencies. So the launch may begin early (EARLY). If the caller says that the
+tables are old (`static_tables`), it reads lengths and page ids before its wait, and prefetches the pages into the L2.
+It lets the next launch begin at once: the merge, or the product after it, which then copies its weights meanwhile. A
+launch of many programs does not, because its successor's programs would spread unevenly (docs/kernels.md). If the table
+holds one split (ONE), which is so up to 512 keys, no work has to be counted.
 
-The page ids of a split may be asked for at once (PAGES). A block's own id, read in the loop, takes stages of the
-pipeline: of num_stages=4 it leaves keys and values one buffer, of 5 two, and without it they have three and four.
+PAGES loads all page ids of a split at once. A page id that is read in the loop takes stages of the pipeline: it leaves
+keys and values one buffer with num_stages=4, and two with 5. Without it they have three and four.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.attn_combine import combine_splits, joined, new_partials
+from moeyard_kernels.attention.attn_combine import combine_splits, concatenate, new_partials
 from moeyard_kernels.attention.decode_splits import (
     LOG2E,
     UNFUSED,
@@ -49,25 +48,25 @@ from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK, GQA_SPLIT, DecodeTables
 from moeyard_kernels.types.footprint import SplitSums
 
-# One line of the second-level cache, bytes, and the instruction that asks for it.
+# Bytes of a line of the L2, and the instruction that prefetches one.
 _LINE = tl.constexpr(128)
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-# Programs that leave multiprocessors free.
+# The most programs that leave multiprocessors free.
 _FREE = 128
 _FEW = tl.constexpr(_FREE)
 
 
 @triton.jit
 def settle():
-    """Wait for the launches before this one; the next may begin if programs are few."""
+    """Wait for the launches before this one. Let the next one begin if this launch has few programs."""
     wait_for_previous()
     if tl.num_programs(0) <= _FEW:
         let_next_begin()
 
 
 @triton.jit
-def fetch(p_cache, i_page, BYTES: tl.constexpr):
-    """Ask for a page of BYTES, a power of two, to come to the second-level cache."""
+def prefetch(p_cache, i_page, BYTES: tl.constexpr):
+    """Prefetch a page of BYTES, a power of two, into the L2."""
     if not INTERPRETED:
         LINES: tl.constexpr = BYTES // _LINE if BYTES > _LINE else 1
         o_line = tl.arange(0, LINES) * _LINE
@@ -83,10 +82,10 @@ def _gqa_decode_kernel(
     BQ: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
     ONE: tl.constexpr, PAGES: tl.constexpr, EARLY: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Programs take (sequence, split, key head, tile of rows) in turns. p_out: [B, S, Q H, V], p_lse: [B, S, Q H].
+    """Loop over (sequence, split, key head, tile of rows). p_out: [B, S, Q H, V], p_lse: [B, S, Q H].
 
-    G query heads share a key head; row m of a tile's Q G is query m // G, head m % G of the group. ONE: S is 1. PAGES:
-    how many page ids are asked for ahead of a split, all that it has, or 0 (pages are blocks if not).
+    G query heads share a key head. Row m of the Q G rows is query m // G, head m % G of the group. ONE: S is 1. PAGES:
+    the page ids of a split, all loaded before its loop (pages are blocks then), or 0 to load each in the loop.
     """
     TILES: tl.constexpr = (Q * G + BM - 1) // BM
     HEADS: tl.constexpr = H // G
@@ -113,7 +112,7 @@ def _gqa_decode_kernel(
         )
         p_pages = p_table + i_b.to(tl.int64) * MAX_PAGES
         if PAGES > 0:
-            # As scalars, for a block's choice among them shall pass no shared memory.
+            # Scalars, because a choice among elements of a tensor goes through shared memory.
             b_pages = ()
             for u in tl.static_range(PAGES):
                 i_entry = i_low // PAGE + u
@@ -122,12 +121,12 @@ def _gqa_decode_kernel(
                 b_pages = b_pages + (i_page,)  # type: ignore[assignment]  # noqa: RUF005
         if EARLY and STATIC:
             if PAGES > 0 and BD == D and BV == V:
-                # What earlier steps wrote; of the page that this step writes to, the rest.
+                # Earlier steps wrote these pages, except for this step's row of the last page.
                 i_first = i_h.to(tl.int64) * NUM_PAGES
                 for u in tl.static_range(PAGES):
                     if i_low + u * PAGE < i_high:
-                        fetch(p_k, i_first + b_pages[u], PAGE * D * p_k.dtype.element_ty.primitive_bitwidth // 8)
-                        fetch(p_v, i_first + b_pages[u], PAGE * V * p_v.dtype.element_ty.primitive_bitwidth // 8)
+                        prefetch(p_k, i_first + b_pages[u], PAGE * D * p_k.dtype.element_ty.primitive_bitwidth // 8)
+                        prefetch(p_v, i_first + b_pages[u], PAGE * V * p_v.dtype.element_ty.primitive_bitwidth // 8)
             settle()
 
         # Rows of q and of the results: (query, head).
@@ -182,13 +181,13 @@ def _gqa_decode_kernel(
         tl.store(p_out + o_out[:, None] * V + o_v[None, :], b_acc.to(p_out.dtype.element_ty), mask=m_out)
         tl.store(p_lse + o_out, b_lse, mask=m_m)
     if EARLY and STATIC:
-        # A program without work too: launches complete in order.
+        # Programs without work wait too, so that launches complete in order.
         wait_for_previous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig(Config):
-    """BM rows (queries times heads of a group) of a tile, PER_SM programs of a multiprocessor.
+    """BM: rows (queries times heads of a group) per tile. PER_SM: programs per multiprocessor.
 
     SWAP: keys are the rows of the products, which suits few rows. PAGES_AHEAD, EARLY: see the module.
     """
@@ -201,7 +200,7 @@ class GroupedConfig(Config):
     EARLY: bool = False
 
 
-# A table of one split; several, whose programs leave multiprocessors free; more.
+# The table has one split; several, but the programs leave multiprocessors free; more.
 Spread = Literal["short", "free", "full"]
 
 _LONG = (
@@ -225,7 +224,7 @@ def _short(num_stages: int, num_warps: int, *, SWAP: bool = False, PER_SM: int =
     )
 
 
-# For tables of one split, and where programs are few: deeper, and with more warps for what is computed between blocks.
+# For tables of one split and for few programs: deeper pipelines, and more warps for the work between blocks.
 _SHORT = (
     _short(4, 2, PER_SM=2),
     _short(4, 4, PER_SM=2),
@@ -236,16 +235,16 @@ _SHORT = (
     _short(3, 4, BM=64, PER_SM=2),
 )
 CONFIGS = (*_LONG, *_SHORT)
-# For blocks of which a multiprocessor holds one.
+# For blocks so large that a multiprocessor holds one program.
 _HUGE = tuple(GroupedConfig(BM=rows, SWAP=False, PER_SM=1, num_warps=8, num_stages=4) for rows in (16, 32, 64))
-# Bytes that a program may take of a multiprocessor's shared memory; of a block of 64 keys and values of 128 in bf16.
+# Bytes of shared memory that a program may use, and of a block of 64 keys and values of 128 in bf16.
 _SHARED, _USUAL_BLOCK = 220 << 10, 32 << 10
 
 
 def spread_of(rows: int, sequences: int, splits: int, kv_heads: int) -> Spread:
-    """How a launch's work lies on the multiprocessors, by the tables' size: a graph's is what its widest step has.
+    """Return how a launch fills the multiprocessors, by the size of its tables: for a graph, that of its widest step.
 
-    rows: of a sequence and key head; several splits of more than one small tile were not timed.
+    rows: per sequence and key head. Several splits of more than one small tile were not timed.
     """
     if splits == 1:
         return "short"
@@ -253,24 +252,27 @@ def spread_of(rows: int, sequences: int, splits: int, kv_heads: int) -> Spread:
 
 
 def shape_class(rows: int, dim: int, sequences: int, spread: Spread) -> str:
-    """The class of a launch: rows per sequence and key head, width of a key, whether sequences are few, the spread."""
+    """Return the shape class: rows per sequence and key head, width of a key, few or many sequences, spread."""
     return f"M{rows} D{dim} {'few' if sequences <= 8 else 'many'}{'' if spread == 'full' else f' {spread}'}"
 
 
 def configs_for(rows: int) -> tuple[GroupedConfig, ...]:
-    """Those of `CONFIGS` whose tile suits so many rows."""
+    """Return the configs whose tile suits `rows` rows."""
     return fitting(CONFIGS, rows)
 
 
 def default_config(rows: int, spread: Spread, *, block_bytes: int = 0) -> GroupedConfig:
-    """The config for shapes that nobody tuned; `block_bytes` are a block's keys and values, of which three are on the
-    way in the short ones (heads of 256 in bf16 fit, those in fp32 do not)."""
+    """Return the config of untuned shapes.
+
+    block_bytes: keys and values of a block. Short configs have three blocks in flight, which fit for heads of 256 in
+    bf16 but not in fp32.
+    """
     size = 0 if rows <= 16 else 1 if rows <= 32 else 2
     if 3 * block_bytes > _SHARED:
         return _HUGE[size]
     wide = block_bytes > _USUAL_BLOCK
     if spread == "full":
-        # Two warps would hold too much of a wide row each.
+        # With two warps, each would hold too much of a wide row.
         return (_LONG[1] if wide else _LONG[0], _LONG[4], _LONG[5])[size]
     return (_SHORT[2] if spread == "free" and not wide else _SHORT[1], _SHORT[5], _SHORT[6])[size]
 
@@ -289,7 +291,7 @@ def gqa_decode(
     sums = SplitSums(heads=heads, dim=dim_v, split=split)
     if len(turns := tables.turns(sums)) > 1:
         named: dict[str, Any] = {"scale": scale, "static_tables": static_tables, "split": split, "config": config}
-        return joined(gqa_decode(q[part], k_cache, v_cache, tables=some, **named) for part, some in turns)
+        return concatenate(gqa_decode(q[part], k_cache, v_cache, tables=some, **named) for part, some in turns)
     if config is None:
         spread = spread_of(rows, sequences, splits, kv_heads)
         config = tuning.choose(

@@ -1,13 +1,14 @@
 """Triton: absorbed latent decode attention (MLA) over device-side tables, split along the keys.
 
-For the rows of a sequence (its queries times heads), per split of SPLIT positions and in it per block of BN, ascending:
+The rows of a sequence are its queries times its heads. For each split of SPLIT positions, the kernel takes blocks of BN
+positions in ascending order:
 
     s = q_latent k_latent^T + q_rope k_rope^T;  s = c s;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
-    l = fma(l, a, p), l2 = l2 a per key of a block, and the two change names;  o = o a + bf16(p) k_latent
+    l = fma(l, a, p), l2 = l2 a per key of a block, then l and l2 swap;  o = o a + bf16(p) k_latent
 
-with c = scale log2(e), sums in fp32. A split gives o / (sum(l) + sum(l2)) and its log-sum-exp, which `attn_combine`
-merges. SPLIT and BN are part of the answer; how many rows a tile has, which way round the products are taken (SWAP) and
-who takes which block are not (for the last, even and odd blocks have an l each).
+with c = scale log2(e) and sums in fp32. A split gives o / (sum(l) + sum(l2)) and its log-sum-exp, which `attn_combine`
+merges. The bits depend on SPLIT and BN. They do not depend on the rows of a tile, nor on the side of the keys in the
+products (SWAP). Even and odd blocks have separate sums, so that different warps may take them.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.attn_combine import combine_splits, joined, new_partials
+from moeyard_kernels.attention.attn_combine import combine_splits, concatenate, new_partials
 from moeyard_kernels.attention.decode_splits import (
     LOG2E,
     UNFUSED,
@@ -51,7 +52,7 @@ def _mla_decode_kernel(
     SPLIT: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BB: tl.constexpr, BQ: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs take (sequence, split, tile of rows) in turns. p_out: [B, S, Q H, R], p_lse: [B, S, Q H]."""
+    """Loop over (sequence, split, tile of rows). p_out: [B, S, Q H, R], p_lse: [B, S, Q H]."""
     M: tl.constexpr = Q * H
     TILES: tl.constexpr = (M + BM - 1) // BM
     AXIS: tl.constexpr = 0 if SWAP else 1
@@ -130,10 +131,10 @@ def _mla_decode_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(Config):
-    """BM rows (queries times heads) of a tile, PER_SM programs of a multiprocessor.
+    """BM: rows (queries times heads) per tile. PER_SM: programs per multiprocessor.
 
-    kernel: the one above, or where they can be, `mla_decode_hopper` and `mla_decode_pairs`. SWAP: keys are the rows of
-    the products, which suits few heads. AHEAD: see `mla_decode_hopper`; the others know none.
+    kernel: the Triton kernel, or `mla_decode_hopper` or `mla_decode_pairs` where these can run. SWAP: keys are the rows
+    of the products, which suits few heads. AHEAD: see `mla_decode_hopper`; the other kernels ignore it.
     """
 
     kernel: Literal["triton", "hopper", "pairs"]
@@ -152,7 +153,7 @@ CONFIGS = (
     LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="pairs", BM=64, SWAP=False, PER_SM=1, num_warps=4, num_stages=2),
-    # Not timed yet.
+    # With reads before the wait. Only those of 16 rows and 4 warps are timed (docs/kernels.md).
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=1),
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=2),
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
@@ -160,22 +161,22 @@ CONFIGS = (
     LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),
 )
 
-# What fits a tile of fp32, whose products are not the matrix units'.
+# Fits a tile of fp32, whose products do not run on tensor cores.
 _FP32 = LatentConfig(kernel="triton", BM=16, SWAP=False, PER_SM=1, num_warps=8, num_stages=1)
 
 
 def shape_class(rows: int, sequences: int) -> str:
-    """The class of a launch: rows per sequence (queries times heads), and whether sequences are few."""
+    """Return the shape class: rows per sequence (queries times heads), few or many sequences."""
     return f"M{rows} {'few' if sequences <= 8 else 'many'}"
 
 
 def configs_for(rows: int) -> tuple[LatentConfig, ...]:
-    """Those of `CONFIGS` whose tile suits so many rows."""
+    """Return the configs whose tile suits `rows` rows."""
     return fitting(CONFIGS, rows)
 
 
 def default_config(rows: int) -> LatentConfig:
-    """The config for shapes that nobody tuned."""
+    """Return the config of untuned shapes."""
     return CONFIGS[3 if rows <= 16 else 5 if rows <= 32 else 7]
 
 
@@ -201,7 +202,7 @@ def mla_decode(
     if len(turns := tables.turns(sums)) > 1:
         named: dict[str, Any] = {"scale": scale, "static_tables": static_tables, "static_keys": static_keys}
         named |= {"split": split, "config": config}
-        return joined(
+        return concatenate(
             mla_decode(q_latent[part], q_rope[part], latent_cache, tables=some, **named) for part, some in turns
         )  # fmt: skip
     if config is None and q_latent.dtype == torch.float32 and q_latent.is_cuda:
@@ -227,11 +228,11 @@ def mla_decode(
             "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
             "BM": config.BM, "SWAP": config.SWAP,
         }  # fmt: skip
-        # The kernels for Hopper know no window, as no model with latent attention has one.
+        # The Hopper kernels have no window, because no model with latent attention uses one.
         suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
         kind = config.kernel if suits else "triton"
         if config.kernel == "pairs" and (kind == "triton" or tables.page_size != BLOCK):
-            # The other kernels spread a tile of 64 rows over twice the warps.
+            # The other kernels spread a tile of 64 rows over twice as many warps.
             kind, sizes["num_warps"] = "hopper" if suits else "triton", 8
         if kind == "pairs":
             mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
@@ -257,7 +258,7 @@ def mla_decode(
 
 
 def _suits_hopper(q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor) -> bool:
-    """Whether the kernels for Hopper can run: there, in bf16, on aligned rows, with the widths of DeepSeek's models."""
+    """Whether the Hopper kernels can run: on Hopper, in bf16, with aligned rows and the widths of DeepSeek's models."""
     if not on_hopper(q_latent) or (q_latent.shape[2], q_rope.shape[2]) != (512, 64):
         return False
     return all(x.data_ptr() % 16 == 0 for x in (q_latent, q_rope, latent_cache))

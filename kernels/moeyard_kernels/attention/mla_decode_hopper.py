@@ -1,13 +1,13 @@
-"""Gluon: the kernel of `mla_decode` for Hopper, bit for bit the same, with copies issued a whole block ahead.
+"""Gluon: a kernel of `mla_decode` for Hopper, with the same bits, which issues copies a whole block ahead.
 
-Per block of keys: the scores' product starts, the last block's product with the values ends, whose buffer is then
-filled with the next block while scores become weights. Triton's own pipeline fills it only after that, and has both
-groups of warps compute all scores.
+For each block of keys, the product of the scores starts while the previous block's product with the values ends. The
+freed buffer is filled with the next block while scores become weights. Triton's own pipeline fills it only after that,
+and both groups of warps compute all scores.
 
-With few sequences what counts is how many latencies follow each other. AHEAD 1: a block's page is looked up a block
-before it is copied, and the first two pages and the lengths ahead of the wait if no launch at work writes them
-(STATIC). AHEAD 2: so is the first block copied, if nobody writes its keys (KEYS) and the step's own are not among them.
-Where the table holds one split (ONE) there is nothing to count either.
+With few sequences, the time is a chain of latencies. AHEAD 1: load the page id of a block one block before its copy. If
+no launch in flight writes the tables (STATIC), load the lengths and the first two page ids before the wait. AHEAD 2:
+also copy the first block before the wait, if no launch in flight writes its keys (KEYS) and it does not hold the step's
+own keys. If the table holds one split (ONE), no work has to be counted.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ def add(a, b):
 def work_ends(
     p_lens, B, S, Q: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr, SPLIT: gl.constexpr, num_warps: gl.constexpr
 ):
-    """As `decode_tables.work_ends`."""
+    """As `decode_splits.work_ends`."""
     L_B2: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [num_warps, 1], [1, 0])
     o_b, o_q = gl.arange(0, BB, gl.SliceLayout(1, L_B2)), gl.arange(0, BQ, gl.SliceLayout(0, L_B2))
     m_b = (o_b < B)[:, None] & (o_q < Q)[None, :]
@@ -42,14 +42,14 @@ def work_ends(
 
 @gluon.jit
 def find_work(i_work, b_ends):
-    """As `decode_tables.find_work`."""
+    """As `decode_splits.find_work`."""
     m_before = b_ends <= i_work
     return gl.sum(m_before.to(gl.int32), 0), i_work - gl.max(gl.where(m_before, b_ends, 0), 0)
 
 
 @gluon.jit
 def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr, AXIS: gl.constexpr):
-    """As `decode_tables.sum_over_keys`."""
+    """As `decode_splits.sum_over_keys`."""
     for i in gl.static_range(LOG2_BN):
         if AXIS == 1:
             b_x = gl.sum(gl.reshape(b_x, [BM, 2, BN >> (i + 1)]), 1)
@@ -60,7 +60,7 @@ def sum_over_keys(b_x, BM: gl.constexpr, BN: gl.constexpr, LOG2_BN: gl.constexpr
 
 @gluon.jit
 def _page_of(p_pages, i_n, i_high, PAGE: gl.constexpr):
-    """The page of position i_n, 0 from i_high on."""
+    """Return the page id of position i_n, or 0 from i_high on."""
     return gl.load(p_pages + i_n // PAGE, mask=i_n < i_high, other=0)
 
 
@@ -69,9 +69,9 @@ def _copy_block(
     p_kv, p_pages, i_page, s_kv, s_k, i_n, i_high, L_KV: gl.constexpr, L_K: gl.constexpr,
     R: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy positions [i_n, i_n + BN) to shared memory, zeros from i_high on; one group.
+    """Start to copy positions [i_n, i_n + BN) to shared memory, with zeros from i_high on, as one group of copies.
 
-    i_page: their page, if pages are blocks and it was looked up before (AHEAD).
+    i_page: their page id, if pages are blocks and it was loaded before (AHEAD).
     """
     o_n = gl.arange(0, BN, gl.SliceLayout(1, L_KV))
     o_k = gl.arange(0, BN, gl.SliceLayout(1, L_K))
@@ -102,8 +102,8 @@ def mla_decode_hopper_kernel(
     BM: gl.constexpr, SWAP: gl.constexpr, ONE: gl.constexpr, AHEAD: gl.constexpr, STATIC: gl.constexpr,
     KEYS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `_mla_decode_kernel` without a window; R and D are powers of two, all is bf16."""
-    # Tables are read ahead of the wait; so is the first block, if its keys are old.
+    """`_mla_decode_kernel` without a window, for bf16 and for powers of two R and D."""
+    # Read the tables before the wait, and the first block too if its keys are old.
     EARLY: gl.constexpr = STATIC and AHEAD > 0
     OLD: gl.constexpr = EARLY and KEYS and AHEAD > 1
     LOOKED_UP: gl.constexpr = AHEAD > 0 and PAGE == BN
@@ -115,7 +115,7 @@ def mla_decode_hopper_kernel(
     OTHER: gl.constexpr = 1 - AXIS
     GROUPS: gl.constexpr = num_warps // 4
     DT: gl.constexpr = p_kv.dtype.element_ty
-    # Registers: copies in rows of 16 bytes a lane; scores; sums of values; a tile's rows.
+    # Register layouts: copies of 16 bytes per lane; scores; sums of values; rows of a tile.
     L_KV: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     L_K: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [num_warps, 1], [1, 0])
     if SWAP:
@@ -160,7 +160,7 @@ def mla_decode_hopper_kernel(
             i_page, i_after = _page_of(p_pages, i_low, i_high, PAGE), _page_of(p_pages, i_low + BN, i_high, PAGE)
         is_old = False
         if OLD:
-            # The step's own keys begin one below the least length.
+            # The step's own keys begin at the least length minus one.
             is_old = i_low + BN < gl.min(gl.where(m_m, b_len, 2147483647), 0)
             if is_old:
                 _copy_block(
@@ -229,11 +229,11 @@ def mla_decode_hopper_kernel(
             i_buffer = 1 - i_buffer
 
         if i_item + gl.num_programs(0) >= num_items:
-            # The next launch (the merge, if there are splits) settles beside the last results. Earlier it would take
-            # its place among programs at work.
+            # The next launch (the merge, if there are splits) starts beside the last results. Earlier, it would take
+            # room from programs at work.
             let_next_begin()
         async_copy.wait_group(0)
-        # The keys' buffer is free: through it each lane gets all sums of a row.
+        # The keys' buffer is free. Through it, each lane gets all sums of a row.
         s_l = s_kv._reinterpret(gl.float32, [2, BN, BM] if SWAP else [2, BM, BN], L_SCRATCH)
         s_l.index(0).store(b_l)
         s_l.index(1).store(b_l2)
@@ -250,5 +250,5 @@ def mla_decode_hopper_kernel(
         gl.store(p_out + (i_out + o_mo) * R + o_ro, b_acc.to(p_out.dtype.element_ty), mask=o_mo < M)
         gl.store(p_lse + i_out + o_m, b_lse, mask=m_m)
     if EARLY:
-        # A program without work too: launches complete in order.
+        # Programs without work wait too, so that launches complete in order.
         wait_for_previous()

@@ -1,8 +1,8 @@
-"""Gluon: the kernel of `mla_decode` for many heads on Hopper, bit for bit the same, two blocks of keys at a time.
+"""Gluon: a kernel of `mla_decode` for many heads on Hopper, with the same bits, two blocks of keys at a time.
 
-Two groups of four warps take the even and the odd blocks: each computes its block's scores and weights, and both
-multiply all weights with half of the values' columns. So scores take a product of 64 x 64 per group, and one group's
-softmax runs beside the other's products. The running maximum goes from group to group, block after block.
+One group of four warps takes the even blocks, another the odd blocks. Each computes the scores and weights of its
+block, then multiplies the weights of both by half of the values' columns. So the scores need one product of 64 x 64 per
+group, and one group's softmax runs beside the other's products. The groups exchange the running maximum at each block.
 """
 
 import torch
@@ -20,11 +20,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moeyard_kernels.attention.mla_decode_hopper import find_work, sum_over_keys, work_ends
 from moeyard_kernels.common import launch
 
-# Barriers. Of block 0 and 1 of a pair: the left and the right half of the keys is there, group 0 and 1 is done with it,
-# its weights are there. Then: queries are there, the maximum after block 0, sums of group 1, the inverse of all sums.
+# Two barriers each, for blocks 0 and 1 of a pair: the left and the right half of the keys have arrived. Group 0 and
+# group 1 are done with the block. Its weights are ready. One barrier each: the queries have arrived, and ready are the
+# maximum after block 0, the sums of group 1, the inverse of all sums.
 LEFT, RIGHT, DONE0, DONE1, WEIGHTS = (gl.constexpr(i) for i in (0, 2, 4, 6, 8))
 QUERIES, TOP, SUMS, INVERSE, NUM_BARRIERS = (gl.constexpr(i) for i in (10, 11, 12, 13, 14))
-# One instruction of one thread: a page to the second-level cache.
+# One thread prefetches a page of 73728 bytes into the L2.
 PREFETCH = gl.constexpr("""{
     .reg .pred first; .reg .b32 lane;
     mov.u32 lane, %tid.x;
@@ -37,7 +38,7 @@ PREFETCH = gl.constexpr("""{
 
 @gluon.jit
 def _item(i_item, b_ends, p_lens, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, L_M: gl.constexpr):
-    """Sequence, split, first row of the tile, lengths of its rows in layout L_M, and the span of what they see."""
+    """Return sequence, split, first row of the tile, lengths of its rows in layout L_M, first and last + 1 key seen."""
     TILES: gl.constexpr = (Q * H + 63) // 64
     i_b, i_s = find_work(i_item // TILES, b_ends)
     i_tile = (i_item % TILES) * 64
@@ -52,7 +53,7 @@ def _producer(
     s_q0, s_q1, s_qr, s_left, s_right, s_rope, bars,
     Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
 ):  # fmt: skip
-    """Loads queries and keys into what the groups are done with, and the next pair's pages into the L2."""
+    """Copy queries and keys into free buffers, and prefetch the next pair's pages into the L2."""
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + 63) // 64
     L_M: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -62,7 +63,7 @@ def _producer(
         i_b, _, i_tile, _, i_low, i_high = _item(i_item, b_ends, p_lens, Q, H, SPLIT, L_M)
         p_pages = p_table + i_b.to(gl.int64) * MAX_PAGES
         if i_low < i_high:
-            # Group 0 saw the weights of the last block: no scores are being computed.
+            # Group 0 has used the weights of the last block, so no group computes scores now.
             mbarrier.wait(bars.index(DONE0 + 1), (n_pair & 1) ^ 1)
             mbarrier.expect(bars.index(QUERIES), 64 * 576 * 2)
             tma.async_copy_global_to_shared(d_q, [i_b * M + i_tile, 0], bars.index(QUERIES), s_q0.index(0))
@@ -88,7 +89,7 @@ def _producer(
 
 @gluon.jit
 def _zero_rows(s_x, i_end, L_X: gl.constexpr):
-    """Zero the rows of s_x [64, 256] from i_end on: what nobody sees may be NaN."""
+    """Zero the rows of s_x [64, 256] from i_end on, because rows that no query sees may be NaN."""
     for i in gl.static_range(4):
         s_part = s_x.slice(64 * i, 64, dim=1)
         b_x = s_part.load(L_X)
@@ -103,7 +104,7 @@ def _group(
     GROUP: gl.constexpr, Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
     BB: gl.constexpr, BQ: gl.constexpr,
 ):  # fmt: skip
-    """What one group of warps does: blocks GROUP, GROUP + 2, ... and columns [256 GROUP, 256 GROUP + 256)."""
+    """Compute scores of blocks GROUP, GROUP + 2, ... and columns [256 GROUP, 256 GROUP + 256) of the results."""
     M: gl.constexpr = Q * H
     TILES: gl.constexpr = (M + 63) // 64
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -131,7 +132,7 @@ def _group(
         b_m = gl.full([64], float("-inf"), gl.float32, L_M)
         for i_n in range(i_low, i_high, 128):
             phase = n_pair & 1
-            # 0, but the compiler does not know: else it keeps one descriptor per product over the loop, and spills.
+            # 0, which the compiler cannot know. Else it keeps one descriptor per product over the loop, and spills.
             zero = n_pair >> 30
             i_own = i_n + 64 * GROUP
             mbarrier.wait(bars.index(LEFT + GROUP), phase)
@@ -151,7 +152,7 @@ def _group(
             b_s = gl.where(o_n < gl.expand_dims(b_len, 1), b_s * c, float("-inf"))
             b_own = gl.max(b_s, 1)
 
-            # Maxima after the even and the odd block; 0 where nothing was seen, for -inf less -inf would be NaN.
+            # Maxima after the even and the odd block. If nothing was seen they are 0, because -inf - -inf would be NaN.
             if GROUP == 0:
                 b_m0 = gl.maximum(b_m, b_own)
                 s_m.index(0).store(b_m0)
@@ -172,7 +173,7 @@ def _group(
                 b_a0, b_a1 = gl.exp2(b_m - b_top0), gl.exp2(b_m0 - b_top1)
                 b_l, b_wide = gl.broadcast(b_l * gl.expand_dims(b_a0, 1), gl.expand_dims(b_a1, 1))
                 b_l = gl.fma(b_l, b_wide, b_p)
-            # The rope part of the keys has served: weights take its place.
+            # The rope part of the keys is no longer needed, so the weights overwrite it.
             s_rope.index(GROUP).store(b_p.to(s_rope.dtype))
             fence_async_shared()
             mbarrier.arrive(bars.index(WEIGHTS + GROUP), count=1)
@@ -227,10 +228,10 @@ def mla_decode_pairs_kernel(
     Q: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, BB: gl.constexpr, BQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `_mla_decode_kernel` without a window, in bf16, R = 512, D = 64, pages and blocks of 64, tiles of 64 rows.
+    """`_mla_decode_kernel` without a window, for bf16, R = 512, D = 64, pages and blocks of 64, tiles of 64 rows.
 
-    d_q [B Q H, 512] in blocks of [64, 256], d_qr [B Q H, 64] of [64, 64]; d_latent and d_rope are the cache
-    [num_pages 64, 576] in blocks of [64, 256] and [64, 64].
+    Shapes and blocks: d_q [B Q H, 512] by [64, 256]; d_qr [B Q H, 64] by [64, 64]. The cache [num_pages 64, 576] is
+    d_latent by [64, 256], and d_rope by [64, 64].
     """
     s_q0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], d_q.layout)
     s_q1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], d_q.layout)
@@ -275,7 +276,7 @@ def mla_decode_pairs_kernel(
 def descriptors(
     q_latent: torch.Tensor, q_rope: torch.Tensor, latent_cache: torch.Tensor
 ) -> tuple[TensorDescriptor, ...]:
-    """What the kernel loads through: d_q, d_qr, d_latent, d_rope."""
+    """Return the tensor descriptors of the kernel: d_q, d_qr, d_latent, d_rope."""
     wide, narrow = launch.shared_layout(64, 256), launch.shared_layout(64, 64)
     keys = latent_cache.view(-1, latent_cache.shape[2])
     return (

@@ -1,4 +1,4 @@
-"""What `attn_prefill_varlen` may run with, and what it does run with by default."""
+"""Configs of `attn_prefill_varlen`: candidates, shape classes and defaults."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +15,10 @@ OP = "attn_prefill_varlen"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(Config):
-    """BM rows of a program. Two of 64 share a multiprocessor and fill each other's gaps; 128 read keys half as often.
+    """BM: rows per program. Two programs of 64 share a multiprocessor; programs of 128 read keys half as often.
 
-    kernel: `_attn_prefill_kernel` with loads by pointers, or by tensor descriptors of full blocks of keys, where layout
-    and pages allow; or `attn_prefill_hopper_kernel`, where it can run (else descriptors), whose num_warps are those of
+    kernel: `_attn_prefill_kernel` with loads by pointers, or by tensor descriptors of full blocks of keys where layout
+    and pages allow it. Or `attn_prefill_hopper_kernel` where it can run (else descriptors); num_warps are then those of
     each of its two groups.
     """
 
@@ -36,18 +36,18 @@ CONFIGS: tuple[PrefillConfig, ...] = (
     PrefillConfig(kernel="pointers", BM=128, num_warps=8, num_stages=3),
 )
 
-# (Full tile, head) pairs up to which a class of shapes is called "few": tiles of 64 rows have a multiprocessor each. As
-# soon as two share one, the kernel for Hopper is faster behind a prefix, by a tenth where heads are grouped and by half
-# where they are not (docs/kernels.md, "Short prompts"; without a prefix it takes 2 to 4 us longer of few grouped rows).
+# The most (full tile, head) pairs of a shape class called "few": each tile of 64 rows has a multiprocessor. When two
+# share one, the Hopper kernel is faster after a prefix, by a tenth with grouped heads and by half without. Without a
+# prefix it takes 2 to 4 us longer for few grouped rows (docs/kernels.md, "Short prompts").
 _FEW = MULTIPROCESSORS // 2
-# And those from which on blocks of 128 rows are faster in the Triton kernel too.
+# The least such pairs for which programs of 128 rows are faster in the Triton kernel too.
 _WIDE = 256
-# What a program may take of a multiprocessor's shared memory, in bytes.
+# Bytes of shared memory that a program may use.
 _SHARED = 224 << 10
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """dim as the sum of two powers of two, the larger first (the second may be 0). Raises ValueError if it is none."""
+    """Return dim as a sum of two powers of two, the larger first; the second may be 0. Raises ValueError otherwise."""
     first = 1 << (dim.bit_length() - 1)
     rest = dim - first
     if first < 16 or rest & (rest - 1) or 0 < rest < 16:
@@ -56,14 +56,14 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 def shape_class(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> str:
-    """What tiles are chosen by."""
+    """Return the shape class."""
     kind = ("" if q.dtype == torch.bfloat16 else " fp32") + ("" if plan.window is None else " window")
     layout = "rows" if plan.page_size == 0 else "pages" if plan.page_size % BLOCK == 0 else "small pages"
     return f"D{q.shape[2]} V{v.shape[-1]} {layout} {'many' if _programs(q, plan) > _FEW else 'few'}{kind}"
 
 
 def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> PrefillConfig:
-    """For shapes that nobody tuned; fp32 runs without tensor cores, in small tiles."""
+    """Return the config of untuned shapes. fp32 runs without tensor cores, in small tiles."""
     if q.dtype == torch.float32:
         return PrefillConfig(kernel="pointers", BM=32, num_warps=4, num_stages=1)
     width = q.shape[2] + v.shape[-1]
@@ -77,12 +77,12 @@ def default_config(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> Prefi
 
 
 def _programs(q: torch.Tensor, plan: PrefillPlan) -> int:
-    """Of blocks of 128 rows."""
+    """Return the number of (full tile, head) pairs."""
     return plan.num_full_tiles * q.shape[1]
 
 
 def suits_hopper(q: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> bool:
-    """Whether `attn_prefill_hopper_kernel` can run: on such a GPU, bf16, keys that TMA copies by blocks, no window."""
+    """Whether `attn_prefill_hopper_kernel` can run: Hopper, bf16, keys that TMA copies by blocks, no window."""
     if not on_hopper(q):
         return False
     dims = (*split_dim(q.shape[2]), v.shape[-1])

@@ -1,4 +1,4 @@
-"""Queries, keys or values as rows of memory, as the prefill kernels address them."""
+"""Row addressing of queries, keys and values in the prefill kernels."""
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -9,10 +9,10 @@ from moeyard_kernels.types.decode_tables import BLOCK
 
 
 class Rows:
-    """`row` elements from one position to the next, `head` from head to head; `width` of them are read.
+    """A tensor with `row` elements between positions and `head` between heads; `width` elements of a row are read.
 
-    Paged ones [Hkv, num_pages, page, D] are rows of all heads below each other (head 0); contiguous ones [L, H, D]
-    have heads side by side, and shared ones [L, D] one for all.
+    Paged tensors [Hkv, num_pages, page, D] have the rows of all heads below each other (head is 0). Others are
+    [L, H, D], or [L, D] if all heads share the rows.
     """
 
     def __init__(self, x: torch.Tensor, width: int, paged: bool) -> None:
@@ -23,15 +23,15 @@ class Rows:
         self._columns = width if self.head == 0 else self.head * (x.shape[1] - 1) + width
 
     def tma_ready(self) -> bool:
-        """Whether the copy engine takes it: 16-byte starts, and a row at least as long as what is read of it."""
+        """Whether TMA can copy it: rows start at multiples of 16 bytes and are at least as long as the read columns."""
         size = self.x.element_size()
         return self.x.data_ptr() % 16 == 0 and self.row * size % 16 == 0 and self._columns <= self.row
 
     def descriptor(self) -> TensorDescriptor:
-        """For copies of BLOCK rows by Triton."""
+        """Return Triton's descriptor of BLOCK rows."""
         return TensorDescriptor(self.x, [self._count, self._columns], [self.row, 1], [BLOCK, self.width])
 
     def gluon_descriptor(self) -> GluonDescriptor:
-        """For copies of BLOCK rows by Gluon; bf16."""
+        """Return Gluon's descriptor of BLOCK rows in bf16."""
         layout = launch.shared_layout(BLOCK, self.width)
         return GluonDescriptor(self.x, [self._count, self._columns], [self.row, 1], [BLOCK, self.width], layout)

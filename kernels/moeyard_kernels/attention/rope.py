@@ -16,12 +16,12 @@ CONFIGS = tuple(RowConfig(BLOCK=heads, num_warps=warps) for heads, warps in _TIL
 
 
 def shape_class(num_tokens: int, num_heads: int, dim: int, *, normed: bool = False) -> str:
-    """Decode steps want many small programs, prompts few large ones."""
+    """Return the shape class. Decode steps need many small programs, prompts few large ones."""
     return f"{'few' if num_tokens <= 64 else 'many'} N{num_heads} D{dim}{' normed' if normed else ''}"
 
 
 def default_config(num_heads: int, dim: int, *, normed: bool = False) -> RowConfig:
-    """The config of shapes that nobody tuned: 512 pairs per program, a few per thread; the norm's tile if normed."""
+    """Return the config of untuned shapes: 512 pairs per program, a few per thread. If normed, the norm's tile."""
     if normed:
         return RowConfig(BLOCK=row_tile(dim)[0], num_warps=NUM_WARPS)
     half = half_block(dim)
@@ -31,9 +31,9 @@ def default_config(num_heads: int, dim: int, *, normed: bool = False) -> RowConf
 
 @triton.jit
 def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):
-    """(a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
+    """Return (a cos - b sin, b cos + a sin), each product and sum rounded to WIDE, the wider dtype of x and cos.
 
-    Launch with `enable_fp_fusion=False`: in fp32 the roundings of the products are those of fp32 itself.
+    Launch with `enable_fp_fusion=False`, because in fp32 only separate instructions round the products.
     """
     b_new_first = round_to(b_first * b_cos, WIDE) - round_to(b_second * b_sin, WIDE)
     b_new_second = round_to(b_second * b_cos, WIDE) + round_to(b_first * b_sin, WIDE)
@@ -42,7 +42,7 @@ def rotate(b_first, b_second, b_cos, b_sin, WIDE: tl.constexpr):
 
 @triton.jit
 def _split_pairs(b_x, BH: tl.constexpr):
-    """The first and the second of each pair of the last dimension, which is 2 BH wide; b_x of one or two dimensions."""
+    """Return the first and second values of the BH pairs in the last dimension of b_x [2 BH] or [N, 2 BH]."""
     if len(b_x.shape) == 1:
         b_first, b_second = tl.split(tl.reshape(b_x, [BH, 2]))
     else:
@@ -55,13 +55,12 @@ def rotated_heads(
     p_x, stride_n, o_n, N, p_cos, p_sin, p_norm, eps, HALF,
     INTERLEAVED: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
-    """The rotated halves [BN, BH] (fp32, rounded to x's dtype) of heads o_n of one token. BH covers HALF.
+    """Return the rotated halves [BN, BH] of heads o_n of one token, fp32 rounded to x's dtype, and the norm's scale.
 
-    A head has D = 2 HALF + REST values, of which the last REST are not rotated (`move_rest`). With BD > 0 each head
-    is normalised first, by the weight p_norm [D]: its scale is that of rms_norm, whose sum's
-    order follows from the tile [BN, BD] (see `rope_cache_write`). The tile is read for it a second time, which is
-    cheaper than taking it apart: both reads are in flight together, and the second finds the lines of the first.
-    Returns that scale too, [BN, 1], or 1.
+    BH covers HALF. A head has D = 2 HALF + REST values, and the last REST are not rotated (`move_rest`). If BD >
+    0, each head is normalised first, by the weight p_norm [D]. The scale [BN, 1] (1 without a norm) has the bits of
+    rms_norm, whose order of sums depends on the tile [BN, BD] (see `rope_cache_write`). That tile is a second load of
+    the heads. It is cheaper than splitting one tile: both loads are in flight together and share cache lines.
     """
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_h = tl.arange(0, BH)
@@ -90,7 +89,7 @@ def rotated_heads(
     b_sin = tl.load(p_sin + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
     b_scale = 1.0
     if BD > 0:
-        # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+        # A weight in fp32 is applied before the rounding, one in x's dtype after it: see the reference of `rms_norm`.
         WEIGHT: tl.constexpr = p_norm.dtype.element_ty
         b_scale = row_scale(b_whole, 2 * HALF + REST, eps)
         b_first = round_to(round_to(b_first * b_scale, WEIGHT) * b_weight_first[None, :], DTYPE)
@@ -107,7 +106,7 @@ def move_rest(
     p_x, stride_n, p_out, stride_out, o_n, N, m_n, p_norm, b_scale, FIRST,
     BD: tl.constexpr, REST: tl.constexpr, BREST: tl.constexpr
 ):  # fmt: skip
-    """Store values [FIRST, FIRST + REST) of heads o_n where m_n, normalised by b_scale if BD > 0, else as they are."""
+    """Store values [FIRST, FIRST + REST) of heads o_n where m_n, normalised by b_scale if BD > 0."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     o_d = tl.arange(0, BREST)
     m_d = (o_d < REST)[None, :]
@@ -123,7 +122,7 @@ def move_rest(
 
 @triton.jit
 def store_halves(p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.constexpr):
-    """Store the halves [BN, BH] of heads o_n where m_n, one after the other."""
+    """Store both halves [BN, BH] of heads o_n where m_n."""
     o_h = tl.arange(0, BH)
     m_x = m_n[:, None] & (o_h < HALF)[None, :]
     p_first = p_out + o_n.to(tl.int64)[:, None] * stride_n + o_h[None, :]
@@ -133,10 +132,10 @@ def store_halves(p_out, stride_n, o_n, m_n, b_first, b_second, HALF, BH: tl.cons
 
 @triton.jit
 def token_and_block(num_blocks):
-    """(Token, block) of this program of T num_blocks: a token's blocks run beside each other, cheap ones among others.
+    """Return (token, block) of this program. A token's blocks are consecutive, so that cheap ones run among others.
 
-    rope_cache_write_mla of 4096 tokens on an H200: 36.6 us so, 39.5 with the first block of every token before any
-    second one (docs/kernels.md).
+    rope_cache_write_mla of 4096 tokens on an H200 takes 36.6 us. With the first block of every token before any second
+    block it takes 39.5 us (docs/kernels.md).
     """
     i_program = tl.program_id(0)
     i_t = i_program // num_blocks
@@ -180,7 +179,7 @@ def _rope_kernel(
 
 
 def stored_config(op: str, x: torch.Tensor, *, normed: bool) -> RowConfig | None:
-    """The stored config of a launch that rotates x [T, heads, D], normalised or not; None where nothing is stored."""
+    """Return the stored config of a launch that rotates x [T, heads, D], normalised or not, or None."""
     none = RowConfig(BLOCK=0)
     found = choose(op, shape_class(*x.shape, normed=normed), x, (RowConfig,), lambda: none)
     return None if found is none else found
@@ -189,9 +188,9 @@ def stored_config(op: str, x: torch.Tensor, *, normed: bool) -> RowConfig | None
 def launch_plan(
     op: str, x: torch.Tensor, config: RowConfig | None, *, more_blocks: int = 0, normed: bool = False
 ) -> tuple[RowConfig, int, torch.Tensor]:
-    """(config, blocks of heads, output) of a launch that rotates x [T, heads, D], normalised first or not.
+    """Return (config, blocks of heads, output) of a launch that rotates x [T, heads, D], normalised first or not.
 
-    Raises ValueError if the grid of a GPU cannot hold the tokens, or `more_blocks` blocks beside those of the heads.
+    Raises ValueError if the grid of a GPU cannot hold these blocks and `more_blocks` others for each token.
     """
     num_tokens, num_heads, dim = x.shape
     name = shape_class(num_tokens, num_heads, dim, normed=normed)
@@ -203,7 +202,7 @@ def launch_plan(
 
 
 def half_block(dim: int) -> int:
-    """The block of indices that covers half a head of `dim` values."""
+    """Return the size of a block that covers half a head of `dim` values."""
     return max(16, triton.next_power_of_2(dim // 2))
 
 

@@ -1,9 +1,9 @@
 """Triton: rotate a step's queries and keys and write its keys and values into the paged cache, in one launch.
 
-Queries and keys of grouped attention may be normalised head by head on the way. The bits are those of `rms_norm`, whose
-sum over a head is a tree that follows from how a tile is dealt out to threads: 16 bytes to each, neighbours along the
-head, so that a head is summed alike whatever the number of heads in the tile, as long as every thread gets 16 bytes and
-a head stays within one warp. Tiles of which that cannot be said are refused (`normed_configs`).
+Queries and keys of grouped attention may be normalised per head first, with the bits of `rms_norm`. Its sum over a head
+is a tree, which depends on the assignment of a tile to threads: each thread has 16 adjacent bytes of a head. So a head
+is summed in one order for any number of heads in the tile, if every thread gets 16 bytes and a head stays within one
+warp. Other tiles are refused (`normed_configs`).
 """
 
 import torch
@@ -31,25 +31,25 @@ from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, normed, rms_norm, ro
 
 
 def normed_configs(dim: int) -> tuple[RowConfig, ...]:
-    """Those of `CONFIGS` whose tiles sum a head of `dim` values in the order of rms_norm's: see the module."""
+    """Return the configs whose tiles sum a head of `dim` values in the order of rms_norm."""
     return tuple(config for config in CONFIGS if sums_alike(config.BLOCK, config.num_warps, dim))
 
 
 def sums_alike(num_heads: int, num_warps: int, dim: int) -> bool:
-    """Whether a tile of so many heads sums each in the order of rms_norm's."""
+    """Whether a tile of `num_heads` heads sums each head in the order of rms_norm."""
     if dim % 16:
         return False
     rows, block = row_tile(dim)
     same_warps = num_warps == NUM_WARPS
     if same_warps and rows <= num_heads:
         return True
-    # 8 values to a thread, and at most 32 threads to a head: those of fp32, of which 16 bytes are 4.
+    # At least 8 values per thread, and at most 32 threads per head in fp32, where a thread has 4 values of it.
     return num_heads * block >= 256 * num_warps and (same_warps or block <= 128)
 
 
 @triton.jit
 def slot_of(p_slots, i_t, stride_page, stride_entry, PAGE: tl.constexpr):
-    """(Whether token i_t is written, its entry's offset in the cache). A page's size is a constant: no division."""
+    """Return (whether token i_t is written, offset of its cache entry). PAGE is a constant, which saves a division."""
     i_slot = tl.load(p_slots + i_t)
     i_page = i_slot // PAGE
     return i_slot >= 0, i_page * stride_page + (i_slot - i_page * PAGE) * stride_entry
@@ -64,10 +64,10 @@ def _gqa_kernel(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BNKV: tl.constexpr, BH: tl.constexpr,
     BD: tl.constexpr, REST: tl.constexpr, BREST: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its keys and values. Grid: T (num_q_blocks + 1).
+    """Rotate query heads [i_n BN, i_n BN + BN) of one token, or write its keys and values.
 
-    BD > 0: queries and keys are normalised first, by tiles of BD columns. The last REST values of a head are not
-    rotated. BV covers all of a head.
+    Grid: T (num_q_blocks + 1). BD > 0: normalise queries and keys first, in tiles of BD columns. The last REST values
+    of a head are not rotated. BV covers a whole head.
     """
     let_next_begin()
     wait_for_previous()
@@ -107,9 +107,9 @@ def _mla_kernel(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [i_n BN, i_n BN + BN) of one token, or its latent and shared key. Grid: T (num_q_blocks + 1).
+    """Rotate query heads [i_n BN, i_n BN + BN) of one token, or write its latent and shared key.
 
-    ROWS > 0: the latent is normalised first, as so many rows that are all the same: a tile that rms_norm sums.
+    Grid: T (num_q_blocks + 1). ROWS > 0: normalise the latent first, as a tile of ROWS equal rows like rms_norm's.
     """
     let_next_begin()
     wait_for_previous()
@@ -151,10 +151,9 @@ def rope_cache_write_gqa(
     *, interleaved: bool, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 0.0,
     config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.rope_cache_write_gqa`. Heads and cache entries are contiguous each.
+    """See `moeyard_kernels.ops.rope_cache_write_gqa`. Each head and each cache entry is contiguous.
 
-    Raises ValueError for a `config` that would sum a head in another order than rms_norm, as all do where 16 does not
-    divide a head's dimension.
+    Raises ValueError for a `config` that sums a head in another order than rms_norm. All do if 16 does not divide D.
     """
     op = "rope_cache_write_gqa"
     num_tokens, num_heads, dim = q.shape
@@ -191,10 +190,10 @@ def rope_cache_write_mla(
     *, interleaved: bool, kv_norm: torch.Tensor | None = None, eps: float = 0.0,
     config: RowConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.rope_cache_write_mla`. Every head, row and cache entry is contiguous in itself.
+    """See `moeyard_kernels.ops.rope_cache_write_mla`. Each head, row and cache entry is contiguous.
 
-    A norm is a launch of its own unless a config is stored for shapes that are normed, or `config` is given. Raises
-    ValueError for one that would sum a latent in another order than rms_norm.
+    The norm is a separate launch unless a config for normed shapes is stored, or `config` is given. Raises ValueError
+    for a config that sums a latent in another order than rms_norm.
     """
     op = "rope_cache_write_mla"
     num_tokens, num_heads, dim = q_rope.shape

@@ -1,13 +1,13 @@
-"""Triton: head norms, rotation, cache write and attention of a decode step in one launch, over tables of one split.
+"""Triton: head norms, rotation, cache write and attention of a decode step in one launch, for tables of one split.
 
-The chain is `rope_cache_write_gqa`, then `gqa_decode`, and its bits are these. A program has one sequence and key head,
-of which it normalises and rotates the queries and the new key. It alone writes that key and value into their page, and
-it alone reads them in this step: both take their place in the last block of keys in registers, since read back they
-would be another latency, and others may not see them before the launch ends. So no two rows of a step may belong to
-one sequence, but for copies of a row, which store nothing.
+The bits are those of the chain `rope_cache_write_gqa`, `gqa_decode`. A program has one sequence and key head, and
+normalises and rotates their queries and the new key. Only this program writes the new key and value, and only it reads
+them in this step. It inserts both into the last block of keys in registers. To read them back would add a latency, and
+other programs may not see them before the launch ends. So two rows of a step must not belong to one sequence, except
+for copies of a row, which store nothing.
 
-What older steps wrote is read ahead of the wait where the caller says that tables are old (STATIC): the last TAIL
-blocks into registers and shared memory, the others, which a loop reads behind the wait, into the second-level cache.
+If the caller says that tables are old (STATIC), the keys of earlier steps are read before the wait. The last TAIL
+blocks go to registers and shared memory. The others, which a loop reads after the wait, are prefetched into the L2.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from moeyard_kernels.attention.decode_splits import (
     split_result,
     sum_over_keys,
 )
-from moeyard_kernels.attention.gqa_decode import fetch, gqa_decode, settle
+from moeyard_kernels.attention.gqa_decode import gqa_decode, prefetch, settle
 from moeyard_kernels.attention.rope import rotated_heads
 from moeyard_kernels.attention.rope_cache_write import rope_cache_write_gqa, slot_of, sums_alike
-from moeyard_kernels.attention.rope_gqa_parts import joined, read_key, row_maxima, turned_key
+from moeyard_kernels.attention.rope_gqa_parts import join_halves, read_key, rotated_key, row_maxima
 from moeyard_kernels.common import tuning
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.common.launch import check_indices, interpreted
@@ -50,15 +50,15 @@ def _rope_gqa_decode_kernel(
     BN: tl.constexpr, LOG2_BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr,
     NORMED: tl.constexpr, INTERLEAVED: tl.constexpr, UPCAST: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and key head. p_out: [B, H, D], p_lse: [B, H]. Grid: B H / G.
+    """Compute one sequence and key head. p_out: [B, H, D], p_lse: [B, H]. Grid: B H / G.
 
-    G <= BM heads share the key. PAGES: how many page ids are asked for, all that a split holds.
+    G <= BM heads share the key. PAGES: the page ids of a split, which are all loaded.
     """
     HEADS: tl.constexpr = H // G
     i_b, i_h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     if not STATIC:
         settle()
-    # Position i_own is the step's own. Pages are blocks; below i_bottom memory may hold anything.
+    # Position i_own is that of this step. Pages are blocks. Memory below i_bottom may hold anything.
     i_own = tl.load(p_lens + i_b) - 1
     i_last = tl.maximum(i_own, 0) // BN * BN
     i_bottom = tl.zeros_like(i_last)
@@ -85,10 +85,10 @@ def _rope_gqa_decode_kernel(
         o_row = ((i_head + i_page) * PAGE + o_block) * D
         b_old_v = tl.load(p_v_cache + o_row[:, None] + o_d[None, :], mask=m_old[:, None], other=0.0)
         if UPCAST:
-            # numpy's products follow how an operand lies in memory: as that of the chain.
+            # The bits of numpy's products depend on the layout of an operand, so take that of the chain.
             b_old_k = tl.trans(tl.load(p_k_cache + o_row[:, None] + o_d[None, :], mask=m_old[:, None], other=0.0))
         else:
-            # Turned when it is read, not when it is used, it goes to shared memory at once.
+            # Transposed by the load instead of by its use, it goes to shared memory at once.
             b_old_k = tl.load(p_k_cache + o_row[None, :] + o_d[:, None], mask=m_old[None, :], other=0.0)
         b_ks = b_ks + (b_old_k,)  # type: ignore[assignment]  # noqa: RUF005
         b_vs = b_vs + (b_old_v,)  # type: ignore[assignment]  # noqa: RUF005
@@ -97,11 +97,11 @@ def _rope_gqa_decode_kernel(
         BYTES: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth // 8
         for u in tl.static_range(PAGES):
             if i_low + u * PAGE < i_tail:
-                fetch(p_k_cache, i_head + b_pages[u], PAGE * D * BYTES)
-                fetch(p_v_cache, i_head + b_pages[u], PAGE * D * BYTES)
+                prefetch(p_k_cache, i_head + b_pages[u], PAGE * D * BYTES)
+                prefetch(p_v_cache, i_head + b_pages[u], PAGE * D * BYTES)
         if NORMED:
-            fetch(p_q_norm, 0, D * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
-            fetch(p_k_norm, 0, D * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(p_q_norm, 0, D * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(p_k_norm, 0, D * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
         settle()
 
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -117,8 +117,8 @@ def _rope_gqa_decode_kernel(
         p_q + i_b * stride_qt + i_h * G * stride_qn, stride_qn, o_m, G, p_cos, p_sin, p_q_norm, eps, D // 2,
         INTERLEAVED=INTERLEAVED, BN=BM, BH=D // 2, BD=D if NORMED else 0, REST=0
     )  # fmt: skip
-    b_q = joined(b_first, b_second, DTYPE)
-    b_key = turned_key(b_read, D, eps, NORMED).to(DTYPE)
+    b_q = join_halves(b_first, b_second, DTYPE)
+    b_key = rotated_key(b_read, D, eps, NORMED).to(DTYPE)
     o_entry += i_head * (PAGE * D)
     tl.store(p_k_cache + o_entry + o_d, b_key, mask=is_written)
     tl.store(p_v_cache + o_entry + o_d, b_value, mask=is_written)
@@ -144,7 +144,7 @@ def _rope_gqa_decode_kernel(
         b_m, b_l, b_acc = attend_block(
             b_q, b_k, b_v, m_n[None, :], b_m, b_l, b_acc, c, p_v.dtype.element_ty, SWAP=False, UPCAST=UPCAST
         )
-    # All of the tail's scores and maxima, then its sums in order: the same sums, and fewer waits behind one another.
+    # First all scores and maxima of the tail, then its sums in order: the same sums with fewer consecutive waits.
     b_ss = ()
     for u in tl.static_range(TAIL):
         o_n = i_last - (TAIL - 1 - u) * BN + o_block
@@ -179,9 +179,9 @@ def _rope_gqa_decode_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig(Config):
-    """The chain as it is ("chain", whose launches choose their own configs), or one launch ("one").
+    """kernel: the launches of the chain, which choose their own configs ("chain"), or one launch ("one").
 
-    BM rows of a tile, at least the heads of a group; TAIL: see the module.
+    BM: rows per tile, at least the heads of a group. TAIL: see the module.
     """
 
     kernel: Literal["chain", "one"]
@@ -190,7 +190,7 @@ class StepConfig(Config):
 
 
 CHAIN = StepConfig(kernel="chain")
-# Bytes of keys and values in a multiprocessor's shared memory, of which queries and sums take some, too.
+# Bytes of shared memory for keys and values. Queries and sums use the rest.
 _STAGED = 200 << 10
 CONFIGS = (
     CHAIN,
@@ -202,17 +202,17 @@ CONFIGS = (
 
 
 def shape_class(group: int, dim: int, sequences: int) -> str:
-    """The class of a step: heads that share a key head, their width, whether sequences are few."""
+    """Return the shape class: heads that share a key head, their width, few or many sequences."""
     return f"M{group} D{dim} {'few' if sequences <= 8 else 'many'}"
 
 
 def configs_for(group: int) -> tuple[StepConfig, ...]:
-    """Those of `CONFIGS` whose tile suits so many heads."""
+    """Return the configs whose tile suits `group` heads."""
     return tuple(config for config in CONFIGS if config == CHAIN or group <= config.BM)
 
 
 def key_rows(num_warps: int, dim: int) -> int:
-    """How many rows a tile of heads of `dim` has at least for its sums to be those of rms_norm."""
+    """Return the least rows of a tile of heads of `dim` values that is summed in the order of rms_norm."""
     return max(1, 256 * num_warps // dim)
 
 
@@ -226,13 +226,13 @@ def in_one_launch(
     normed: bool,
     split: int,
 ) -> bool:
-    """Whether `config` can do such a step in one launch; what cannot be is the chain's."""
+    """Whether `config` can run this step in one launch."""
     dim = q.shape[2]
     one_split = tables.num_queries == 1 and tables.max_splits(split) == 1 and tables.page_size == BLOCK
     whole = 2 * cos.shape[1] >= dim >= 32 and dim == triton.next_power_of_2(dim)
     rows = key_rows(config.num_warps, dim)
     alike = not normed or (sums_alike(config.BM, config.num_warps, dim) and sums_alike(rows, config.num_warps, dim))
-    # The tail's bytes must fit a thread's registers; with the blocks of the loop on the way, shared memory.
+    # The tail must fit the registers and, with the loop's blocks in flight, the shared memory.
     block = 2 * BLOCK * dim * q.element_size()
     held = config.TAIL * block <= 512 * 32 * config.num_warps
     staged = (config.num_stages + config.TAIL - 2) * block <= _STAGED
@@ -246,10 +246,7 @@ def rope_gqa_decode(
     k_norm: torch.Tensor | None = None, eps: float = 0.0, static_tables: bool = False, lone_rows: bool = False,
     split: int = GQA_SPLIT, config: StepConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `moeyard_kernels.ops.rope_gqa_decode`.
-
-    Raises ValueError for a `config` of one launch that cannot do this step so.
-    """
+    """See `moeyard_kernels.ops.rope_gqa_decode`. Raises ValueError for a `config` of one launch that cannot run it."""
     op = "rope_gqa_decode"
     heads, dim = q.shape[1:]
     group, normed = heads // k.shape[1], q_norm is not None
@@ -259,7 +256,7 @@ def rope_gqa_decode(
     one = config.kernel == "one" and lone_rows
     one = one and in_one_launch(q, cos, tables, config, group=group, normed=normed, split=split)
     if given is not None and given.kernel == "one" and not one:
-        raise ValueError(f"{op}: {given} does not do in one launch what {heads} heads of {dim} and these tables ask")
+        raise ValueError(f"{op}: {given} cannot run {heads} heads of {dim} with these tables in one launch")
     named: dict[str, Any] = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     if not one:
         q = rope_cache_write_gqa(q, k, v, cos, sin, slot_mapping, k_cache, v_cache, **named)

@@ -1,4 +1,4 @@
-"""Triton: what `rope_gqa_decode` does to a step's queries and new key, and to scores of several blocks at once."""
+"""Triton: parts of `rope_gqa_decode`: the rotated queries and new key, and row maxima of several blocks at once."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ from moeyard_kernels.elementwise.rms_norm import row_scale
 
 
 @triton.jit
-def joined(b_first, b_second, DTYPE: tl.constexpr):
-    """The halves [M, BH] of rows, one behind the other, in DTYPE: [M, 2 BH].
+def join_halves(b_first, b_second, DTYPE: tl.constexpr):
+    """Concatenate the halves [M, BH] of rows into [M, 2 BH] of DTYPE.
 
-    Opaque: of a product's operand that Triton sees to be joined it makes one of another order along the sum, hence
-    other bits, and computes all of it anew in every warp.
+    The result is opaque. If Triton sees that an operand of a product is joined, it changes the order of the sum, hence
+    the bits, and every warp computes all of the operand.
     """
     b_x = tl.permute(tl.join(b_first, b_second), (0, 2, 1))
     return opaque(tl.reshape(b_x, [b_x.shape[0], 2 * b_x.shape[2]]).to(DTYPE), DTYPE)
@@ -23,8 +23,10 @@ def read_key(
     p_x, p_cos, p_sin, p_norm,
     D: tl.constexpr, BK: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """All that the rotation of one head takes: its values, the others of their pairs, cos and sin, [D] each; weights of
-    the norm of either; the head as BK rows that are all the same, for its sum to be that of rms_norm."""
+    """Load one head for `rotated_key`: its values, the other value of each pair, cos and sin, [D] each.
+
+    Also return the norm's weights of both values, and the head as BK equal rows, so that it is summed as in rms_norm.
+    """
     BH: tl.constexpr = D // 2
     o_d = tl.arange(0, D)
     o_pair = tl.where(o_d < BH, o_d, o_d - BH)
@@ -44,18 +46,18 @@ def read_key(
 
 
 @triton.jit
-def turned_key(b_read, D: tl.constexpr, eps, NORMED: tl.constexpr):
-    """[D]: what `rotated_heads` gives of the head of `read_key`, fp32 rounded to its dtype."""
+def rotated_key(b_read, D: tl.constexpr, eps, NORMED: tl.constexpr):
+    """Return the rotated head of `read_key`, [D] with the bits of `rotated_heads`: fp32 rounded to its dtype."""
     DTYPE: tl.constexpr = b_read[0].dtype
     ANGLE: tl.constexpr = b_read[2].dtype
-    # A weight in fp32 comes before the rounding, one of x's dtype behind it: see the oracle of `rms_norm`.
+    # A weight in fp32 is applied before the rounding, one in x's dtype after it: see the reference of `rms_norm`.
     WEIGHT: tl.constexpr = b_read[4].dtype
     b_own, b_other = b_read[0].to(tl.float32), b_read[1].to(tl.float32)
     if NORMED:
         b_scale = tl.max(row_scale(b_read[6].to(tl.float32), D, eps), 0)
         b_own = round_to(round_to(b_own * b_scale, WEIGHT) * b_read[4].to(tl.float32), DTYPE)
         b_other = round_to(round_to(b_other * b_scale, WEIGHT) * b_read[5].to(tl.float32), DTYPE)
-    # As `rotate`: a cos - b sin of the first of a pair, b cos + a sin of the second.
+    # As in `rotate`: a cos - b sin for the first of a pair, b cos + a sin for the second.
     WIDE: tl.constexpr = tl.float32 if tl.float32 == ANGLE else DTYPE
     b_sine = round_to(b_other * b_read[3].to(tl.float32), WIDE)
     b_sine = tl.where(tl.arange(0, D) < D // 2, -b_sine, b_sine)
@@ -74,7 +76,7 @@ def _larger_of_four(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def row_maxima(b_ss, TAIL: tl.constexpr):
-    """The maximum of each row of each of TAIL tiles, 1, 2 or 4: together, so that warps meet once."""
+    """Return the row maxima of TAIL tiles (1, 2 or 4), computed together so that warps synchronise once."""
     if TAIL == 4 and not INTERPRETED:
         b_tops = tl.reduce((b_ss[0], b_ss[1], b_ss[2], b_ss[3]), 1, _larger_of_four)
     elif TAIL == 2 and not INTERPRETED:

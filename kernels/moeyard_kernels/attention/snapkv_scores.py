@@ -1,17 +1,18 @@
-"""Triton: what the last queries of a prompt give to each key before them, for the choice of what is kept (SnapKV).
+"""Triton: score each key of a prompt by the attention of its last queries, to choose the keys to keep (SnapKV).
 
-For key j < L - W of key head h, with the group of query heads Q(h) and c = scale log2(e), over the rows (q, i) of Q(h)
-times the last W positions:
+The weight of key j < L - W of key head h sums over rows (q, i): the query heads q of h, and the last W positions i.
+With c = scale log2(e):
 
     weight(j) = sum_(q, i) e(q, i, j) / sum_(j' <= i) e(q, i, j')
     e(q, i, j) = exp2(fma(s(q, i, j), c, -(top(q, i) c)))
 
-in three launches: maximum and sum of each row over each split of SPLIT keys, in ascending blocks of BN; these merged in
-ascending order; the weights, tile by tile of BM rows in ascending order. Scores are computed twice and stored never: a
-window of 32 rows of 128 heads over 32k keys has 0.5 GB of them.
+The first launch computes maximum and sum of each row over each split of SPLIT keys, in ascending blocks of BN. The
+second merges the splits in ascending order. The third sums the weights over ascending tiles of BM rows. Scores are
+computed twice and never stored: a window of 32 rows of 128 heads over 32k keys has 0.5 GB of them.
 
-A sum over the rows of a tile follows the tile, so there is one size of it and nothing to tune: bits depend on q, the
-keys and nothing else. It runs once in each layer for a prompt, whose own attention takes some hundred times as long.
+The order of a sum over the rows of a tile depends on the tile. So there is one tile size and nothing to tune, and the
+bits depend on q and the keys alone. The op runs once per layer and prompt, whose own attention takes about a hundred
+times as long.
 """
 
 import math
@@ -26,16 +27,16 @@ from moeyard_kernels.common import launch
 
 # Rows and keys of a tile, keys of a split.
 BM, BN, SPLIT = 64, 128, 1024
-# Bytes of a row's maxima and sums over all splits that exist at once; where there would be more, heads take turns.
+# The most bytes of row maxima and sums over all splits at a time. Above that, heads run in turns.
 _MAX_PARTIAL = 64 << 20
-# As in `attn_prefill_varlen`: below any real score, and below that by so much that its exp2 is 0.
+# As in `attn_prefill_varlen`: below any real score, and so far below that score that exp2 is 0.
 _NO_SCORE = tl.constexpr(-1e30)
 _UNSEEN = tl.constexpr(-2e38)
 
 
 @triton.jit
 def _queries(p_q, o_r, m_r, i_h, W, s_q, s_q_head, GROUP: tl.constexpr, FIRST, D: tl.constexpr, WIDE: tl.constexpr):
-    """Columns [FIRST, FIRST + D) of rows o_r of key head i_h, row g W + i being query i of the group's g-th head."""
+    """Load columns [FIRST, FIRST + D) of rows o_r of key head i_h. Row g W + i is query i of head g of the group."""
     o_row = (o_r % W).to(tl.int64) * s_q + (i_h * GROUP + o_r // W) * s_q_head
     b_q = tl.load(p_q + o_row[:, None] + (FIRST + tl.arange(0, D))[None, :], mask=m_r[:, None], other=0.0)
     return b_q.to(tl.float32) if WIDE else b_q
@@ -43,7 +44,7 @@ def _queries(p_q, o_r, m_r, i_h, W, s_q, s_q_head, GROUP: tl.constexpr, FIRST, D
 
 @triton.jit
 def _keys(p_k, p_rows, o_n, m_n, s_k, D: tl.constexpr, PLACED: tl.constexpr, WIDE: tl.constexpr):
-    """Keys of positions o_n, [BN, D]; zeros where m_n says so."""
+    """Load the keys of positions o_n, [BN, D], with zeros outside m_n."""
     o_row = o_n.to(tl.int64)
     if PLACED:
         o_row = tl.load(p_rows + o_n, mask=m_n, other=0)
@@ -51,14 +52,14 @@ def _keys(p_k, p_rows, o_n, m_n, s_k, D: tl.constexpr, PLACED: tl.constexpr, WID
     return b_k.to(tl.float32) if WIDE else b_k
 
 
-# Sizes that change from prompt to prompt must not compile the kernels anew, nor sum otherwise.
+# Sizes that change from prompt to prompt must not recompile the kernels or change the order of sums.
 @triton.jit(do_not_specialize=["W", "length", "num_splits", "num_tiles"])
 def _snapkv_softmax_kernel(
     p_q, p_k, p_k2, p_rows, p_top, p_sum, c, W, length, num_splits, num_tiles, s_q, s_q_head, s_k, s_k_head, s_k2,
     s_k2_head, GROUP: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SPLIT: tl.constexpr, PLACED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program takes BM rows of a key head over one split: maximum of q . k and sum of exp2. Grid: H splits tiles.
+    """Compute the maximum of q . k and the sum of exp2 of BM rows of a key head over one split. Grid: H splits tiles.
 
     p_top, p_sum: [H, num_splits, GROUP W] fp32.
     """
@@ -97,9 +98,9 @@ def _snapkv_softmax_kernel(
 def _snapkv_merge_kernel(
     p_top, p_sum, p_row, c, W, num_splits, num_tiles, H, GROUP: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """One program merges the splits of BM rows of a key head. Grid: H tiles.
+    """Merge the splits of BM rows of a key head. Grid: H tiles.
 
-    p_row: [2, H, GROUP W] fp32, of each row the maximum and the inverse of the sum.
+    p_row: [2, H, GROUP W] fp32, the maximum and the inverse of the sum of each row.
     """
     i_h = (tl.program_id(0) // num_tiles).to(tl.int64)
     o_r = tl.program_id(0) % num_tiles * BM + tl.arange(0, BM)
@@ -124,9 +125,9 @@ def _snapkv_weights_kernel(
     s_k2_head, GROUP: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PLACED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program sums the weights of BN keys of a key head over all rows: p_out [H, length - W]. Grid: H blocks.
+    """Sum the weights of BN keys of a key head over all rows into p_out [H, length - W]. Grid: H blocks.
 
-    Every row sees these keys: they lie before the window.
+    Every row sees these keys, because they precede the window.
     """
     i_h = (tl.program_id(0) // num_blocks).to(tl.int64)
     o_n = tl.program_id(0) % num_blocks * BN + tl.arange(0, BN)
@@ -144,7 +145,7 @@ def _snapkv_weights_kernel(
         if D2 > 0:
             b_q2 = _queries(p_q, o_r, m_r, i_h, W, s_q, s_q_head, GROUP, D1, D2, WIDE)
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
-        # Rows that are none count nothing: zero queries over zero scores, times 0.
+        # Padding rows add nothing: their queries are zero, and their inverse is 0.
         o_row = i_h * (GROUP * W) + o_r
         b_top = tl.load(p_row + o_row, mask=m_r, other=0.0)
         b_inverse = tl.load(p_row + H * (GROUP * W) + o_row, mask=m_r, other=0.0)
@@ -163,7 +164,7 @@ def snapkv_scores(
     rows: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.snapkv_scores`. Raises ValueError for what its dots or its grids cannot hold."""
+    """See `moeyard_kernels.ops.snapkv_scores`. Raises ValueError if the grids or the products cannot hold it."""
     window, num_heads, dim = q.shape
     num_kv_heads, group = k.shape[0], num_heads // k.shape[0]
     first, second = split_dim(dim)

@@ -1,7 +1,7 @@
-"""Triton: the short convolution ahead of linear attention, activated, over inputs of earlier positions in slots.
+"""Triton: the short convolution and activation before linear attention, for decode rows with earlier inputs in slots.
 
-Each channel by itself: K products, each rounded, are added in the order of their positions, so that the bits are those
-of the prompt's convolution, whatever the tile. The window is read whole before any of it is written.
+For each channel, K products are rounded and added in the order of their positions. So every tile gives the bits of the
+prompt's convolution. The whole window is read before any of it is written.
 """
 
 import torch
@@ -21,30 +21,30 @@ CONFIGS = tuple(
 
 
 def shape_class(num_sequences: int, channels: int) -> str:
-    """One sequence wants many small programs."""
+    """Return the shape class. Few sequences need many small programs."""
     return f"{'few' if num_sequences <= 8 else 'many'} C{channels}"
 
 
 def default_config(num_sequences: int) -> RowConfig:
-    """The config of shapes that nobody tuned: at one sequence of 8192 channels 64 programs, of 64 2048."""
+    """Return the config of untuned shapes: for 8192 channels, 64 programs of one sequence or 2048 of 64."""
     return CONFIGS[0 if num_sequences <= 8 else 1]
 
 
 @triton.jit
 def channels(p_x, o_c, m_c, EVEN: tl.constexpr):
-    """Values at o_c, as they are stored, zeros where m_c does not hold; EVEN: it holds everywhere."""
+    """Load the values at o_c, with zeros outside m_c. EVEN: m_c holds everywhere."""
     return tl.load(p_x + o_c) if EVEN else tl.load(p_x + o_c, mask=m_c, other=0.0)
 
 
 @triton.jit
 def activated(b_x):
-    """silu in fp32."""
+    """Return silu in fp32."""
     return b_x / (1.0 + tl.exp(-b_x))
 
 
 @triton.jit
 def sums_before(p_old, p_weight, o_c, m_c, m_live, C: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
-    """What the K - 1 inputs ahead of a position add to its channels o_c, of a weight that lies tap by tap: fp32."""
+    """Return the fp32 sums of channels o_c over the K - 1 inputs before a position. The weight is stored tap by tap."""
     b_acc = tl.zeros(o_c.shape, dtype=tl.float32)
     m_old = m_live if EVEN else m_c & m_live
     for k in tl.static_range(K - 1):
@@ -57,7 +57,7 @@ def sums_before(p_old, p_weight, o_c, m_c, m_live, C: tl.constexpr, K: tl.conste
 def convolved(
     b_before, p_x, p_weight, o_c, m_c, C: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Channels o_c of the row at p_x behind `sums_before`, as `causal_conv1d_update` would have stored them: fp32."""
+    """Return channels o_c of the row at p_x after `sums_before`, in fp32 with the bits of `causal_conv1d_update`."""
     b_x = channels(p_x, o_c, m_c, EVEN).to(tl.float32)
     b_acc = b_before + b_x * channels(p_weight + (K - 1) * C, o_c, m_c, EVEN).to(tl.float32)
     return round_to(activated(b_acc), p_x.dtype.element_ty)
@@ -68,9 +68,9 @@ def _conv_update_kernel(
     p_x, p_weight, p_window, p_read, p_write, p_out, stride_x, C: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """Channels [i_c BC, i_c BC + BC) of the queries of one sequence. Grid: (B, ceil(C / BC)).
+    """Convolve channels [i_c BC, i_c BC + BC) of the queries of one sequence. Grid: (B, ceil(C / BC)).
 
-    stride_x is in units of UNIT elements. TAPS: the weight lies tap by tap, so that channels are beside each other.
+    stride_x is in units of UNIT elements. TAPS: the weight is stored tap by tap, so that channels are adjacent.
     """
     let_next_begin()
     wait_for_previous()
@@ -78,7 +78,7 @@ def _conv_update_kernel(
     i_b = tl.program_id(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < C
-    # Of padding no window is read, and zeros come out; its rows are there, and need not wait for what is its slot.
+    # A padding sequence reads no window and gives zeros. Its rows exist, so their loads need not wait for its slot.
     i_read = tl.load(p_read + i_b)
     p_old = p_window + i_read * ((K - 1) * C)
     b_xs = ()
@@ -95,7 +95,7 @@ def _conv_update_kernel(
         o_w = k * C + o_c if TAPS else o_c * K + k
         b_w = channels(p_weight, o_w, m_c, EVEN).to(tl.float32)
         b_ws = b_ws + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
-    # Asked for with the rest, ahead of all stores.
+    # Loaded with the rest, before all stores.
     i_writes = ()
     for q in tl.static_range(Q):
         i_write = tl.load(p_write + i_row + q)
@@ -113,9 +113,9 @@ def _conv_update_kernel(
 
 
 def tap_by_tap(op: str, weight: torch.Tensor) -> bool:
-    """Whether a weight [C, K] lies so that channels of a tap are beside each other; otherwise taps of a channel are.
+    """Whether the channels of a tap are adjacent in weight [C, K], instead of the taps of a channel.
 
-    Raises ValueError if neither are.
+    Raises ValueError if neither are adjacent.
     """
     if weight.is_contiguous():
         return False
@@ -132,7 +132,7 @@ def causal_conv1d_update(
     slots: StateSlots,
     config: RowConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.causal_conv1d_update`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.causal_conv1d_update`. Raises ValueError if the grid cannot hold it."""
     op = "causal_conv1d_update"
     channels, size = weight.shape
     check_rows(op, x=x)

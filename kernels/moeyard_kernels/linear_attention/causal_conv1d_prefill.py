@@ -1,9 +1,9 @@
-"""Triton: the short convolution over prompts of any lengths, activated; see `causal_conv1d` for that of decode rows.
+"""Triton: the short convolution and activation over prompts of any lengths. `causal_conv1d` has that of decode rows.
 
-A program takes some consecutive rows of one chunk and some channels, and reads the K - 1 rows ahead of them again. Only
-the program of a prompt's first rows reads its window, and it alone writes the new one, out of the prompt's last rows: a
-thread reads and writes channels of its own, so that nothing is overwritten before it was read. The window of a snapshot
-is written by the program of the rows before it, to a slot that nobody reads here.
+A program takes consecutive rows of one chunk and some channels, and reads the K - 1 rows before them again. Only the
+program of a prompt's first rows reads its window, and only it writes the new window, from the prompt's last rows. A
+thread reads and writes the same channels, so nothing is overwritten before it is read. The program of the rows before a
+snapshot writes the snapshot's window, to a slot that this launch does not read.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvConfig(Config):
-    """ROWS positions of BC channels are a program."""
+    """A program takes ROWS positions of BC channels."""
 
     kernel: Literal["rows"] = "rows"
     num_stages: int = 1
@@ -39,12 +39,12 @@ CONFIGS = tuple(
 
 
 def shape_class(channels: int) -> str:
-    """Prompts have programs enough, whatever their lengths."""
+    """Return the shape class. Prompts of all lengths have enough programs."""
     return f"C{channels}"
 
 
 def default_config() -> ConvConfig:
-    """The config of shapes that nobody tuned: a thread loads 16 bytes of each of 11 rows (of 4 taps) at once."""
+    """Return the config of untuned shapes. With 4 taps, a thread loads 16 bytes of each of 11 rows at once."""
     return CONFIGS[1]
 
 
@@ -53,9 +53,9 @@ def _conv_prefill_kernel(
     p_x, p_weight, p_window, p_table, p_fresh, p_out, stride_x, C: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """Rows [i ROWS, i ROWS + ROWS) of a chunk, channels [i_c BC, i_c BC + BC). Grid: (chunks PARTS, ceil(C / BC)).
+    """Convolve rows [i ROWS, i ROWS + ROWS) of a chunk, channels [i_c BC, i_c BC + BC).
 
-    stride_x is in units of UNIT elements. TAPS: the weight lies tap by tap.
+    Grid: (chunks PARTS, ceil(C / BC)). stride_x is in units of UNIT elements. TAPS: the weight is stored tap by tap.
     """
     wait_for_previous()
     i_chunk, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -78,7 +78,7 @@ def _conv_prefill_kernel(
         m_row = m_c & (i_row >= i_begin) & (i_row < i_end)
         b_x = tl.load(p_x + i_row * stride_x * UNIT + o_c, mask=m_row, other=0.0)
         if r < K - 1:
-            # Rows ahead of a prompt's first are its window's; elsewhere b_olds are zeros.
+            # Rows before a prompt's first come from its window. For other programs b_olds are zeros.
             b_x = tl.where(i_row >= i_begin, b_x, b_olds[r])  # type: ignore[misc]
         b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
     b_ws = ()
@@ -95,7 +95,7 @@ def _conv_prefill_kernel(
             activated(b_acc).to(p_out.dtype.element_ty),
             mask=m_c & (i_first + r < i_end),
         )
-    # A snapshot is behind a full chunk, so that its window is these rows' last.
+    # A snapshot follows a full chunk, so its window is the last of these rows.
     i_taken = tl.full([], -1, tl.int64)
     for i in tl.static_range(SNAPSHOTS):
         m_stop = tl.load(p_chunk + (2 + 2 * i)) == i_first + ROWS
@@ -104,7 +104,7 @@ def _conv_prefill_kernel(
         p_taken = p_window + (i_taken * (K - 1) + k) * C + o_c
         tl.store(p_taken, b_xs[ROWS + k], mask=m_c & (i_taken >= 0))  # type: ignore[misc]
     for k in tl.static_range(K - 1):
-        # Of a prompt shorter than the window some of the old one stays: its rows i_old on.
+        # A prompt shorter than the window keeps the last rows of the old window.
         i_row = i_end + (k - (K - 1))
         b_new = tl.load(p_x + i_row * stride_x * UNIT + o_c, mask=m_head & (i_row >= i_begin), other=0.0)
         for u in tl.static_range(K - 1):
@@ -120,7 +120,7 @@ def causal_conv1d_prefill(
     chunks: PromptChunks,
     config: ConvConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.causal_conv1d_prefill`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.causal_conv1d_prefill`. Raises ValueError if the grid cannot hold it."""
     op = "causal_conv1d_prefill"
     num_channels, size = weight.shape
     check_rows(op, x=x)

@@ -1,21 +1,21 @@
-"""Triton: the gated delta rule over prompts in chunks of 64 positions, for prefill; the state goes on in its slot.
+"""Triton: the gated delta rule over prompts in chunks of 64 positions, for prefill, with states in slots.
 
-Two parts. `delta_intra` computes what does not need the state, of all chunks at once, in one launch or, where there are
-many chunks, in two. The kernel here goes through the chunks of a prompt in order, S being the state before a chunk:
+`delta_intra` computes the parts that do not need the state, for all chunks at once. It takes one launch, or two if
+there are many chunks. The kernel here loops over the chunks of a prompt in order. S is the state before a chunk:
 
     V = T (v - kd S);  out = qg S + scores V;  S <- left S + kg^T V
 
-A program holds BV columns of one head's S, turned: S^T [BV, Dk] in fp32 is the accumulator of one product and,
-rounded, the left operand of the two others, which Hopper's products take out of registers. So what one chunk waits for
-in the one before goes through no shared memory; chunks to come are on their way there. Outputs are computed along the
-way: the states between chunks are never written, which would be a third of all bytes, but where a snapshot is wanted.
+A program holds BV columns of one head's S, transposed: S^T [BV, Dk] in fp32 is the accumulator of one product. Rounded,
+it is the left operand of the two others, which Hopper reads from registers. So the dependency between chunks does not
+go through shared memory, which receives the next chunks meanwhile. Outputs are computed in the same loop. States
+between chunks, a third of all bytes, are written only for snapshots.
 
-fp32: gates and their sums, exponentials, the state, all sums of products. bf16, of bf16 rows: operands of products,
-each rounded once from fp32 (those of fp32 rows are fp32). tf32: the inverse, whose operands are up to 64 x 64 and whose
+fp32: gates and their sums, exponentials, the state, all sums of products. bf16, for bf16 rows: operands of products,
+rounded once from fp32 (fp32 rows have fp32 operands). tf32: the inverse, whose operands are up to 64 x 64 and whose
 result is rounded to bf16. Relative error of the outputs against float64: docs/kernels.md.
 
-Prompts read only their own chunks and a program's columns are its own, so no bit depends on the batch; a chunk is a
-chunk of the prompt, whatever step it comes in, and the state in the slot is fp32 between steps.
+A prompt reads only its own chunks, and programs share no columns, so no bit depends on the batch. Chunks are counted
+from the prompt's first position in every step, and the state in the slot is fp32 between steps.
 """
 
 from dataclasses import dataclass
@@ -36,22 +36,22 @@ from moeyard_kernels.linear_attention.delta_state_hopper import fits, go_through
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
 from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
-# Beside the sum of squares of a query or key.
+# Added to the sum of squares of a query or key.
 L2_EPS = 1e-6
-# Of so many chunks and heads at most, the stages of a chunk are one launch.
+# The most (chunk, head) pairs for which both stages of `delta_intra` are one launch.
 _FEW = 256
-# Of Dk, columns that a program of the first part has at a time.
+# The columns of Dk that a program of `delta_intra` holds at a time.
 _HALF = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkConfig(Config):
-    """BV columns of one head's state are a program of num_warps; the stages before are one launch, or two.
+    """A program of num_warps has BV columns of one head's state. fused: `delta_intra` is one launch instead of two.
 
-    kernel: "state" is `delta_state_hopper`, with tiles of its own, where that takes the rows; otherwise it is "chunk".
-    intra_warps: of a program of those, of which two fit a multiprocessor with 4 (and one with 8: registers);
-    solve_warps of one that only inverts. A chunk's loads begin num_stages - 2 chunks before it, behind the products of
-    the one ahead (Triton's order): with 2 nothing covers them.
+    kernel: "state" is `delta_state_hopper`, with its own tiles, where that can run; otherwise "chunk". intra_warps: of
+    a program of `delta_intra`; registers allow two such programs per multiprocessor with 4 warps, one with 8.
+    solve_warps: of a program that only inverts. A chunk's loads begin num_stages - 2 chunks before it, after the
+    products of the chunk before that (Triton's order), so with 2 stages nothing hides them.
     """
 
     kernel: Literal["chunk", "state"] = "chunk"
@@ -62,7 +62,7 @@ class ChunkConfig(Config):
     solve_warps: int = 1
 
 
-# Wider blocks of three stages do not fit the shared memory of a multiprocessor.
+# (BV, num_warps, num_stages). Wider blocks of three stages do not fit the shared memory.
 _PARTS = ((64, 4, 3), (64, 4, 2), (64, 8, 2), (32, 4, 3), (32, 4, 2), (128, 8, 2), (16, 4, 3))
 CONFIGS = (
     ChunkConfig(kernel="state", fused=True),
@@ -79,13 +79,13 @@ CONFIGS = (
 
 
 def shape_class(num_chunks: int, num_prompts: int, num_heads: int, k_dim: int, v_dim: int) -> str:
-    """By how long the prompts are together, in steps of four, and whether there are several."""
+    """Return the shape class: chunks of all prompts in steps of four, one or several prompts, shape of the state."""
     bucket = next((most for most in (4, 16, 64, 256) if num_chunks <= most), 1024)
     return f"{bucket} {'one' if num_prompts == 1 else 'several'} H{num_heads} {k_dim}x{v_dim}"
 
 
 def default_config(num_programs: int, dtype: torch.dtype = torch.bfloat16) -> ChunkConfig:
-    """The config of shapes that nobody tuned, of so many chunks and heads. fp32 leaves no room for loads ahead."""
+    """Return the config of untuned shapes of `num_programs` (chunk, head) pairs. fp32 has no room for prefetching."""
     fused = num_programs <= _FEW
     if dtype == torch.float32:
         return ChunkConfig(fused=fused, num_stages=1)
@@ -94,8 +94,9 @@ def default_config(num_programs: int, dtype: torch.dtype = torch.bfloat16) -> Ch
 
 @triton.jit
 def _held(b_x):
-    """b_x, of which Triton does not see what it is: one number of each thread from one chunk to the next, where Triton
-    would load it where it is used, at the latency of memory, as it does with what it sees no product take.
+    """Return b_x as an opaque value, so that each thread holds it from one chunk to the next.
+
+    Otherwise Triton moves the load to its use, and pays the latency, because no product takes it.
     """
     return opaque(b_x, tl.float32)
 
@@ -106,10 +107,10 @@ def _delta_chunk_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BU: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, BY_ROW: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Columns [i_v BV, i_v BV + BV) of one head's state, over all chunks of a prompt. Grid: (prompts HV BU / BV,).
+    """Update columns [i_v BV, i_v BV + BV) of one head's state over all chunks of a prompt.
 
-    BU: DV, or as many columns more as make blocks whole. DTYPE: what operands are rounded to. stride_x is in units of
-    UNIT values (`delta_intra_kernel`). p_kd, p_kg, p_qg: with a gate of each row; else rows are read as they are.
+    Grid: (prompts HV BU / BV,). BU: DV, rounded up to whole blocks. DTYPE: of rounded operands. stride_x is in units of
+    UNIT values (`delta_intra_kernel`). p_kd, p_kg and p_qg have operands with a gate per row, else the rows have them.
     """
     wait_for_previous()
     PARTS: tl.constexpr = BU // BV
@@ -129,7 +130,7 @@ def _delta_chunk_kernel(
     i_end = tl.load(p_prompt + (TABLE_WIDTH - 2))
     p_q = p_x + i_h // (HV // HK) * DK + o_k[None, :]
     p_v = p_x + (2 * HK * DK + i_h * DV) + o_v[None, :]
-    # Behind which chunks snapshots are, and where they go; one that there is not is behind none.
+    # The chunks after which snapshots are taken, and their slots. A missing snapshot follows no chunk.
     n_stops, i_stops = (), ()
     for i in tl.static_range(SNAPSHOTS):
         # Triton has no unpacking.
@@ -162,8 +163,8 @@ def _delta_chunk_kernel(
         b_seen = tl.dot(b_rounded, tl.trans(b_kd), input_precision="ieee")
         b_seen = operand(b_seen * tl.load(p_factor + (0 if BY_ROW else 3 * C))[None, :], DTYPE)
         b_out = tl.dot(b_rounded, tl.trans(b_qg), input_precision="ieee") * b_factor[None, :]
-        # Not first, though it needs no state: the product ahead of it would run on under it, and reading what that left
-        # makes ptxas wait for each step of each product (C7514).
+        # This product needs no state but is not first. Otherwise the product before it would overlap with it, and ptxas
+        # would wait for each step of each product (C7514).
         b_new = tl.dot(tl.trans(b_v), tl.trans(b_inverse), input_precision="ieee")
         b_new = tl.dot(-b_seen, tl.trans(b_inverse), b_new, input_precision="ieee")
         b_last = operand(b_new, DTYPE)
@@ -180,7 +181,7 @@ def _delta_chunk_kernel(
         if i_taken >= 0:
             p_taken = p_state + (i_taken.to(tl.int64) * HV + i_h) * (DK * DV)
             tl.store(p_taken + o_state, b_state, mask=m_state)
-    # What `heads` has room for and no prompt names a row of padding: it has a slot, too, and nothing for it.
+    # Unused entries of `heads` name a row of padding, which has a slot but nothing to store in it.
     tl.store(p_state + (i_slot * HV + i_h) * (DK * DV) + o_state, b_state, mask=m_state & (i_end > i_begin))
 
 
@@ -195,7 +196,7 @@ def gdn_chunk_prefill(
     chunks: PromptChunks,
     config: ChunkConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.gdn_chunk_prefill`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.gdn_chunk_prefill`. Raises ValueError if the grid cannot hold it."""
     return _prefill("gdn_chunk_prefill", False, qkv, b, a, a_log, dt_bias, state, chunks, config)
 
 
@@ -210,7 +211,7 @@ def kda_chunk_prefill(
     chunks: PromptChunks,
     config: ChunkConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.kda_chunk_prefill`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.kda_chunk_prefill`. Raises ValueError if the grid cannot hold it."""
     return _prefill("kda_chunk_prefill", True, qkv, b, a, a_log, dt_bias, state, chunks, config)
 
 
@@ -240,7 +241,7 @@ def _prefill(
     left = scratch(rows if by_row else 1, dtype=torch.float32)
     sums = scratch(CHUNK, rows, dtype=torch.float32) if by_row else scratch(2, CHUNK, dtype=torch.float32)
     lower = scratch(CHUNK, CHUNK, dtype=torch.float32)
-    # What a gate of the head does not need must only be tensors.
+    # With a gate per head these are not read, but must be tensors.
     kd, kg, qg = (scratch(CHUNK, rows) for _ in range(3)) if by_row else (scores,) * 3
     half, unit = min(rows, _HALF), stride_unit(qkv)
     options = {"HK": (qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), "HV": num_heads, "DK": k_dim, "BK": rows}

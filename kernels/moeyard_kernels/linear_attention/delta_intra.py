@@ -1,24 +1,23 @@
-"""Triton: what a chunk of 64 positions of the gated delta rule needs of itself alone, whatever the state before it.
+"""Triton: the parts of the gated delta rule that a chunk of 64 positions computes without the state before it.
 
-With G_i the sum of log2 of the gates up to position i of the chunk (every exponential here is of base 2), and for
-j <= i D_ij = exp2(G_i - G_j), of each of the Dk rows of the state in Kimi Delta Attention:
+G_i is the sum of log2 of the gates up to position i of the chunk; all exponentials have base 2. For j <= i, D_ij =
+exp2(G_i - G_j), which in Kimi Delta Attention differs for each of the Dk rows of the state:
 
     pairs_ij = sum over d of k_id k_jd D_ijd for j < i;  scores_ij = the same of q_i and k_j, for j <= i
     T = (I + beta pairs)^-1 beta
 
-Keys and queries stay as long as they are: lengths are a number of each row, which goes into what a product gave instead
-of what it takes. So `inverse` is T with rows over the keys' lengths, and what is new of a chunk comes out over the
-lengths, which scores and state then want no more. `delta_chunk` reads these tiles and a few numbers of each row
-(`FACTORS`). A gate of the head is such a number too; gates of rows of the state are not, hence for these, of raw rows,
+Products take keys and queries without normalising them. Their lengths are one number per row, which scales the results.
+So `inverse` is T with rows divided by the keys' lengths. The new values of a chunk then contain this division, and
+scores and state do not need it. `delta_chunk` reads these tiles and a few numbers per row (`FACTORS`). A gate per head
+is such a number too. Gates per row of the state are not, so these add tiles of the raw rows:
 
     kd = exp2(G) k;  kg = exp2(G_64 - G) k;  qg = exp2(G) q;  left = exp2(G_64)
 
-pairs and scores of which `delta_scores` has. T goes by the same levels, the halves of blocks of 2^(l + 1): of
-a block of which both halves are inverted, the inverse is X - X C X, C being what lies between the halves (forward
-substitution by blocks; powers of the whole, as Newton's steps have them, grow beyond any precision where keys are
-alike).
+`delta_scores` has their pairs and scores. T is computed by the same levels, the halves of blocks of 2^(l + 1). If X
+inverts both halves of a block and C lies between them, the inverse of the block is X - X C X. This is forward
+substitution by blocks. Powers of the whole matrix, as in Newton's method, exceed any precision if keys are alike.
 
-Stages are one launch or two (`delta_chunk`): what passes between them is stored as it is used, so the bits agree.
+The stages are one launch or two (`delta_chunk`). Values between them are stored as they are used, so the bits agree.
 """
 
 import triton
@@ -34,23 +33,23 @@ from moeyard_kernels.linear_attention.delta_scores import (
 )
 from moeyard_kernels.linear_attention.halves import LOG2_E, TABLE_WIDTH, power_of_two, sigmoid, softplus, sum_columns
 
-# Numbers of each row of a chunk: 1 / |k|; its rate; what an output is times; and with a gate of the head, what k S is
-# times, and what is new of a row on its way into the state.
+# Numbers per row of a chunk: 1 / |k|, beta, the factor of the output. A gate per head adds the factor of k S and the
+# factor of the row's new value in the state.
 FACTORS = tl.constexpr(5)
 
 
 @triton.jit
 def _product(b_x, b_y, DTYPE: tl.constexpr):
-    """b_x @ b_y of fp32, in tf32 unless rows are fp32."""
+    """Return b_x @ b_y of fp32, in tf32 unless rows are fp32."""
     PRECISION: tl.constexpr = "ieee" if tl.float32 == DTYPE else "tf32"
     return tl.dot(b_x, b_y, input_precision=PRECISION)
 
 
 @triton.jit
 def _invert_block(p_low, o_r, C: tl.constexpr, DTYPE: tl.constexpr):
-    """(I + L)^-1 [16, 16] of the strictly lower L at p_low."""
+    """Return (I + L)^-1 [16, 16] for the strictly lower triangular L at p_low."""
     b_low = tl.load(p_low + o_r[:, None] * C + o_r[None, :])
-    # Above the diagonal it holds zeros.
+    # L holds zeros above the diagonal.
     b_x = tl.where(level_mask(o_r, 0), -b_low, tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0))
     for level in tl.static_range(1, 4):
         b_c = tl.where(level_mask(o_r, level), b_low, 0.0)
@@ -60,14 +59,14 @@ def _invert_block(p_low, o_r, C: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _put(p_to, i: tl.constexpr, j: tl.constexpr, b_x, p_factor, o_r, C: tl.constexpr, DTYPE: tl.constexpr):
-    """Block (i, j) of the inverse, times its rows' 1 / |k| and its columns' rates."""
+    """Store block (i, j) of the inverse, times its rows' 1 / |k| and its columns' beta."""
     b_scaled = b_x * tl.load(p_factor + 16 * i + o_r)[:, None] * tl.load(p_factor + (C + 16 * j) + o_r)[None, :]
     store_rounded(p_to + 16 * (i * C + j) + o_r[:, None] * C + o_r[None, :], b_scaled, DTYPE)
 
 
 @triton.jit
 def _solve(p_low, p_to, p_factor, C: tl.constexpr, DTYPE: tl.constexpr):
-    """T of the lower [C, C] at p_low into p_to, by blocks of 16, of which the ones above the diagonal are zeros."""
+    """Store T of the lower [C, C] at p_low in p_to by blocks of 16. Blocks above the diagonal are zeros."""
     o_r = tl.arange(0, 16)
     p_tile = p_low + o_r[:, None] * C + o_r[None, :]
     for j in tl.static_range(1, 4):
@@ -81,7 +80,7 @@ def _solve(p_low, p_to, p_factor, C: tl.constexpr, DTYPE: tl.constexpr):
     x_32 = -_product(x_33, _product(tl.load(p_tile + 48 * C + 32), x_22, DTYPE), DTYPE)
     b_20, b_21 = tl.load(p_tile + 32 * C), tl.load(p_tile + 32 * C + 16)
     b_30, b_31 = tl.load(p_tile + 48 * C), tl.load(p_tile + 48 * C + 16)
-    # What lies below times the inverse above, which the inverse below is times.
+    # The blocks below the diagonal times the upper inverse. The lower inverse multiplies them next.
     y_20 = _product(b_20, x_00, DTYPE) + _product(b_21, x_10, DTYPE)
     y_30 = _product(b_30, x_00, DTYPE) + _product(b_31, x_10, DTYPE)
     y_21, y_31 = _product(b_21, x_11, DTYPE), _product(b_31, x_11, DTYPE)
@@ -107,12 +106,11 @@ def delta_intra_kernel(
     HALF: tl.constexpr, LOG2_HALF: tl.constexpr, C: tl.constexpr, BY_ROW: tl.constexpr, UNIT: tl.constexpr,
     BLOCKS: tl.constexpr, SOLVE: tl.constexpr
 ):  # fmt: skip
-    """One chunk of one head. Grid: (chunks HV,). BLOCKS, SOLVE: the stages that this launch has.
+    """Compute one chunk of one head. Grid: (chunks HV,). SOLVE: the stage of the inverse. BLOCKS: all other work.
 
-    BLOCKS: all that is no solution; SOLVE: the inverse. stride_x is in units of UNIT values (`stride_unit`). Tiles of a
-    chunk and head lie one behind the other: p_sums [C, BK] (or [2, C]), p_lower [C, C], p_factors [FACTORS, C] and
-    p_left [BK] (or one value) in fp32, p_scores and p_inverse [C, C], p_kd, p_kg, p_qg [C, BK] in the rows' dtype; the
-    last three with a gate of each row only.
+    stride_x is in units of UNIT values (`stride_unit`). The tiles of all (chunk, head) pairs are consecutive. In fp32:
+    p_sums [C, BK] (or [2, C]), p_lower [C, C], p_factors [FACTORS, C] and p_left [BK] (or one value). In the rows'
+    dtype: p_scores and p_inverse [C, C], and with a gate per row (BY_ROW) p_kd, p_kg and p_qg [C, BK].
     """
     wait_for_previous()
     DTYPE: tl.constexpr = p_x.dtype.element_ty
@@ -121,13 +119,13 @@ def delta_intra_kernel(
     p_low = p_lower + i_unit * (C * C)
     p_chunk = p_table + i_chunk * TABLE_WIDTH
     i_first, i_end = tl.load(p_chunk), tl.load(p_chunk + (TABLE_WIDTH - 2))
-    # A captured step has room for more chunks than most steps have.
+    # A captured step has room for more chunks than most steps use.
     if i_first >= i_end:
         return
     if BLOCKS:
         o_c = tl.arange(0, C)
         i_row = i_first + o_c
-        # Rows behind a prompt's last are zeros, and change nothing.
+        # Rows after a prompt's last are zeros and change nothing.
         m_row = i_row < i_end
         m_later = o_c[:, None] >= o_c[None, :]
         o_square = o_c[:, None] * C + o_c[None, :]
@@ -141,7 +139,7 @@ def delta_intra_kernel(
             p_sum = p_sums + i_unit * (C * BK)
             b_bias = tl.load(p_bias + i_h * DK + o_k, mask=m_k, other=0.0)
             first = sums_by_row(p_a + i_h * DK, p_sum, i_first, i_end, stride_a, b_rate, b_bias, o_k, m_k, BK, C)
-            # Other threads read them.
+            # Other threads read the sums.
             tl.debug_barrier()
             i_tile = i_unit * (C * BK)
             b_pairs, b_scores, b_kk, b_qq = products_by_row(
@@ -152,11 +150,11 @@ def delta_intra_kernel(
             p_sum = p_sums + i_unit * (2 * C)
             b_a = tl.load(p_a + i_row * stride_a + i_h, mask=m_row, other=0.0).to(tl.float32)
             b_gate = tl.where(m_row, b_rate * softplus(b_a + tl.load(p_bias + i_h)), 0.0)
-            # In fp64, kept as two of fp32: the order of sums is the compiler's, and behind a gate that leaves nothing
-            # two positions between which nothing is lost would be a rounding error of that gate apart.
+            # Sums are fp64, stored as two fp32 values, because the compiler chooses their order. After a gate that
+            # leaves nothing, positions between which nothing is lost would differ by a rounding error of that gate.
             b_exact = tl.cumsum(b_gate.to(tl.float64))
             b_high = b_exact.to(tl.float32)
-            # Through memory, or each thread would compute those of all rows and columns that it holds.
+            # Through memory, because otherwise each thread would compute the sums of all its rows and columns.
             tl.store(p_sum + o_c, b_high)
             tl.store(p_sum + C + o_c, (b_exact - b_high.to(tl.float64)).to(tl.float32))
             o_k = tl.arange(0, BK)
@@ -173,7 +171,7 @@ def delta_intra_kernel(
             b_apart = b_sum[:, None] - b_sum[None, :] + (b_rest[:, None] - b_rest[None, :])
             b_decay = tl.where(m_later, power_of_two(tl.where(m_later, b_apart, 0.0)), 0.0)
             b_pairs, b_scores = b_pairs * b_decay, b_scores * b_decay
-        # Not rounded as a root and a quotient would be, and alike wherever it is used.
+        # rsqrt is not correctly rounded, but gives the same bits wherever it is used.
         b_k_length, b_out = tl.rsqrt(b_kk + eps), tl.rsqrt(b_qq + eps) * scale
         store_rounded(p_scores + i_unit * (C * C) + o_square, b_scores * b_out[:, None], DTYPE)
         p_factor = p_factors + i_unit * (FACTORS * C) + o_c
@@ -194,5 +192,5 @@ def delta_intra_kernel(
         if SOLVE:
             tl.debug_barrier()
     if SOLVE:
-        # Out of memory here too: of a product's operands that it sees to come of bf16 Triton takes K in another order.
+        # One launch loads the tiles too, because Triton changes the order of K for operands that it knows from bf16.
         _solve(p_low, p_inverse + i_unit * (C * C), p_factors + i_unit * (FACTORS * C), C, DTYPE)

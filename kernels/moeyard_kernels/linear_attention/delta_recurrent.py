@@ -1,12 +1,12 @@
-"""Triton: the gated delta rule position by position, for decoding; what is left of the state stays in its slot.
+"""Triton: the gated delta rule position by position, for decode rows with states in slots.
 
-A program holds [Dk, BV] of one head's state in registers over all queries of its sequence: for each, S <- decay S;
-S <- fma(k, beta (v - k S), S); out = q S. Gated DeltaNet and Kimi Delta Attention differ in the gate alone, one of a
-head or one of each row of its state. Everything is fp32 (no product runs on tensor cores, so nothing is tf32), and sums
-over Dk go by halves, so that neither tile nor batch shows in the bits.
+A program holds [Dk, BV] of one head's state in registers over all queries of its sequence. For each query: S <- decay
+S; S <- fma(k, beta (v - k S), S); out = q S. Gated DeltaNet and Kimi Delta Attention differ only in the gate, which is
+per head or per row of the state. All arithmetic is fp32, without tensor cores and so without tf32. Sums over Dk go by
+halves, so that the bits depend neither on the tile nor on the batch.
 
-The state is read once and written once, which is all that the time goes to: 64 sequences of 32 heads of 128 x 128 are
-256 MiB. Columns are a program's own, hence 128 to 512 programs for one sequence.
+The state is read once and written once, which takes all of the time: 64 sequences of 32 heads of 128 x 128 have 256
+MiB. Programs share no columns, so one sequence has 128 to 512 programs.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ from moeyard_kernels.linear_attention.causal_conv1d import channels, convolved, 
 from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_columns, sum_rows
 from moeyard_kernels.types.state_slots import StateSlots
 
-# Beside the sum of squares of a query or key.
+# Added to the sum of squares of a query or key.
 L2_EPS = 1e-6
-# Launches of so few programs let the next begin before they wait (`common/dependent.py`).
+# The most programs of a launch that lets the next begin before it waits (`common/dependent.py`).
 _FEW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig(Config):
-    """BV columns of one head's state are a program.
+    """A program has BV columns of one head's state.
 
-    EARLY: where the caller says that no launch still at work writes them (`static_state`), states are asked for while
-    the launch ahead runs.
+    EARLY: load states while the previous launch runs, if the caller says that no launch in flight writes them
+    (`static_state`).
     """
 
     kernel: Literal["recurrent"] = "recurrent"
@@ -44,7 +44,7 @@ class RecurrentConfig(Config):
     EARLY: bool = False
 
 
-# What is timed alone: EARLY is told from the others by what runs ahead of it.
+# Configs that are timed alone. The effect of EARLY shows only after another launch.
 TIMED = tuple(
     RecurrentConfig(BV=columns, num_warps=warps)
     for columns, warps in ((8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 8))
@@ -56,19 +56,19 @@ CONFIGS = (
 
 
 def shape_class(num_sequences: int, num_heads: int, k_dim: int, v_dim: int) -> str:
-    """One sequence wants programs, many want bytes on the way."""
+    """Return the shape class. One sequence needs more programs, many need more bytes in flight."""
     few = "one" if num_sequences <= 2 else "few" if num_sequences <= 16 else "many"
     return f"{few} H{num_heads} {k_dim}x{v_dim}"
 
 
 def default_config() -> RecurrentConfig:
-    """The config of shapes that nobody tuned: a warp, 8 KiB of a state of 128 rows, no shared memory between warps."""
+    """Return the config of untuned shapes: one warp without shared memory, 8 KiB of a state of 128 rows."""
     return CONFIGS[1]
 
 
 @triton.jit
 def _total(b_x, N: tl.constexpr, LOG2_N: tl.constexpr):
-    """The sum of b_x [N], (2 n, 2 n + 1) first, which lie in one thread: by halves every thread would sum its four."""
+    """Return the sum of b_x [N], (2 n, 2 n + 1) first, which are in one thread. Halves would take more additions."""
     return tl.sum(sum_columns(tl.reshape(b_x, [1, N]), 1, N, LOG2_N), 0)
 
 
@@ -82,12 +82,11 @@ def delta_recurrent_kernel(
     BK: tl.constexpr, LOG2_BK: tl.constexpr, BV: tl.constexpr, BY_ROW: tl.constexpr, FIRST: tl.constexpr,
     UNIT: tl.constexpr, TAPS: tl.constexpr, STATIC: tl.constexpr
 ):  # fmt: skip
-    """Columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
+    """Update columns [i_v BV, i_v BV + BV) of the state of one head of one sequence. Grid: (B HV ceil(DV / BV),).
 
-    BY_ROW: a gate of each row of the state. TAPS: rows of x are convolved over p_window first, by a weight
-    [TAPS, channels], and no window is written (Q is 1); 0: they have been. Strides are in units of UNIT elements.
-    FIRST: the next launch may begin before this one has waited. STATIC: no launch still at work writes slots, states or
-    windows: they are read ahead of the wait.
+    BY_ROW: a gate per row of the state. TAPS > 0: convolve rows of x over p_window first, by a weight [TAPS, channels],
+    and write no window (Q is 1). Strides are in units of UNIT elements. FIRST: the next launch may begin before this
+    one has waited. STATIC: no launch in flight writes slots, states or windows, so read them before the wait.
     """
     tl.static_assert(TAPS == 0 or Q == 1)
     if FIRST:
@@ -105,7 +104,7 @@ def delta_recurrent_kernel(
     m_k, m_v = o_k < DK, o_v < DV
     m_state = m_k[:, None] & m_v[None, :]
     o_state = o_k[:, None] * DV + o_v[None, :]
-    # Of padding no state is read, and zeros come out; its rows are there, and need not wait for what is its slot.
+    # A padding sequence reads no state and gives zeros. Its rows exist, so their loads need not wait for its slot.
     i_read = tl.load(p_read + i_b)
     m_live = i_read >= 0
     p_head = p_state + i_h * (DK * DV)
@@ -116,20 +115,20 @@ def delta_recurrent_kernel(
         b_bias = channels(p_bias + i_h * DK, o_k, m_k, EVEN)
     else:
         b_bias = tl.load(p_bias + i_h)
-    # Where they are among the channels.
+    # Their offsets among the channels.
     o_query, o_key, o_value = i_k * DK, (HK + i_k) * DK, 2 * HK * DK + i_h * DV
     if TAPS:
         p_old = p_window + i_read * ((TAPS - 1) * C)
         b_old_q = sums_before(p_old + o_query, p_taps + o_query, o_k, m_k, m_live, C, TAPS, EVEN)
         b_old_k = sums_before(p_old + o_key, p_taps + o_key, o_k, m_k, m_live, C, TAPS, EVEN)
         b_old_v = sums_before(p_old + o_value, p_taps + o_value, o_v, m_v, m_live, C, TAPS, EVEN)
-    # If not STATIC all has been waited for, and this keeps the compiler from gates ahead of the states' loads, which
-    # take longest: without it they were asked for two hundred instructions later.
+    # If not STATIC, the wait is over. This one keeps the compiler from moving gates before the loads of states, which
+    # take longest. Without it those loads were issued two hundred instructions later.
     wait_for_previous()
     for i_q in range(Q):
         i_row = (i_b * Q + i_q).to(tl.int64)
         p_row = p_x + i_row * stride_x * UNIT
-        # Asked for with the rest: behind the output's store the state's would wait for it.
+        # Loaded with the rest. A load after the output's store would delay the store of the state.
         i_write = tl.load(p_write + i_row)
         if TAPS:
             b_q = convolved(b_old_q, p_row + o_query, p_taps + o_query, o_k, m_k, C, TAPS, EVEN)
@@ -140,7 +139,7 @@ def delta_recurrent_kernel(
             b_k = channels(p_row + o_key, o_k, m_k, EVEN).to(tl.float32)
             b_v = channels(p_row + o_value, o_v, m_v, EVEN).to(tl.float32)
         b_b = tl.load(p_b + i_row * stride_b * UNIT + i_h)
-        # Likewise: the rows' loads would otherwise follow the gates that are computed of the last.
+        # As above: otherwise the loads of rows would follow the computation of the gates.
         wait_for_previous()
         b_beta = sigmoid(b_b.to(tl.float32))
         p_gate = p_a + i_row * stride_a * UNIT
@@ -150,7 +149,7 @@ def delta_recurrent_kernel(
         else:
             b_a = tl.load(p_gate + i_h).to(tl.float32)
             b_state = b_state * tl.exp(b_rate * softplus(b_a + b_bias))
-        # Both reads are of the state before its change, which q sees through q k: neither waits for the other.
+        # Both products read the state before its change, which q sees through q k. So neither waits for the other.
         b_kept = sum_rows(b_k[:, None] * b_state, BK, LOG2_BK, BV)
         b_seen = sum_rows(b_q[:, None] * b_state, BK, LOG2_BK, BV)
         b_by_q = tl.rsqrt(_total(b_q * b_q, BK, LOG2_BK) + eps) * scale
@@ -177,7 +176,7 @@ def gdn_recurrent(
     static_state: bool = False,
     config: RecurrentConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.gdn_recurrent`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.gdn_recurrent`. Raises ValueError if the grid cannot hold it."""
     inputs = (qkv, b, a, a_log, dt_bias, state)
     return recurrent("gdn_recurrent", False, inputs, None, slots, config, static_state)
 
@@ -194,7 +193,7 @@ def kda_recurrent(
     static_state: bool = False,
     config: RecurrentConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.kda_recurrent`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.kda_recurrent`. Raises ValueError if the grid cannot hold it."""
     inputs = (qkv, b, a, a_log, dt_bias, state)
     return recurrent("kda_recurrent", True, inputs, None, slots, config, static_state)
 
@@ -203,9 +202,9 @@ def recurrent(
     op: str, by_row: bool, inputs: tuple[torch.Tensor, ...], conv: tuple[torch.Tensor, torch.Tensor] | None,
     slots: StateSlots, config: RecurrentConfig | None, static_state: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The rule over `inputs` (those of `gdn_recurrent`), convolved before if `conv` is weight, tap by tap, and window.
+    """Apply the rule to `inputs`, those of `gdn_recurrent`. conv: first convolve by (weight, tap by tap, and window).
 
-    Raises ValueError for what its grid cannot hold.
+    Raises ValueError if the grid cannot hold it.
     """
     qkv, b, a, a_log, dt_bias, state = inputs
     num_slots, num_heads, k_dim, v_dim = state.shape
@@ -220,7 +219,7 @@ def recurrent(
         raise ValueError(f"{op}: {slots.num_sequences} sequences of {num_heads} heads exceed the grid of a GPU")
     out = new_output(slots.num_rows, num_heads, v_dim, like=qkv)
     unit = stride_unit(qkv, b, a)
-    # What nothing is read from need only be a tensor.
+    # Without a convolution these are not read, but must be tensors.
     taps, window = conv or (qkv, qkv)
     if out.numel():
         delta_recurrent_kernel[(num_programs,)](

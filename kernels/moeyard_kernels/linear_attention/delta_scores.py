@@ -1,18 +1,18 @@
-"""Triton: scores of a chunk of the gated delta rule with a gate of each row of the state (Kimi Delta Attention).
+"""Triton: scores of a chunk of the gated delta rule with a gate per row of the state (Kimi Delta Attention).
 
-See `delta_intra`.
+See `delta_intra` for the notation. exp2(-G_j) alone would overflow fp32, so products go by levels. Let l be the highest
+bit in which i and j differ. The position b that ends the lower half of their block of 2^(l + 1) lies between them. So
+D_ij = exp2(G_i - G_b) exp2(G_b - G_j), and neither factor exceeds 1. A tile of 64 x 64 takes six products, each with
+one exponential per value, and no gate, however strong, overflows or is clamped. Levels 0 to 3 are the diagonal blocks
+of 16, levels 4 and 5 the blocks off the diagonal.
 
-exp2(-G_j) alone would leave fp32, so products go by levels: where i and j first part, from the highest bit, at bit l,
-there is one position b between them that ends the lower half of their block of 2^(l + 1), and D_ij = exp2(G_i - G_b)
-exp2(G_b - G_j), neither above 1. Hence six products over a tile of 64 x 64, each with one exponential per value, and no
-gate, however strong, that overflows or is clamped. Levels 0 to 3 are the diagonal blocks of 16, 4 and 5 those off the
-diagonal. Where gates leave so much that both exponentials, of which one now grows, are far within what a number can
-be, one product is enough for a whole block, its middle b for all i and j in it: for the chunk if neither 32 of its
-positions forget more than LIMIT, for blocks of 16 if no 8 do. A chunk's own gates decide, so bits depend on nothing
-else; but those of a position do depend on all of its chunk, later positions too.
+With weak gates, one product serves a whole block, with its middle as b for all i and j. One of the exponentials then
+exceeds 1, but both stay far within range. The chunk is one product if neither half of 32 positions forgets more than
+LIMIT. Blocks of 16 are one product each if no 8 positions do. Only the chunk's own gates decide. So the bits of a
+position depend on its whole chunk, later positions too, and on nothing else.
 
-Sums are in one order whatever the tile: over positions in two runs of 32, over Dk by HALF columns. A program has these
-columns at a time, for registers: two programs fit a multiprocessor, one's products under the other's exponentials.
+Sums have one order for every tile: over positions in two runs of 32, over Dk by HALF columns. A program holds HALF
+columns at a time to save registers. So two programs fit a multiprocessor and overlap products with exponentials.
 """
 
 import triton
@@ -22,16 +22,16 @@ from moeyard_kernels.common.rounding import INTERPRETED, opaque, round_to
 from moeyard_kernels.linear_attention.halves import power_of_two, softplus, sum_columns
 
 _DECAY = tl.constexpr("{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }")
-# Positions of a chunk are 2^6.
+# A chunk has 2^6 positions.
 LEVELS = tl.constexpr(6)
-# Of log2: how far sums of gates may lie from the middle of a block for it to be one product. Raw keys and queries times
-# 2^96 stay within bf16 and fp32, times 2^-96 above their smallest normal numbers.
+# In log2: the largest distance of a sum of gates from the middle of a block that is one product. Raw keys and queries
+# times 2^96 fit bf16 and fp32, and times 2^-96 they stay above the smallest normal numbers.
 LIMIT = tl.constexpr(96.0)
 
 
 @triton.jit
 def operand(b_x, DTYPE: tl.constexpr):
-    """What a product takes for values b_x: rounded to DTYPE (the interpreter gets products of bf16 wrong)."""
+    """Return b_x as an operand of a product, rounded to DTYPE. The interpreter computes products of bf16 wrongly."""
     if INTERPRETED:  # noqa: SIM108 - of two types
         b_y = round_to(b_x.to(tl.float32), DTYPE)
     else:
@@ -41,14 +41,16 @@ def operand(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _once(b_x, DTYPE: tl.constexpr):
-    """b_x for a product, of which Triton does not see what it is: else it computes all of b_x, with its exponentials,
-    for each side of a product anew, and in every group of warps."""
+    """Return b_x as an opaque operand of a product.
+
+    Otherwise Triton recomputes all of b_x, with its exponentials, for each side of a product and in every warp group.
+    """
     return opaque(operand(b_x, DTYPE), DTYPE)
 
 
 @triton.jit
 def _decay(b_x):
-    """2^-|x|: the sign costs nothing within the instruction."""
+    """Return 2^-|x|. The sign is free within the instruction."""
     if INTERPRETED:
         b_y = tl.exp2(-tl.abs(b_x))
     else:
@@ -58,13 +60,13 @@ def _decay(b_x):
 
 @triton.jit
 def store_rounded(p_y, b_y, DTYPE: tl.constexpr):
-    """b_y, rounded to DTYPE, where p_y points to."""
+    """Store b_y at p_y, rounded to DTYPE."""
     tl.store(p_y, round_to(b_y, DTYPE).to(p_y.dtype.element_ty))
 
 
 @triton.jit
 def level_mask(o_c, level):
-    """[N, N]: whether i and j part at this bit: in the same block of 2^(level + 1), not in the same half of it."""
+    """Return [N, N]: whether i and j are in one block of 2^(level + 1), but in different halves of it."""
     return (o_c[:, None] ^ o_c[None, :]) >> level == 1
 
 
@@ -82,9 +84,9 @@ def _most(b_x):
 def sums_by_row(
     p_a, p_sums, i_first, i_end, stride_a, b_rate, b_bias, o_k, m_k, BK: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Sums of log2 of the gates into p_sums [C, BK], of positions up to each, anew in the second half of the chunk.
+    """Store the running sums of log2 of the gates in p_sums [C, BK], with a new start in the second half of the chunk.
 
-    A thread has one column of a half. Returns the first level (`LEVELS`: none) that is not within one product.
+    A thread has one column of a half. Return the first level that needs its own product, `LEVELS` if none does.
     """
     RUN: tl.constexpr = C // 2
     o_run = tl.arange(0, 2) * RUN
@@ -94,7 +96,7 @@ def sums_by_row(
         b_a = tl.load(
             p_a + i_row[:, None] * stride_a + o_k[None, :], mask=(i_row < i_end)[:, None] & m_k[None, :], other=0.0
         )
-        # Triton has no unpacking. All at once: no load passes a store.
+        # Triton has no unpacking. All loads come first, because no load passes a store.
         b_as = b_as + (b_a,)  # type: ignore[assignment]  # noqa: RUF005
     b_sum = tl.zeros([2, BK], dtype=tl.float32)
     b_mark, b_most = tl.zeros([2, BK], dtype=tl.float32), tl.zeros([2, BK], dtype=tl.float32)
@@ -111,9 +113,9 @@ def sums_by_row(
 
 @triton.jit
 def _from_middle(b_sum, p_sums, level, o_c, o_k, BK: tl.constexpr, C: tl.constexpr):
-    """G_i - G_b, b being the last position of the lower half of i's block of 2^(level + 1)."""
+    """Return G_i - G_b, where b is the last position of the lower half of i's block of 2^(level + 1)."""
     o_mid = ((o_c >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
-    # The sums of the upper half of a chunk are of that half alone, and before it there is nothing.
+    # The sums of a chunk's upper half start in that half, and the sum before it is 0.
     m_mid = (o_c < C // 2) | (level < LEVELS - 1)
     return b_sum - tl.load(p_sums + o_mid[:, None] * BK + o_k[None, :], mask=m_mid[:, None], other=0.0)
 
@@ -123,9 +125,9 @@ def products_by_row(
     p_q, p_k, p_sums, p_qg, p_kg, p_kd, p_left, m_row, o_c, first, DK: tl.constexpr, BK: tl.constexpr,
     HALF: tl.constexpr, LOG2_HALF: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """(pairs, scores) [C, C] and sums of squares [C] of keys and of queries; stores what reads the state.
+    """Return pairs and scores [C, C] and the sums of squares [C] of keys and queries. Store qg, kd, kg and left.
 
-    Of pairs, what is not below the diagonal means nothing. first: of `sums_by_row`.
+    Only pairs below the diagonal are valid. first: the result of `sums_by_row`.
     """
     b_pairs, b_scores = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     b_kk, b_qq, b_qk = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
@@ -143,14 +145,14 @@ def products_by_row(
             b_apart = _from_middle(b_sum, p_sums, first - 1, o_c, o_k, BK, C)
             b_grown = power_of_two(b_apart)
             b_columns = _once(b_k * power_of_two(-b_apart), DTYPE)
-            # What lies above the diagonal may be no number.
+            # Values above the diagonal may be NaN.
             m_block = (o_c[:, None] ^ o_c[None, :]) >> first == 0
             b_found = tl.dot(_once(b_k * b_grown, DTYPE), tl.trans(b_columns), input_precision="ieee")
             b_pairs += tl.where(m_block, b_found, 0.0)
             b_found = tl.dot(_once(b_q * b_grown, DTYPE), tl.trans(b_columns), input_precision="ieee")
             b_scores += tl.where(m_block, b_found, 0.0)
         for level in range(first, LEVELS):
-            # Sums do not rise: this is G_i - G_b in the upper half of a block and G_b - G_j in the lower.
+            # Sums never rise, so this is G_i - G_b in the upper half of a block and G_b - G_j in the lower half.
             b_decay = _decay(_from_middle(b_sum, p_sums, level, o_c, o_k, BK, C))
             b_columns = _once(b_k * b_decay, DTYPE)
             m_level = level_mask(o_c, level)

@@ -1,13 +1,13 @@
-"""Gluon: the part of `delta_chunk` that goes through a prompt's chunks, for Hopper, bit for bit the same.
+"""Gluon: the loop of `delta_chunk` over a prompt's chunks, for Hopper, with the same bits.
 
-What a chunk waits for is a chain through the one before: S, what its keys see of S, what is new, S again. One group of
-warps does that and nothing else; it leaves S and what is new, rounded, in shared memory, out of which another group
-makes the chunk's outputs while the chain goes on, and others have the tiles of chunks to come copied in bulk. With all
-of it in one group, also with products on their way together, a chunk took 3600 cycles on an H100: 640 of products that
-the chain waits for, 512 of others, and copies, stores and barriers in between. So it takes 2300.
+Each chunk depends on the previous one by a chain: S, the product of keys and S, the new values, S again. One group of
+warps computes only this chain. It leaves S and the new values, rounded, in shared memory. From there another group
+computes the chunk's outputs while the chain continues, and another copies the tiles of later chunks in bulk. A chunk
+takes 2300 cycles on an H100. With all work in one group, even with overlapping products, it took 3600: 640 for products
+of the chain, 512 for other products, the rest for copies, stores and barriers.
 
-A program holds 64 columns of one head's S, turned: S^T [64, 128] in registers, as the accumulator of one product and,
-rounded, the left operand of another.
+A program holds 64 columns of one head's S, transposed: S^T [64, 128] in registers is the accumulator of one product
+and, rounded, the left operand of another.
 """
 
 import torch
@@ -46,7 +46,7 @@ from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 @gluon.jit
 def _zero_rows(s_x, i_end):
-    """Zero the rows of s_x [64, ...] from i_end on, which are another prompt's."""
+    """Zero the rows of s_x [64, ...] from i_end on, which belong to another prompt."""
     L_X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     b_x = s_x.load(L_X)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, L_X)), 1)
@@ -56,7 +56,7 @@ def _zero_rows(s_x, i_end):
 
 @gluon.jit
 def _values(s_v, s_inverse, i_buffer, i_rest, L_P: gl.constexpr):
-    """The values of a chunk of which i_rest rows are the prompt's, through the inverse: on its way."""
+    """Start the product of the inverse and a chunk's values. i_rest: rows from its first to the prompt's end."""
     if i_rest < C:
         _zero_rows(s_v.index(i_buffer), i_rest)
     b_values = s_v.index(i_buffer).permute((1, 0)).load(gl.DotOperandLayout(0, L_P, 2))
@@ -70,9 +70,9 @@ def _go_on(
     i_unit, i_h, i_v, i_slot, i_begin, i_end, has_state, num_chunks,
     HV: gl.constexpr, DV: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """The chain: S through all chunks, left rounded for the outputs, and behind some chunks and the last in slots."""
+    """Update S over all chunks. Leave it rounded for the outputs, and store it for snapshots and at the end."""
     DT: gl.constexpr = s_k.dtype
-    # Of what products with the state give, by positions, and of the state.
+    # Layouts of products with the state, whose columns are positions, and of the state.
     L_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     L_AP: gl.constexpr = gl.DotOperandLayout(0, L_P, 2)
@@ -81,7 +81,7 @@ def _go_on(
     o_k = gl.expand_dims(gl.arange(0, DK, gl.SliceLayout(0, L_S)), 0)
     p_own = p_state + (i_slot * HV + i_h) * (DK * DV)
     b_state = gl.load(p_own + o_k * DV + o_v, mask=has_state, other=0.0)
-    # Behind which chunks snapshots are, and where they go; one that there is not is behind none.
+    # The chunks after which snapshots are taken, and their slots. A missing snapshot follows no chunk.
     n_stops, i_stops = (), ()
     for i in gl.static_range(SNAPSHOTS):
         n_stop = ((gl.load(p_prompt + (2 + 2 * i)) - i_begin) // C - 1).to(gl.int32)
@@ -117,7 +117,7 @@ def _go_on(
         b_new = warpgroup_mma(
             gl.convert_layout(b_less, L_AP), s_inverse.index(i_buffer).permute((1, 0)), b_new, is_async=True
         )  # fmt: skip
-        # Beside what the chain computes from here: the next chunk's values, or these once more.
+        # The product of the next chunk's values (or of these again) overlaps with the rest of the chain.
         here = n + 1 < num_chunks
         i_ahead = gl.where(here, i_next, i_buffer)
         mbarrier.wait(bars.index(THERE + i_ahead), gl.where(here, next_phase, phase))
@@ -154,11 +154,11 @@ def delta_state_kernel(
     d_k, d_q, d_g, d_v, d_scores, d_inverse, d_factors, d_left, p_left, p_state, p_table, p_fresh, p_heads, p_out,
     HK: gl.constexpr, HV: gl.constexpr, DV: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of one head's state, over all chunks of a prompt. Grid: (prompts HV DV / 64,).
+    """Update 64 columns of one head's state over all chunks of a prompt. Grid: (prompts HV DV / 64,).
 
-    d_k, d_q, d_g: tiles of each unit [units 64, 128] with a gate of each row, and d_left [units, 128]; else d_k and d_q
-    are the rows [R, (2 HK + HV) 128], of which d_v are values in any case; d_scores, d_inverse [units 64, 64],
-    d_factors [units FACTORS, 64].
+    A unit is a (chunk, head) pair. With a gate per row, d_k, d_q and d_g are tiles [units 64, 128], and d_left is
+    [units, 128]. Otherwise d_k and d_q are the rows of qkv [R, 2 HK 128 + HV DV], as d_v always is. Scores and inverse
+    have tiles [units 64, 64], and factors are [units FACTORS, 64].
     """
     DT: gl.constexpr = d_v.dtype
     PARTS: gl.constexpr = DV // BV
@@ -193,7 +193,7 @@ def delta_state_kernel(
     i_begin, i_end = gl.load(p_prompt + 1).to(gl.int32), gl.load(p_prompt + (TABLE_WIDTH - 2)).to(gl.int32)
     i_slot, has_state = gl.load(p_prompt + (TABLE_WIDTH - 1)).to(gl.int64), gl.load(p_fresh + i_chunk) == 0
     num_chunks = gl.cdiv(gl.maximum(i_end - i_begin, 0), C)
-    # A captured step has room for more prompts than most steps have.
+    # A captured step has room for more prompts than most steps use.
     if num_chunks == 0:
         return
     i_unit, i_query = i_chunk * HV + i_h, i_h // (HV // HK) * DK
@@ -229,18 +229,18 @@ def delta_state_kernel(
 
 
 def fits(qkv: torch.Tensor, k_dim: int, v_dim: int) -> bool:
-    """Whether the kernel takes such rows and heads."""
+    """Whether the kernel can run: Hopper, aligned bf16 rows, keys of 128 and values of a multiple of 64 columns."""
     aligned = qkv.data_ptr() % 16 == 0 and qkv.stride(0) % 8 == 0 and qkv.stride(1) == 1
     return qkv.dtype == torch.bfloat16 and (k_dim, v_dim % 64) == (128, 0) and aligned and launch.on_hopper(qkv)
 
 
 def _blocks(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Tiles of 64 rows by so many columns of a matrix."""
+    """Return the descriptor of tiles of 64 rows by `columns` columns."""
     return TensorDescriptor.from_tensor(x, [CHUNK, columns], launch.shared_layout(CHUNK, columns))
 
 
 def _lines(x: torch.Tensor) -> TensorDescriptor:
-    """Rows of a matrix in fp32, as they are."""
+    """Return the descriptor of single rows of an fp32 matrix, without swizzling."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor.from_tensor(x, [1, x.shape[1]], layout)
 
@@ -249,7 +249,7 @@ def go_through_chunks(
     qkv: torch.Tensor, tiles: tuple[torch.Tensor, ...] | None, scores: torch.Tensor, inverse: torch.Tensor,
     factors: torch.Tensor, left: torch.Tensor, state: torch.Tensor, chunks: PromptChunks, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """out [R, HV, DV] and the states of all prompts, of what `delta_intra_kernel` left; tiles: kd, kg, qg, or None."""
+    """Write out [R, HV, DV] and all prompts' states from the results of `delta_intra_kernel`. tiles: kd, kg, qg."""
     _, num_heads, k_dim, v_dim = state.shape
     rows, lines = _blocks(qkv, k_dim), _lines(factors.view(-1, CHUNK))
     d_k, d_g, d_q = (rows,) * 3 if tiles is None else tuple(_blocks(x.view(-1, k_dim), k_dim) for x in tiles)

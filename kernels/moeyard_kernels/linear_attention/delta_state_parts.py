@@ -1,4 +1,4 @@
-"""Gluon: what goes on beside the chain of `delta_state_hopper`: copies of the tiles to come, and outputs."""
+"""Gluon: the work beside the chain of `delta_state_hopper`: copies of later tiles, and outputs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,13 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from moeyard_kernels.linear_attention.delta_intra import FACTORS
 from moeyard_kernels.types.state_slots import CHUNK
 
-# Keys' columns, of values those that a program has, and positions of a chunk.
+# Columns of keys, columns of values of a program, and positions of a chunk.
 DK, BV, C = gl.constexpr(128), gl.constexpr(64), gl.constexpr(CHUNK)
-# Of the FACTORS rows of a unit: of what keys see with a gate of the head, of outputs, of what is added.
+# Rows of a unit's factors: of k S with a gate per head, of outputs, of values added to S.
 _SEEING, _GIVING, _ADDING = gl.constexpr(3), gl.constexpr(2), gl.constexpr(4)
-# Chunks on their way, of what the chain takes and of what outputs take.
+# Buffers of chunks for the chain and for the outputs.
 CHAIN, OUT = gl.constexpr(3), gl.constexpr(2)
-# Barriers: tiles of the chain are there, and used; the same of outputs; S and what is new are there, and used.
+# Barriers: tiles of the chain have arrived, are used; the same for outputs; S and new values are ready, are used.
 THERE, USED, OUT_THERE, _OUT_USED = gl.constexpr(0), gl.constexpr(3), gl.constexpr(6), gl.constexpr(8)
 TO_GIVE, STATE_USED, NEW_USED, BARRIERS = gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(13)
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -21,7 +21,7 @@ _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def advance(i_buffer, phase, COUNT: gl.constexpr):
-    """The next buffer of a ring, and the phase of its barriers."""
+    """Return the next buffer of a ring and the phase of its barriers."""
     last = i_buffer == COUNT - 1
     return gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
 
@@ -32,10 +32,10 @@ def copy_tiles(
     s_adding, s_giving, s_left, bars, i_unit, i_row, num_chunks, i_key, i_query, i_value,
     HV: gl.constexpr, BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """Have all chunks' tiles copied: the chain's a chunk ahead of the outputs', which follow it."""
+    """Copy the tiles of all chunks: those of the chain one chunk ahead of those of the outputs."""
     LINES: gl.constexpr = (C + DK if BY_ROW else 2 * C) * 4
     TILES: gl.constexpr = C * ((2 if BY_ROW else 1) * DK + BV + C) * 2
-    # A new barrier counts as past the phase before its first: buffers are free at first.
+    # A new barrier has passed the phase before its first, so buffers start free.
     i_buffer, phase = 0, 1
     i_out, out_phase = 0, 1
     for n in range(num_chunks + 1):
@@ -71,14 +71,14 @@ def copy_tiles(
 
 @gluon.jit
 def line_of(s_lines, i_buffer, SIZE: gl.constexpr, L_X: gl.constexpr):
-    """[1, SIZE]: a line of factors, dealt out as columns of L_X."""
+    """Load a line of factors as [1, SIZE] in the columns of L_X."""
     s_line = s_lines.index(i_buffer)._reinterpret(gl.float32, [SIZE], _LINE)
     return gl.expand_dims(s_line.load(gl.SliceLayout(0, L_X)), 0)
 
 
 @gluon.jit
 def give(p_out, s_q, s_scores, s_giving, s_state, s_new, bars, i_row, i_end, num_chunks, stride):
-    """Outputs of all chunks, to rows of `stride` values."""
+    """Compute the outputs of all chunks and store them to rows of `stride` values."""
     DT: gl.constexpr = s_q.dtype
     L_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     L_O: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -1,8 +1,8 @@
 """Triton: a decode step of linear attention between its projections: convolution, delta rule, gated norm.
 
-As three launches, or, by a stored config, as two, with the same bits. The rule's programs then convolve what they read,
-queries and keys of a head in each program of its columns again: a launch costs more than that while programs are few.
-Nobody may move a window on while others read it, so the launch of the norm does, which begins behind them all.
+The step takes three launches, or two by a stored config, with the same bits. In two, each program of the rule convolves
+its own inputs, so the programs of a head repeat its queries and keys. With few programs this costs less than a launch.
+A window must not change while other programs read it, so the launch of the norm updates it.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ from moeyard_kernels.types.state_slots import StateSlots
 
 __all__ = ["CONFIGS", "gdn_step", "kda_step", "shape_class"]
 
-# Channels of a window that a program of the second launch moves on: 8 for each thread of it.
+# Channels of a window that a program of the second launch shifts, 8 per thread.
 _CHANNELS = 32 * 8 * NUM_WARPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain(Config):
-    """Three launches, by the configs of their ops."""
+    """Three launches with the configs of their ops."""
 
     kernel: Literal["chain"] = "chain"
 
@@ -52,7 +52,7 @@ class TwoLaunches(Config):
 
     @property
     def rule(self) -> RecurrentConfig:
-        """Of the first launch."""
+        """Config of the first launch."""
         return RecurrentConfig(BV=self.BV, EARLY=self.EARLY, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
@@ -77,10 +77,10 @@ def _norm_and_windows_kernel(
     BR: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
     BC: tl.constexpr
 ):  # fmt: skip
-    """`gated_rms_norm` in the first num_norm programs; in others BC channels of a sequence's window move on by a row.
+    """`gated_rms_norm` in the first num_norm programs. Each other program shifts BC channels of a window by one row.
 
-    Grid: (num_norm + B ceil(C / BC),). p_inputs: what was convolved, a row of each sequence. Strides are in units of
-    UNIT elements.
+    Grid: (num_norm + B ceil(C / BC),). p_inputs: the convolved rows, one per sequence. Strides are in units of UNIT
+    elements.
     """
     let_next_begin()
     wait_for_previous()
@@ -98,7 +98,7 @@ def _norm_and_windows_kernel(
         i_read, i_write = tl.load(p_read + i_b), tl.load(p_write + i_b)
         p_old, p_new = p_window + i_read * ((K - 1) * C) + o_c, p_window + i_write * ((K - 1) * C) + o_c
         m_new = m_c & (i_write >= 0)
-        # All is read before any of it is written, by one thread each: it may be the same slot.
+        # Each thread reads all its values before it writes them, because both slots may be the same.
         b_xs = ()
         for k in tl.static_range(1, K - 1):
             b_x = tl.load(p_old + k * C, mask=m_new & (i_read >= 0), other=0.0)
@@ -116,7 +116,7 @@ def gdn_step(
     eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
     static_state: bool = False, config: Chain | TwoLaunches | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.gdn_step`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.gdn_step`. Raises ValueError if the grid cannot hold it."""
     rule = (b, a, a_log, dt_bias, state)
     return _step("gdn_step", qkv, (conv, window), rule, (gate, norm), eps, slots, sigmoid, rows, static_state, config)
 
@@ -127,7 +127,7 @@ def kda_step(
     eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
     static_state: bool = False, config: Chain | TwoLaunches | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.kda_step`. Raises ValueError for what its grid cannot hold."""
+    """See `moeyard_kernels.ops.kda_step`. Raises ValueError if the grid cannot hold it."""
     rule = (b, a, a_log, dt_bias, state)
     return _step("kda_step", qkv, (conv, window), rule, (gate, norm), eps, slots, sigmoid, rows, static_state, config)
 
@@ -141,7 +141,7 @@ def _step(
     num_sequences, (gate, weight) = slots.num_sequences, norm
     name = shape_class(num_sequences, *state.shape[1:])
     config = config or choose(op, name, state, KINDS, Chain)
-    # Taps of a channel beside each other would be read one by one in every program of the rule.
+    # If the taps of a channel are adjacent, every program of the rule would load them one by one.
     if isinstance(config, Chain) or slots.num_queries > 1 or not tap_by_tap(op, conv[0]):
         mixed = causal_conv1d_update(qkv, *conv, slots=slots)
         run = kda_recurrent if by_row else gdn_recurrent
@@ -157,7 +157,7 @@ def _norm_and_windows(
     op: str, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, qkv: torch.Tensor,
     conv: tuple[torch.Tensor, torch.Tensor], slots: StateSlots, sigmoid: bool, rows: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The gated norm of x [B, H, D] -> [B, H D], and each sequence's window behind its row of qkv."""
+    """Return the gated norm of x [B, H, D] as [B, H D], and append each row of qkv to its sequence's window."""
     num_tokens, heads, dim = x.shape
     check_rows(op, x=x, gate=gate, qkv=qkv)
     if rows is not None:

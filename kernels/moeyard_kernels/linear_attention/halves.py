@@ -1,4 +1,4 @@
-"""What the kernels of linear attention share: sums in one order whatever the tile, and the gates' arithmetic."""
+"""Shared parts of the kernels of linear attention: sums in one order for every tile, and the gates' arithmetic."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from moeyard_kernels.types import state_slots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Values of a row of `PromptChunks.table`: first row, prompt's first row, pairs of a row behind and a slot.
+# Values per row of `PromptChunks.table`: first row, the prompt's first row, pairs of (row, slot).
 TABLE_WIDTH = tl.constexpr(state_slots.WIDTH)
 SNAPSHOTS = tl.constexpr(state_slots.SNAPSHOTS)
 
 
 @triton.jit
 def sum_rows(b_x, N: tl.constexpr, LOG2_N: tl.constexpr, M: tl.constexpr):
-    """[M]: the sums of b_x [N, M] by halves, (n, n + N / 2) first: `tl.sum` follows the layout, hence the tile."""
+    """Return [M], the sums of b_x [N, M] by halves, (n, n + N / 2) first. The order of `tl.sum` depends on the tile."""
     for i in tl.static_range(LOG2_N):
         b_x = tl.sum(tl.reshape(b_x, [2, N >> (i + 1), M]), 0)
     return tl.reshape(b_x, [M])
@@ -23,7 +23,7 @@ def sum_rows(b_x, N: tl.constexpr, LOG2_N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def power_of_two(b_x):
-    """2^x in fp32, 0 where that is no normal number: one instruction, `tl.exp2` has four for numbers that are none."""
+    """Return 2^x in fp32, 0 instead of subnormal numbers. It is one instruction; `tl.exp2` has four for subnormals."""
     if INTERPRETED:
         b_y = tl.exp2(b_x)
     else:
@@ -33,7 +33,7 @@ def power_of_two(b_x):
 
 @triton.jit
 def _reciprocal(b_x):
-    """1 / x in fp32 to about one unit in the last place, of normal x."""
+    """Return 1 / x in fp32 to about one unit in the last place, for normal x."""
     if INTERPRETED:
         b_y = 1.0 / b_x
     else:
@@ -43,9 +43,10 @@ def _reciprocal(b_x):
 
 @triton.jit
 def softplus(b_x):
-    """log(1 + e^x) in fp32, relatively exact however small: log(1 + e) is 2 artanh(s), s = e / (2 + e) <= 1 / 3.
+    """Return log(1 + e^x) in fp32, with a small relative error for all x.
 
-    artanh(s) / s as a polynomial of s^2 (least maximum of the error, by Chebyshev nodes): within 1.6e-8.
+    log(1 + e) is 2 artanh(s), where s = e / (2 + e) <= 1 / 3. A polynomial in s^2 gives artanh(s) / s within 1.6e-8.
+    Its fit at Chebyshev nodes keeps the largest error small.
     """
     b_e = power_of_two(tl.abs(b_x) * -LOG2_E)
     b_s = b_e * _reciprocal(2.0 + b_e)
@@ -57,13 +58,13 @@ def softplus(b_x):
 
 @triton.jit
 def sigmoid(b_x):
-    """1 / (1 + e^-x) in fp32."""
+    """Return 1 / (1 + e^-x) in fp32."""
     return 1.0 / (1.0 + tl.exp(-b_x))
 
 
 @triton.jit
 def sum_columns(b_x, R: tl.constexpr, N: tl.constexpr, LOG2_N: tl.constexpr):
-    """[R]: the sums of b_x [R, N] by halves, (2 n, 2 n + 1) first: most of them lie in one thread."""
+    """Return [R], the sums of b_x [R, N] by pairs, (2 n, 2 n + 1) first. Most pairs are in one thread."""
     for i in tl.static_range(LOG2_N):
         b_x = tl.sum(tl.reshape(b_x, [R, N >> (i + 1), 2]), 2)
     return tl.reshape(b_x, [R])

@@ -1,8 +1,7 @@
-"""Triton: what sequences keep of a layer, state and window, copied out of other slots, by a list on the device.
+"""Triton: copy the states and windows of a layer between slots, by a list on the device.
 
-Every program reads the list, and copies its block of its share of the slots named there; where none is, it leaves at
-once. It is a launch of its own because whatever else a step does with slots comes behind it: the source may be written
-again.
+Every program reads the list and copies its block for its share of the moves. Without moves it returns at once. It is a
+separate launch because all other work of a step on slots comes later and may overwrite the sources.
 """
 
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from moeyard_kernels.common.launch import check_indices, check_layout
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.state_slots import SlotMoves
 
-# Moves that one list of values holds: longer ones would be compiled for as they come.
+# The least size of the compiled list of moves. Longer lists are compiled for their size.
 _MOVES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreConfig(Config):
-    """A program copies BYTES of every SHARES-th slot of the list: so many moves are on the way together."""
+    """A program copies BYTES of every SHARES-th move, so that SHARES moves are in flight together."""
 
     num_stages: int = 1
     BYTES: int = 16384
@@ -37,7 +36,7 @@ CONFIGS = tuple(
 
 @triton.jit
 def _copy_block(p_x, i_from, i_to, i_part, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Values [i_part BLOCK, i_part BLOCK + BLOCK) of slot i_from to slot i_to, of SIZE values each."""
+    """Copy values [i_part BLOCK, i_part BLOCK + BLOCK) of slot i_from to slot i_to. A slot has SIZE values."""
     o_n = i_part * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_x + i_to * SIZE + o_n, tl.load(p_x + i_from * SIZE + o_n, mask=o_n < SIZE), mask=o_n < SIZE)
 

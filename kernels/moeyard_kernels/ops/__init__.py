@@ -4,9 +4,9 @@ An op has one signature and one kind of result on all devices. Wrong ranks, shap
 ValueError naming the argument and both values, before anything is launched (`op.py`). T counts tokens, M and R rows, P
 (token, k) pairs.
 
-One answer: on a GPU a row of any result depends on that row's inputs alone, bit for bit, never on the number of rows,
-on its place among them or on its neighbours. The references are plain formulas in torch. A CPU serves with
-`moeyard_kernels.cpu`, which keeps that promise there.
+One answer: on a GPU, the bits of a result row depend on that row's inputs alone. They depend neither on the number of
+rows nor on other rows. The references are plain formulas in torch. A CPU serves with `moeyard_kernels.cpu`, which keeps
+that promise there.
 """
 
 from moeyard_kernels.ops.attention import (

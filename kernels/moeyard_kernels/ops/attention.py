@@ -62,21 +62,21 @@ def rope_cache_write_gqa(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """`rope` of q [T, Hq, D] -> the same shape; write `rope` of k [T, Hkv, D], and v as it is, into the caches.
+    """Return `rope` of q [T, Hq, D]. Write `rope` of k [T, Hkv, D], and v unchanged, into the caches.
 
-    cos and sin [T, Dr/2] rotate the first Dr <= D values of each head, the others stay ([T, D]: all D, the first half
-    counts). With q_norm and k_norm [D], q and k are `rms_norm(q, q_norm, eps)` and `rms_norm(k, k_norm, eps)`.
-    k_cache, v_cache [Hkv, num_pages, page, D] may have any strides whose last is one. slot_mapping [T] int64 is page
-    number * page + place in the page, all different, or -1 for a token that is not written. Bits: those of the norms,
-    of `rope` and of a copy.
+    cos and sin [T, Dr/2] rotate the first Dr <= D values of each head. If they are [T, D], all values rotate by their
+    first half. With q_norm and k_norm [D], `rms_norm(q, q_norm, eps)` and `rms_norm(k, k_norm, eps)` replace q and k.
+    The last stride of the caches [Hkv, num_pages, page, D] is 1. The slot of a token is page number * page + position
+    in the page. slot_mapping [T] int64 holds distinct slots, or -1 for tokens that are not written. Bits: those of the
+    norms, of `rope` and of a copy.
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm.reference(q, q_norm, eps), rms_norm.reference(k, k_norm, eps)
     tokens, page, entry = _entries("rope_cache_write_gqa", slot_mapping, *k_cache.shape[1:3])
-    rotated = _turned(k, cos, sin, interleaved=interleaved)
+    rotated = _rotate_first(k, cos, sin, interleaved=interleaved)
     k_cache[:, page, entry] = rotated[tokens].transpose(0, 1)
     v_cache[:, page, entry] = v[tokens].transpose(0, 1)
-    return _turned(q, cos, sin, interleaved=interleaved)
+    return _rotate_first(q, cos, sin, interleaved=interleaved)
 
 
 @op(
@@ -103,11 +103,10 @@ def rope_cache_write_mla(
     kv_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """`rope` of q_rope [T, Hq, Dr] -> the same shape; write kv_a [T, R] and `rope` of k_rope [T, Dr] into the cache.
+    """Return `rope` of q_rope [T, Hq, Dr]. Write kv_a [T, R] and `rope` of k_rope [T, Dr] into the cache.
 
-    With kv_norm [R], `rms_norm(kv_a, kv_norm, eps)` is written. cache [num_pages, page, R + Dr] may have any strides
-    whose last is one; slot_mapping [T] int64 is as in `rope_cache_write_gqa`. Bits: those of the norm, of `rope` and of
-    a copy.
+    With kv_norm [R], `rms_norm(kv_a, kv_norm, eps)` is written. cache [num_pages, page, R + Dr] may have any strides if
+    the last is 1. slot_mapping is as in `rope_cache_write_gqa`. Bits: those of the norm, of `rope` and of a copy.
     """
     if kv_norm is not None:
         kv_a = rms_norm.reference(kv_a, kv_norm, eps)
@@ -117,8 +116,8 @@ def rope_cache_write_mla(
     return rope.reference(q_rope, cos, sin, interleaved=interleaved)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """`rope` of the first 2 cos.shape[1] values of each head of x [T, heads, D], the others as they are."""
+def _rotate_first(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the first 2 cos.shape[1] values of each head of x [T, heads, D]."""
     width = min(x.shape[2], 2 * cos.shape[1])
     rotated = rope.reference(x[..., :width], cos, sin, interleaved=interleaved)
     return rotated if width == x.shape[2] else torch.cat((rotated, x[..., width:]), 2)
@@ -127,11 +126,10 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave
 def _entries(
     op: str, slots: torch.Tensor, num_pages: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Tokens that are written, their pages, their places in the page). Raises ValueError for a slot outside."""
+    """Return the tokens to write, their pages and positions in the page. Raises ValueError for a slot out of range."""
     check_indices(op, low=-1, high=num_pages * page_size, slot_mapping=slots)
     tokens = (slots >= 0).nonzero().squeeze(1)
-    kept = slots[tokens]
-    return tokens, kept // page_size, kept % page_size
+    return tokens, slots[tokens] // page_size, slots[tokens] % page_size
 
 
 @op(
@@ -155,9 +153,9 @@ def gqa_decode(
     """Attention of q [B, Hq, Dk], each row over its own pages -> ([B, Hq, Dv] in q's dtype, lse [B, Hq] fp32).
 
     k_cache [Hkv, num_pages, page, Dk] and v_cache [Hkv, num_pages, page, Dv] are contiguous. `tables` hold the step's
-    lengths, pages and window; positions that no query sees may hold anything. lse is ln(sum(exp(scores))). The bits of
-    a row depend on the row and the keys that it sees. static_tables: the caller knows that no launch at work writes the
-    tables, which holds between the layers of a step. A GPU may then read them before the launch ahead has ended.
+    lengths, pages and window. Positions that no query sees may hold anything. lse is ln(sum(exp(scores))). The bits of
+    a row depend on the row and the keys that it sees. static_tables: no launch in flight writes the tables, which holds
+    between the layers of a step. A GPU may then read them before the previous launch has ended.
     """
     check_tables("gqa_decode", tables, k_cache.shape[1])
     return attend(q, k_cache, v_cache, tables=tables, scale=scale, split=GQA_SPLIT)
@@ -192,9 +190,9 @@ def rope_gqa_decode(
     """`rope_cache_write_gqa`, then `gqa_decode` of its result: (out [T, Hq, D], lse [T, Hq] fp32), caches written.
 
     The caches are contiguous. A row's own key is at position kv_lens - 1. lone_rows: no row sees a key that another row
-    writes here, except copies of a row, which are not written (-1), as padding is. A GPU may then do all in one launch,
-    if a config says so. static_tables: as in `gqa_decode`; with lone_rows, keys of earlier steps and the norms' weights
-    are as old as the tables. Bits: those of the two ops.
+    writes in this call, except copies of a row, which like padding are not written (-1). A GPU may then use one launch,
+    if a config says so. static_tables: as in `gqa_decode`. With lone_rows it also covers keys of earlier steps and the
+    norms' weights. Bits: those of the two ops.
     """
     q = rope_cache_write_gqa.reference(
         q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
@@ -223,9 +221,9 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed latent attention of q_latent [B, Hq, R], q_rope [B, Hq, Dr] -> ([B, Hq, R], lse [B, Hq] fp32).
 
-    latent_cache is [num_pages, page, R + Dr]. Every query head reads the one latent, whose first R values are also the
-    values. `tables`, `static_tables` and the cache's contents are as in `gqa_decode`. static_keys: also, no launch at
-    work writes rows of the cache below a sequence's least length less one, which are rows of earlier steps.
+    latent_cache is [num_pages, page, R + Dr]. All query heads read the same latent, whose first R values are also the
+    values. `tables`, `static_tables` and the cache's contents are as in `gqa_decode`. static_keys: no launch in flight
+    writes the cache rows of earlier steps, which are those below a sequence's least length minus one.
     """
     check_tables("mla_decode", tables, latent_cache.shape[0])
     keys = latent_cache.unsqueeze(0)
@@ -238,7 +236,7 @@ def mla_decode(
 def attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float, split: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, Hq, Dk] over caches [Hkv, num_pages, page, D] -> ([B, Hq, Dv] in q's dtype, log-sum-exp [B, Hq] fp32)."""
+    """Attention of q [B, Hq, Dk] over caches [Hkv, num_pages, page, D] -> ([B, Hq, Dv] in q's dtype, lse [B, Hq])."""
     num_kv_heads, num_q = k_cache.shape[0], tables.num_queries
     out, lse = q.new_zeros(*q.shape[:2], v_cache.shape[3]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for row, length in enumerate(tables.kv_lens.flatten().tolist()):
@@ -261,7 +259,7 @@ def attend(
 
 
 def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
-    """Raise ValueError for lengths that the table cannot hold, and for pages in use that the cache has not."""
+    """Raise ValueError for lengths that the table cannot hold, and for used pages that the cache does not have."""
     lens, table = tables.kv_lens.view(tables.num_sequences, tables.num_queries), tables.page_table
     longest = table.shape[1] * tables.page_size
     if lens.numel() and not 0 <= int(lens.min()) <= int(lens.max()) <= longest:
@@ -284,12 +282,11 @@ def check_tables(op: str, tables: DecodeTables, num_pages: int) -> None:
 def attn_combine(
     partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over S consecutive pieces of the keys: partial [B, S, H, D] -> ([B, H, D] in `dtype`, lse [B,
-    H]).
+    """Merge attention over S consecutive pieces of the keys -> ([B, H, D] in `dtype`, lse [B, H]).
 
-    partial is fp32, lse [B, S, H] fp32: natural logarithms, -inf for a piece that saw nothing and whose partial is
-    finite. out = sum_s w_s partial_s / sum_s w_s, s ascending, w_s = exp(lse_s - max lse). One piece comes back bit for
-    bit; all of -inf give zeros and -inf.
+    partial [B, S, H, D] and lse [B, S, H] are fp32. lse holds natural logarithms. A piece that saw nothing has lse -inf
+    and a finite partial. out = sum_s w_s partial_s / sum_s w_s, s ascending, w_s = exp(lse_s - max lse). A single piece
+    is returned bit for bit. If all lse are -inf, the results are zeros and -inf.
     """
     top = lse.amax(1)
     top = torch.where(top == float("-inf"), 0.0, top)
@@ -304,7 +301,7 @@ def attn_combine(
 
 
 def _check_keys(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> None:
-    """Raise ValueError for keys and values that do not lie as the plan says."""
+    """Raise ValueError for keys and values whose layout does not fit the plan."""
     paged = plan.page_size > 0
     if k.dim() != (4 if paged else 3) or k.shape[:-1] != v.shape[:-1]:
         kind = "paged" if paged else "flat"
@@ -347,13 +344,13 @@ def attn_prefill_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention of several chunks q [T, Hq, Dk] over their prefixes -> ([T, Hq, Dv] in q's dtype, lse or None).
 
-    `plan` is the step's `plan_prefill`. Paged: k [Hkv, num_pages, page, Dk] and v [Hkv, num_pages, page, Dv] are caches
-    as the pools lay them out, contiguous. Else k [L, Hkv, Dk] and v [L, Hkv, Dv] hold the chunks' keys one after the
-    other; only the last stride is fixed, so both may be parts of one product. With `k_rope` [L, Dr], k holds the first
-    Dk - Dr values of each head's key and k_rope the rest, which all heads share (latent attention).
-    Keys and values that a chunk sees are finite; other rows and pages may hold anything. The lse is the log of the sum
-    of exp(scale q . k), [T, Hq] fp32, and costs a store, so only `return_lse` gives it. The bits of a query depend on
-    its row and the keys that it sees, not on the chunk, its neighbours or where keys lie.
+    `plan` is the step's `plan_prefill`. If it is paged, k [Hkv, num_pages, page, Dk] and v [Hkv, num_pages, page, Dv]
+    are contiguous caches. Otherwise k [L, Hkv, Dk] and v [L, Hkv, Dv] hold the keys of all chunks in order. Only their
+    last stride is fixed, so both may be parts of one product. With `k_rope` [L, Dr], k holds the first Dk - Dr values
+    of each head's key and k_rope the others, which all heads share (latent attention). Keys and values that a chunk
+    sees are finite. Other rows and pages may hold anything. return_lse: also return the log of the sum of exp(scale q .
+    k), [T, Hq] fp32, which costs a store. The bits of a query depend on its row and the keys that it sees, not on the
+    chunk, other queries or the layout of the keys.
     """
     table = plan.page_table
     if table is not None and table.numel() and int(table.max()) >= k.shape[1]:
@@ -373,7 +370,7 @@ def attn_prefill_varlen(
 
 
 def _keys(x: torch.Tensor, plan: PrefillPlan, b: int, end: int) -> torch.Tensor:
-    """Positions [0, end) of chunk b of keys or values, [Hkv, end, D] fp32."""
+    """Return positions [0, end) of the keys or values of chunk b, [Hkv, end, D] fp32."""
     if plan.page_table is not None:
         pages = plan.page_table[b, : -(-end // plan.page_size)].long()
         return x[:, pages].flatten(1, 2)[:, :end].float()
@@ -385,7 +382,7 @@ def _keys(x: torch.Tensor, plan: PrefillPlan, b: int, end: int) -> torch.Tensor:
 def _chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D] at positions from `start` on, k [Hkv, L, D], v [Hkv, L, Dv] -> [T, Hq, Dv], [T, Hq], both fp32."""
+    """Attend with q [T, Hq, D], from position `start` on, to k [Hkv, L, D], v [Hkv, L, Dv] -> fp32 [T, Hq, Dv], lse."""
     num_rows, num_heads, _ = q.shape
     group = num_heads // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -420,13 +417,13 @@ def snapkv_scores(
     rows: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Score each key of a prompt by its last W queries -> fp32 [Hkv, length - W], of the keys before these queries.
+    """Score each key before a prompt's last W queries by these queries -> fp32 [Hkv, length - W].
 
-    q [W, Hq, D] sits at positions length - W .. length - 1, 1 <= W < length. k [Hkv, N, D] has the key of position p in
-    row p, or in row rows[p] if `rows` [length or more] int64 is given; only the last stride is fixed. With `k_rope` [N,
-    Dr], k holds the first D - Dr values of a key and k_rope the rest, which all heads share. The score of a key is the
-    sum of its softmax weights (scale q . k over all keys that a query sees) over the window and the query heads that
-    share it. Its bits depend on the queries and keys, not on where they lie. Source: arXiv 2404.14469.
+    q [W, Hq, D] has positions length - W to length - 1, and 1 <= W < length. k [Hkv, N, D] has the key of position p in
+    row p. With `rows` [length or more] int64 it is in row rows[p]. Only the last stride of k is fixed. With `k_rope`
+    [N, Dr], k holds the first D - Dr values of a key and k_rope the others, which all heads share. A query's softmax
+    weights are those of scale q . k over all keys that it sees. The score of a key sums its weights over the window and
+    the query heads that share it. The bits depend on queries and keys, not on their layout. Source: arXiv 2404.14469.
     """
     window, num_heads, _ = q.shape
     num_kv_heads = k.shape[0]

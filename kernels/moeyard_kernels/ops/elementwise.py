@@ -8,10 +8,10 @@ from moeyard_kernels.ops.op import op
 
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
-    """x [M, N] in fp32 (fp64 stays), with room between rows: torch then has a vector loop per row, not one over all.
+    """Return x [M, N] in fp32 (or fp64) with gaps between rows, so that torch runs one vector loop per row.
 
     Its sigmoid, silu and softplus differ in the last bit between vectors and the scalar tail of a loop (torch 2.13,
-    AVX2); so a value's path depends on its column alone.
+    AVX2). With the gaps, the path of a value depends only on its column.
     """
     out = torch.empty(x.shape[0], x.shape[1] + 1, dtype=torch.promote_types(x.dtype, torch.float32))[:, :-1]
     return out.copy_(x)
@@ -21,8 +21,8 @@ def rows_apart(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; x32 is x in fp32, the cast is to x's dtype.
 
-    The cast comes before the weight, as in the Hugging Face models. An fp32 weight beside bf16 rows comes before the
-    cast: Qwen3-Next stores such weights less one.
+    The cast precedes the weight, as in the Hugging Face models. An fp32 weight of bf16 rows is applied before the cast,
+    because Qwen3-Next stores such weights minus one.
     """
     x32 = x.float()
     scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -50,9 +50,9 @@ def add_rms_norm(
 def mla_split_qkv_a_norm(
     qkv_a: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split qkv_a [T, Rq + R + Dr] by q_weight [Rq] and kv_weight [R]: (q_a [T, Rq], kv_a [T, R], k_rope [T, Dr]).
+    """Split qkv_a [T, Rq + R + Dr] into (q_a [T, Rq], kv_a [T, R], k_rope [T, Dr]).
 
-    q_a and kv_a are `rms_norm` of their columns, bit for bit. k_rope is a copy.
+    q_a and kv_a are `rms_norm` of their columns with q_weight [Rq] and kv_weight [R], bit for bit. k_rope is a copy.
     """
     num_q, num_kv = q_weight.shape[0], kv_weight.shape[0]
     q, kv, rope = qkv_a.split((num_q, num_kv, qkv_a.shape[1] - num_q - num_kv), 1)
@@ -62,18 +62,18 @@ def mla_split_qkv_a_norm(
 @op("elementwise.silu_mul", gate_up="float [M, 2*I]")
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype."""
-    # The gate half stays a view: its rows are strided, so each row is one vector loop of I elements, and whether a
-    # position takes the vector path or the scalar tail depends on its column only.
+    # The gate half is a view with strided rows, so each row is one vector loop of I elements. Whether a value takes the
+    # vector path or the scalar tail depends only on its column.
     half = gate_up.shape[1] // 2
     return F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])
 
 
 @op("elementwise.scale_rows", x="float [T, H]", scale="float [T]")
 def scale_rows_(x: torch.Tensor, scale: torch.Tensor, *, sigmoid: bool = False) -> torch.Tensor:
-    """Replace x [T, H] by round(float(x) * float(scale[t])), as a rounded pass of its own; scale [T]. Return x.
+    """Replace x [T, H] by round(float(x) * float(scale[t])), with scale [T]. Return x.
 
-    sigmoid: the factor is sigmoid(scale[t]) in fp32, which is how a shared expert is gated. `moe_reduce_add_norm` fuses
-    that, except for rows that do not begin at multiples of 16 bytes.
+    sigmoid: the factor is sigmoid(scale[t]) in fp32, the gate of a shared expert. `moe_reduce_add_norm` fuses that,
+    except for rows that do not begin at multiples of 16 bytes.
     """
     factor = rows_apart(scale.unsqueeze(1))
     if sigmoid:
@@ -107,10 +107,10 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """rms_norm(x) * silu(gate), or sigmoid(gate), for x [T, H, D], gate [T, H D], weight [D] -> [T, H D] in x's dtype.
 
-    The gate is activated and multiplied in fp32, and the product is rounded once. An fp32 weight rounds nothing before
-    that (Kimi-Linear), a weight of x's dtype rounds as in `rms_norm`. Rows of the gate may be slices of wider rows.
-    rows [T] int64: row t of x is x[rows[t]], with the gate of row t. Indices are checked on a CPU, and on a GPU within
-    `launch.checked()`.
+    The gate is activated and multiplied in fp32, and the product is rounded once. With an fp32 weight nothing is
+    rounded before that (Kimi-Linear). A weight of x's dtype rounds as in `rms_norm`. Rows of the gate may be slices of
+    wider rows. With `rows` [T] int64, row t is x[rows[t]] with the gate of row t. Indices are checked on a CPU, and on
+    a GPU within `launch.checked()`.
     """
     dtype = x.dtype
     if rows is not None:

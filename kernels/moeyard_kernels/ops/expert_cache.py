@@ -1,4 +1,4 @@
-"""A cache of experts whose residency the GPU decides: who has a slot, and how missed experts get into theirs."""
+"""A cache of experts whose residency the GPU decides: the choice of slots, and copies of missed experts."""
 
 import ctypes
 from collections.abc import Sequence
@@ -52,15 +52,15 @@ def cache_access(
 ) -> torch.Tensor:
     """Make the experts resident that decode rows of one layer need -> tables [1 + waves, E] int32 of slots.
 
-    ids [T, K] (int64 or int32) count from 0 within the layer, -1 is masked; at most `num_needed` are distinct, if the
-    caller knows. Row 0 of the result names the slots of the experts that have one. Row 1 + w names those of the experts
-    that are to be copied for wave w. All others are -1. The slots of row w > 1 may be in use until the wave before is
-    computed. Hits and the misses of wave 0 are at most half of the slots, unless there are more hits; later waves have
-    at most half, so there are `max_waves`.
+    ids [T, K] (int64 or int32) count from 0 within the layer, and -1 is masked. num_needed: a bound on the distinct
+    ids, if known. Row 0 of the result holds the slots of resident experts. Row 1 + w holds the slots of the experts to
+    copy for wave w. Other values are -1. The slots of row w > 1 may be in use until the wave before is computed. Hits
+    and misses of wave 0 take at most half of the slots, unless there are more hits. Later waves take at most half, so
+    there are at most `max_waves`.
 
-    Changes `state` as the policy that it names does (`moeyard_worker.experts`): the same victims, the same slots. The
-    reference finds each by a search through all slots. No host sync; nothing changes where no id is left. Ids must lie
-    in [-1, E): checked on a CPU, and on a GPU within `launch.checked()`.
+    `state` changes as its policy does in `moeyard_worker.experts`: the same victims and slots. The reference searches
+    all slots for each victim. There is no host sync, and without unmasked ids nothing changes. Ids must lie in [-1, E).
+    This is checked on a CPU, and on a GPU within `launch.checked()`.
     """
     num_experts = state.slot_of.shape[1]
     check_indices("cache_access", low=-1, high=num_experts, ids=ids)
@@ -123,10 +123,9 @@ def gather_experts(
 ) -> None:
     """Copy the experts of one layer that have a slot in `table` [E] int32 (-1: none) from host memory into it.
 
-    store [L E, 2 I H + H I] holds an expert per row, gate_up's values before down's; on a GPU it is pinned memory of
-    the host. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). `counts`: those of
-    a `ResidencyState`, to which the time of this copy is added. No host sync: the launch leaves at once if the table is
-    empty.
+    store [L E, 2 I H + H I] holds one expert per row, gate_up's values before down's. For a GPU it is pinned host
+    memory. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). The time of the copy
+    is added to `counts` of a `ResidencyState`. There is no host sync: the launch returns at once for an empty table.
     """
     split = gate_up[0].numel()
     for expert, slot in enumerate(table.tolist()):
@@ -157,15 +156,14 @@ def fetch_experts(
     read: bool = True,
     move: bool = True,
 ) -> None:
-    """`gather_experts` of all ranks of a host over the links of all: a rank that misses few reads for one with many.
+    """`gather_experts` for all ranks of a host over all their links: ranks with few misses read for ranks with many.
 
-    All ranks call it or none, once, between `dispatch_rows` and `combine_rows` of an exchange. Arguments and their
-    contents when the launch has ended are those of `gather_experts`; `counts` also counts the bytes read for peers and
-    by them. A call tells peers its misses, reads, and moves what peers have read, unless a flag leaves out a part; on a
-    CPU nothing arrives while it waits. Ranks that do not share (`FetchWindow.share`), or that have failed, read alone.
-    No host sync. A unit that does not come within the exchange's limit is in its record of failure, as of
-    `dispatch_rows`, in the phase FETCH, and the rank reads the rest by itself. `fetch_window` says which rank reads
-    which unit.
+    All ranks call it or none, once, between `dispatch_rows` and `combine_rows` of an exchange. Arguments and results
+    are those of `gather_experts`. `counts` also counts the bytes read for peers and by peers. A call tells peers its
+    misses, reads, and moves the units that peers have read. The flags `tell`, `read` and `move` leave out a part; on a
+    CPU nothing arrives during a wait. Ranks that do not share (`FetchWindow.share`) or have failed read alone. There is
+    no host sync. A unit that misses the exchange's time limit is recorded as a failure of the phase FETCH, as in
+    `dispatch_rows`, and the rank reads the rest itself. `fetch_window` says which rank reads which unit.
     """
     shape, rank, state = window.shape, window.peer.rank, window.peer.state
     missed = [(layer * table.shape[0] + e, slot) for e, slot in enumerate(table.tolist()) if slot >= 0]
@@ -187,82 +185,80 @@ def fetch_experts(
     if not (read or move):
         return
     late = mine.heads[:, STAMP] < epoch
-    shares = share_out([int(n) * shape.units for n in mine.heads[:, MISSED]], shape.staged_units)
+    reads = plan_reads([int(n) * shape.units for n in mine.heads[:, MISSED]], shape.staged_units)
     if late.any():
         _fail(window, epoch, [peer for peer in range(shape.world_size) if late[peer]])
-        shares = share_out([0] * shape.world_size, 0)
-    kept = len(wanted) - shares.lent[rank]
+        reads = plan_reads([0] * shape.world_size, 0)
+    num_alone = len(wanted) - reads.by_peers[rank]
     if read:
-        begin, end = shares.reads[rank]
+        begin, end = reads.ranges[rank]
         for at in range(begin, end):
-            owner, number = shares.owner(at)
+            owner, number = reads.owner(at)
             theirs, head = window.views(owner), mine.heads[owner]
-            expert, unit = divmod(shares.units[owner] - shares.lent[owner] + number, shape.units)
-            named = expert - max(0, shares.units[owner] // shape.units - shape.staged)
+            expert, unit = divmod(reads.units[owner] - reads.by_peers[owner] + number, shape.units)
+            named = expert - max(0, reads.units[owner] // shape.units - shape.staged)
             found = _read(int(window.stores[owner]) + int(head[PLACES + named]) * slots.size, *window.part(unit))
             theirs.units[number, : len(found)] = found.to(theirs.units.device)
             theirs.flags[number] = epoch
-        for place, slot, unit in wanted[:kept]:
+        for place, slot, unit in wanted[:num_alone]:
             slots.fill(slot, unit, slots.stored(place, unit))
         if counts is not None:
             counts[FOR_PEERS] += (end - begin) * shape.unit_bytes
-            counts[BY_PEERS] += shares.lent[rank] * shape.unit_bytes
-    for number, (place, slot, unit) in enumerate(wanted[kept:] if move else ()):
+            counts[BY_PEERS] += reads.by_peers[rank] * shape.unit_bytes
+    for number, (place, slot, unit) in enumerate(wanted[num_alone:] if move else ()):
         first, last = window.part(unit)
         if int(mine.flags[number]) >= epoch:
             slots.fill(slot, unit, mine.units[number, : last - first])
             continue
         if not state[POISONED]:
-            _fail(window, epoch, [shares.reader(rank, number)])
+            _fail(window, epoch, [reads.reader(rank, number)])
         slots.fill(slot, unit, slots.stored(place, unit))
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Of every rank the units that it misses and that it lends, and what it reads of all that is lent: [begin, end)."""
+class ReadPlan:
+    """Per rank: the units that it misses, those that peers read for it, and the range [begin, end) that it reads."""
 
     units: tuple[int, ...]
-    lent: tuple[int, ...]
-    reads: tuple[tuple[int, int], ...]
+    by_peers: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
 
-    def owner(self, lent: int) -> tuple[int, int]:
-        """Whose a unit of all that is lent is, and its number among what that rank lends."""
+    def owner(self, number: int) -> tuple[int, int]:
+        """Return the rank of a unit that peers read, counted over all ranks, and its number within that rank."""
         rank = 0
-        while lent >= self.lent[rank]:
-            lent -= self.lent[rank]
+        while number >= self.by_peers[rank]:
+            number -= self.by_peers[rank]
             rank += 1
-        return rank, lent
+        return rank, number
 
     def reader(self, rank: int, unit: int) -> int:
-        """Who reads a unit that a rank lends."""
-        at = sum(self.lent[:rank]) + unit
-        return next(reader for reader, (begin, end) in enumerate(self.reads) if begin <= at < end)
+        """Return the peer that reads a unit of `rank`, counted among those that peers read for it."""
+        at = sum(self.by_peers[:rank]) + unit
+        return next(reader for reader, (begin, end) in enumerate(self.ranges) if begin <= at < end)
 
 
-def share_out(units: Sequence[int], most_lent: int) -> Shares:
-    """What ranks that miss so many units lend and read."""
+def plan_reads(units: Sequence[int], most_by_peers: int) -> ReadPlan:
+    """Plan the reads of ranks that miss `units` units each, where peers read at most `most_by_peers` for each rank."""
     share = -(-sum(units) // len(units))
-    lent = [min(max(0, each - share), most_lent) for each in units]
-    ends = [min(end, sum(lent)) for end in accumulate(max(0, share - each) for each in units)]
-    return Shares(tuple(units), tuple(lent), tuple(zip([0, *ends], ends, strict=False)))
+    by_peers = [min(max(0, each - share), most_by_peers) for each in units]
+    ends = [min(end, sum(by_peers)) for end in accumulate(max(0, share - each) for each in units)]
+    return ReadPlan(tuple(units), tuple(by_peers), tuple(zip([0, *ends], ends, strict=False)))
 
 
 class _Slots:
-    """A rank's experts and their slots, as bytes."""
+    """A rank's stored experts and their slots, as bytes."""
 
     def __init__(self, window: FetchWindow, store: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         self._window, self._up_bytes = window, window.shape.up_bytes
-        self._store, self._gate_up, self._down = (
-            x.view(len(x), -1).view(torch.uint8) for x in (store, gate_up, down)
-        )  # fmt: skip
+        self._store, self._gate_up, self._down = (x.view(len(x), -1).view(torch.uint8) for x in (store, gate_up, down))
         self.size = self._store.shape[1]
 
     def stored(self, place: int, unit: int) -> torch.Tensor:
-        """A unit of an expert of this rank's store."""
+        """Return a unit of an expert in this rank's store."""
         return self._store[place, slice(*self._window.part(unit))]
 
     def fill(self, slot: int, unit: int, found: torch.Tensor) -> None:
-        """Put a unit into its place in a slot."""
+        """Copy a unit to its place in a slot."""
         begin, end = self._window.part(unit)
         if end <= self._up_bytes:
             self._gate_up[slot, begin:end] = found
@@ -271,7 +267,7 @@ class _Slots:
 
 
 def _read(address: int, begin: int, end: int) -> torch.Tensor:
-    """Bytes of a peer's store, which is memory of this process that no tensor of this rank holds."""
+    """Return bytes of a peer's store, which is mapped into this process but not held by a tensor of this rank."""
     return torch.frombuffer(bytearray(ctypes.string_at(address + begin, end - begin)), dtype=torch.uint8)
 
 

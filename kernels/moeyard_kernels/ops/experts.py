@@ -64,12 +64,12 @@ def topk_gate(
 
     Rows of logits may be slices of wider rows. scores = softmax or sigmoid of the logits. The choice is by scores +
     bias [E] fp32, ties by the lowest id, within the `topk_groups` best of `num_groups` groups of consecutive experts. A
-    group counts as its best score, or as the sum of its two best. Weights are the unbiased scores, divided by their sum
-    (+ 1e-20 for sigmoid) if `renormalize`, times `scaling`. Outside the chosen groups a score is -inf (sigmoid) or 0
-    (softmax) for the choice, as in transformers. For the gates of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.
+    group's score is its best score, or the sum of its two best. Weights are the unbiased scores, divided by their sum
+    (+ 1e-20 for sigmoid) if `renormalize`, times `scaling`. Outside the chosen groups, a score is -inf (sigmoid) or 0
+    (softmax) for the choice, as in transformers. Models: mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.
 
-    counts [E] and entries [T], both int64 or neither: each row whose entry is not negative adds one to counts of each
-    expert that it has chosen. Weights and ids are the same bits.
+    counts [E] and entries [T] are int64, both or neither. Each row with entries[t] >= 0 adds one to counts of each
+    expert that it chose. They do not change weights and ids.
     """
     logits = logits.float().contiguous()
     scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
@@ -91,7 +91,7 @@ def topk_gate(
 
 
 def make_choice(choice: TokenChoice) -> None:
-    """Make one token's choice, whose weights and ids are written."""
+    """Choose the experts of one token and write `choice.weights` and `choice.ids`."""
     arguments = {**asdict(choice.rule), "counts": choice.counts, "entries": choice.entries}
     weights, ids = topk_gate.reference(choice.logits, bias=choice.bias, **arguments)
     choice.weights.copy_(weights)
@@ -110,7 +110,7 @@ def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
 def _mask_groups(
     choice: torch.Tensor, num_groups: int, topk_groups: int, group_score: str, masked: float
 ) -> torch.Tensor:
-    """choice [T, E] with all experts outside the best `topk_groups` groups of consecutive experts set to `masked`."""
+    """Set all experts of choice [T, E] outside the best `topk_groups` groups of consecutive experts to `masked`."""
     grouped = choice.view(choice.shape[0], num_groups, choice.shape[1] // num_groups)
     best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, -1).values.sum(-1)
     kept = _largest(best, topk_groups)
@@ -119,7 +119,7 @@ def _mask_groups(
 
 
 def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids [T, k] of the k largest of scores [T, N], falling, ties by the lower id (topk leaves ties open)."""
+    """Return ids [T, k] of the k largest of scores [T, N], falling, ties by the lower id (topk leaves ties open)."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
@@ -134,14 +134,15 @@ def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
 def expert_layout(
     topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, *, num_slots: int, block_rows: int, one_in: int = 1
 ) -> ExpertLayout:
-    """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert; slot_of_expert [E] int32, -1: not here.
+    """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert.
 
-    Pairs of one expert stay in order, and each expert begins at a multiple of `block_rows` (16, 32, 64 or 128; see
-    `expert_block_rows`). Blocks leave out pairs of experts that are not here and pairs whose id is -1, which are
-    padding rows or another rank's. No host sync: all counts stay on the device. The cost does not depend on
-    `num_slots`, which may count the slots of all layers. `one_in`: hint that about 1/one_in of the pairs are local; no
-    result depends on it. Ids must lie in [-1, E) and slots in [-1, num_slots): checked on a CPU, and on a GPU within
-    `launch.checked()`. The kernel leaves unwritten what is -1 in the reference's result.
+    slot_of_expert [E] int32 is -1 for experts that are not local. Pairs of one expert stay in order, and each expert
+    begins at a multiple of `block_rows` (16, 32, 64 or 128; see `expert_block_rows`). Blocks leave out pairs without a
+    local expert: padding rows and other ranks' pairs have the id -1. There is no host sync, because all counts stay on
+    the device. The cost does not depend on `num_slots`, which may count the slots of all layers. one_in: hint that
+    about 1/one_in of the pairs are local; no result depends on it. Ids must lie in [-1, E) and slots in [-1,
+    num_slots). This is checked on a CPU, and on a GPU within `launch.checked()`. The kernel does not write values that
+    are -1 in the reference's result.
     """
     num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
     check_indices("expert_layout", low=-1, high=num_experts, topk_ids=topk_ids)
@@ -152,7 +153,7 @@ def expert_layout(
     counts = torch.bincount(experts[here], minlength=num_experts)
     blocks = (counts + (block_rows - 1)) // block_rows
     capacity = max_blocks(num_pairs, num_experts, block_rows)
-    # Rows that padding puts before each expert, on top of the pairs before it.
+    # The padding rows before each expert.
     shift = (blocks.cumsum(0) - blocks) * block_rows - (counts.cumsum(0) - counts)
     pairs = torch.full((capacity * block_rows,), -1, dtype=torch.int32)
     pairs[torch.arange(len(order)) + shift[experts[order]]] = order.int()
@@ -171,7 +172,7 @@ def expert_layout(
 
 
 def _check_layout(op: str, x: torch.Tensor, layout: ExpertLayout | ExpertPairs, top_k: int) -> None:
-    """Raise ValueError for a layout, or a choice still to be made, that does not fit x."""
+    """Raise ValueError for a layout, or an open choice, that does not fit x."""
     index = layout.pairs if isinstance(layout, ExpertLayout) else layout.topk_ids
     if index.device != x.device:
         raise ValueError(f"{op}: layout is on {index.device}, x on {x.device}")
@@ -228,7 +229,7 @@ def _check_shared(op: str, shared: SharedRow, x: torch.Tensor) -> None:
 
 
 def _check_home(op: str, x: torch.Tensor, top_k: int, out: torch.Tensor | None, home: PeerWindow | None) -> None:
-    """Raise ValueError for results that the memory of peers does not take."""
+    """Raise ValueError for results that do not fit the memory of peers."""
     if home is None:
         return
     world, most = home.shape.world_size, home.shape.num_rows
@@ -262,16 +263,16 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """One unweighted row per pair: out[t * K + k] = down[slot] @ silu_mul(gate_up[slot] @ x[t]) -> [T * K, H].
 
-    x [T, H], gate_up [S, 2 I, H] and down [S, H, I] (contiguous, fp32 or bf16), slots as `layout` has them. Rows of
-    pairs that are in no block of the layout stay as they are: garbage in a new `out`, while two calls may compute hits
-    and misses into one. For at most FEW_PAIRS pairs `ExpertPairs` serve, which take no launch to make. The choice of
-    one token may still be open (`ExpertPairs.choice`): it is made then, with `topk_gate`'s bits, and a shared expert in
-    it is computed too (`SharedRow`). The bits of a row depend on that row and its expert alone, not on the layout.
+    x [T, H], gate_up [S, 2 I, H] and down [S, H, I] are contiguous, fp32 or bf16. `layout` names the slots. Rows of
+    pairs outside all blocks of the layout are not written. They are garbage in a new `out`, but two calls may compute
+    hits and misses into one `out`. At most FEW_PAIRS pairs may come as `ExpertPairs`, which need no launch. The choice
+    of one token may still be open (`ExpertPairs.choice`). It is made here, with `topk_gate`'s bits, and its shared
+    expert is computed too (`SharedRow`). The bits of a row depend on that row and its expert alone, not on the layout.
     Rounding points: both halves of the first product, silu, its product with the up half, and the result.
 
-    `home`, in place of `out`: x are rows that a `dispatch_rows` gave, and results go to the memory of the ranks that
-    they came from, where `combine_rows` would bring them -> [max_tokens * K, H], the results for this rank's tokens.
-    Then call `combine_rows` without results, by which all ranks learn that theirs are complete.
+    home, instead of `out`: x are rows from `dispatch_rows`. Results go to the memory of their source ranks, as
+    `combine_rows` would copy them. Return [max_tokens * K, H], the results for this rank's tokens. Then call
+    `combine_rows` without results, which tells all ranks that theirs are complete.
     """
     if isinstance(layout, ExpertPairs):
         if layout.choice is not None:
@@ -301,7 +302,7 @@ def grouped_gemm(
 
 
 def _put_home(out: torch.Tensor, pairs: torch.Tensor, window: PeerWindow) -> None:
-    """Rows of `out` [R K, H] to their places in the memory of the rows' sources."""
+    """Copy rows of `out` [R K, H] to the memory of the ranks that sent them."""
     world, top_k = window.shape.world_size, window.shape.top_k
     if window.state[POISONED]:
         return
@@ -327,15 +328,15 @@ def moe_weighted_reduce(
     """partial [T, K, H], weights [T, K] fp32, shared and residual [T, H] -> [T, H] in partial's dtype (fp32 or bf16).
 
     acc = 0 in fp32; for k = 0..K-1: acc = fma(weights[t, k], float(partial[t, k]), acc); then acc + float(shared), and
-    one rounding to the dtype. With a residual, residual + that, rounded again, as if added afterwards. Reference and
+    one rounding to the dtype. A residual is added to that and rounded again, as in a separate addition. Reference and
     Triton kernel agree bit for bit.
 
-    Torch has no fused multiply-add that is one on every path, so the reference runs the chain in fp64. There a product
-    of two fp32 values is exact, so one step is an addition in fp64 and a rounding to fp32: two roundings. They could
-    differ from one only if the fp64 sum lay so close to the middle of two fp32 values that its own error mattered. So
-    each sum is moved by one to two of its last places to either side, which encloses the exact one. Rounding is
-    monotonic: if both ends round to the same fp32 value, so does the exact sum. If not, and the sum was inexact, the
-    chain is run again with sums rounded to odd, which makes the second rounding the only one.
+    Torch has no multiply-add that is fused on every path, so the reference runs the chain in fp64. There a product of
+    two fp32 values is exact, and a step rounds twice: the sum to fp64, then to fp32. The result differs from a single
+    rounding only if the fp64 sum is so close to the middle of two fp32 values that its own error matters. So each sum
+    is moved by one to two of its last places to either side, which encloses the exact sum. Rounding is monotonic: if
+    both ends round to the same fp32 value, so does the exact sum. If not, and the sum was inexact, the chain runs again
+    with sums rounded to odd. Then only the second rounding counts.
     """
     if residual is not None:
         return residual + moe_weighted_reduce.reference(partial, weights, shared)
@@ -359,7 +360,7 @@ def _reduce(w: torch.Tensor, partial: torch.Tensor, shared: torch.Tensor | None)
 
 
 def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """fp32 chain acc = fma(w[:, k], x[:, k], acc) over k, of fp32 values held in fp64: w [T, K, 1], x [T, K, H]."""
+    """Return the fp32 chain acc = fma(w[:, k], x[:, k], acc), for fp32 values in fp64: w [T, K, 1], x [T, K, H]."""
     num_tokens, top_k, hidden = x.shape
     # Adding zero turns a product of -0 into the +0 that fma(a, b, +0) is.
     acc = (w[:, 0] * x[:, 0]).add_(0.0).float()
@@ -373,7 +374,7 @@ def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         acc = torch.addcmul(c, w[:, k], x[:, k], out=s).float()
     apart = (sums * (1 + 2.0**-52)).float() != (sums * (1 - 2.0**-52)).float()
     if apart.any():
-        # A sum is exact if taking off either summand, of which one is at least an exact operation, gives the other.
+        # A sum is exact if subtracting either summand gives the other. One of these subtractions is always exact.
         p = w[:, 1:] * x[:, 1:]
         if (apart & ((sums - accs != p) | (sums - p != accs))).any():
             return _chain_to_odd(w, x)
@@ -381,7 +382,7 @@ def _chain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _chain_to_odd(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The chain with every fp64 sum rounded to odd (towards the odd neighbour if inexact), then to fp32.
+    """Return the chain with each fp64 sum rounded to odd (towards the odd neighbour if inexact), then to fp32.
 
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
     """
@@ -422,9 +423,9 @@ def moe_reduce_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm(moe_weighted_reduce(partial, weights, shared), residual, norm, eps)` in one launch on a GPU.
 
-    partial [T, K, H], weights [T, K] fp32, shared (or None) and residual [T, H], norm [H] -> (normalised rows [T, H],
-    the sum of residual and experts [T, H]), bit for bit. shared_gate [T], fp32 or bf16, of any stride: `shared` counts
-    as `scale_rows_(shared, shared_gate, sigmoid=True)` leaves it.
+    Return (normalised rows [T, H], sum of residual and experts [T, H]), bit for bit. Shapes: partial [T, K, H], weights
+    [T, K], shared (or None) and residual [T, H], norm [H]. With shared_gate [T], fp32 or bf16 of any stride,
+    `scale_rows_(shared, shared_gate, sigmoid=True)` replaces `shared`.
     """
     if shared is not None and shared_gate is not None:
         shared = scale_rows_.reference(shared.clone(), shared_gate, sigmoid=True)

@@ -1,7 +1,7 @@
 """Linear attention: short convolution, the gated delta rule over states in slots, and both in one decode step.
 
-Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), and Kimi Delta Attention, whose state forgets each row at a rate of
-its own (Kimi Team 2025, arXiv 2510.26692).
+Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) has a gate per head. Kimi Delta Attention (Kimi Team 2025, arXiv
+2510.26692) has a gate per row of the state.
 """
 
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from moeyard_kernels.ops.elementwise import gated_rms_norm, rows_apart
 from moeyard_kernels.ops.op import op
 from moeyard_kernels.types.state_slots import PromptChunks, SlotMoves, StateSlots
 
-# Beside the sum of squares of a query or key.
+# Added to the sum of squares of a query or key.
 L2_EPS = 1e-6
 
 _CONV = MappingProxyType({"weight": "x [C, K]", "window": "x [num_slots, K - 1, C]"})
@@ -33,10 +33,10 @@ _STEP = MappingProxyType(
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """x [T, C], weight [C, K], before [K - 1, C] (the inputs ahead of x, zeros at a sequence's start) -> [T, C] fp32.
+    """x [T, C], weight [C, K], before [K - 1, C] (the inputs before x, zeros at a sequence's start) -> [T, C] fp32.
 
-    out[t] = sum over i of weight[:, i] * x[t - K + 1 + i], added in the order of i; each product and each sum is
-    rounded, so that a position's bits depend on its own K inputs and on nothing else.
+    out[t] = sum over i of weight[:, i] * x[t - K + 1 + i], added in the order of i. Each product and each sum is
+    rounded, so that the bits of a position depend only on its K inputs.
     """
     num_tokens, size = x.shape[0], weight.shape[1]
     inputs, factors = torch.cat((before, x)).float(), weight.float().t().contiguous()
@@ -52,11 +52,12 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """silu of the convolution of decode rows x [B Q, C] by weight [C, K] -> [B Q, C], rounded once, to x's dtype.
 
-    window [num_slots, K - 1, C] holds the inputs before a sequence's next position. Those of slot `slots.read` come
-    before the first query, and those behind query j go to slot `slots.write`. x, weight and window share a dtype, fp32
-    or bf16, and K is at most 8. Products and sums are fp32, each rounded, in the order of the positions. Rows of x may
-    be slices of wider rows. The weight is contiguous, or its transpose is, which is read faster. Padding sequences give
-    zeros. Slots must lie in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    window [num_slots, K - 1, C] holds the inputs before a sequence's next position. Slot `slots.read` has the inputs
+    before the first query. Slot `slots.write` receives the last inputs after query j. x, weight and window share a
+    dtype, fp32 or bf16, and K is at most 8. Products and sums are fp32, each rounded, in the order of the positions.
+    Rows of x may be slices of wider rows. The weight or its transpose is contiguous; the transpose is faster. Padding
+    sequences give zeros. Slots must lie in [-1, num_slots). This is checked on a CPU, and on a GPU within
+    `launch.checked()`.
     """
     check_indices("causal_conv1d_update", low=-1, high=window.shape[0], read=slots.read, write=slots.write)
     out, before = torch.zeros_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
@@ -78,8 +79,8 @@ def causal_conv1d_prefill(
 ) -> torch.Tensor:
     """`causal_conv1d_update` over whole prompts: rows x [T, C] of `chunks` -> [T, C], the same bits at each position.
 
-    The inputs before a prompt's first row come from its slot, zeros if it begins at position 0. Its last K - 1 inputs
-    are left there, and those before each of its snapshots in that snapshot's slot. K is at most 8.
+    The inputs before a prompt's first row come from its slot, or are zeros if it begins at position 0. The slot
+    receives its last K - 1 inputs. Each snapshot's slot receives those before the snapshot. K is at most 8.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part in chunks.parts:
@@ -106,17 +107,18 @@ def gdn_recurrent(
 ) -> torch.Tensor:
     """Gated DeltaNet (arXiv 2412.06464) of decode rows -> [B Q, Hv, Dv] in qkv's dtype; states change in place.
 
-    qkv [B Q, 2 Hk Dk + Hv Dv] holds queries, keys and values as the convolution gives them; b and a are [B Q, Hv]; all
-    three fp32 or bf16, each row contiguous. a_log, dt_bias [Hv] and state [num_slots, Hv, Dk, Dv] are fp32. In fp32:
-    queries and keys are normalised (1e-6 beside the sum of squares), queries scaled by Dk^-0.5, and for each row
+    qkv [B Q, 2 Hk Dk + Hv Dv] holds queries, keys and values after the convolution. b and a are [B Q, Hv]. These three
+    are fp32 or bf16 with contiguous rows. a_log, dt_bias [Hv] and state [num_slots, Hv, Dk, Dv] are fp32. In fp32,
+    queries and keys are normalised (with 1e-6 added to the sum of squares), queries are scaled by Dk^-0.5, and for each
+    row
 
         S <- exp(-exp(a_log) softplus(a + dt_bias)) S;  S <- S + k (sigmoid(b) (v - k S));  out = q S
 
-    Value head h reads with key head h // (Hv // Hk). A sequence goes on from slot `slots.read` and leaves the state
-    behind query j in slot `slots.write`. Queries one by one and several at once give the same bits. Padding sequences
-    give zeros. Slots must lie in [-1, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
-    static_state: the caller knows that no launch still at work writes `slots` or a state that they name, as when these
-    belong to the step before and a product ran in between. A GPU may then read them before the launch ahead has ended.
+    Value head h uses key head h // (Hv // Hk). A sequence starts from slot `slots.read`, and slot `slots.write`
+    receives the state after query j. Queries in one call or in several give the same bits. Padding sequences give
+    zeros. Slots must lie in [-1, num_slots). This is checked on a CPU, and on a GPU within `launch.checked()`.
+    static_state: no launch in flight writes `slots` or a state that they name, as when the previous step wrote these
+    and a product ran since. A GPU may then read them before the previous launch has ended.
     """
     return _recurrent("gdn_recurrent", qkv, b, a, a_log, dt_bias, state, slots)
 
@@ -133,9 +135,9 @@ def kda_recurrent(
     slots: StateSlots,
     static_state: bool = False,
 ) -> torch.Tensor:
-    """Kimi Delta Attention (arXiv 2510.26692) of decode rows: `gdn_recurrent` with a gate for each row of the state.
+    """Kimi Delta Attention (arXiv 2510.26692) of decode rows: `gdn_recurrent` with a gate per row of the state.
 
-    a is [B Q, Hv Dk] and dt_bias [Hv, Dk]; row d of head h's state keeps exp(-exp(a_log[h]) softplus(a + dt_bias)).
+    a is [B Q, Hv Dk] and dt_bias is [Hv, Dk]. Row d of head h decays by exp(-exp(a_log[h]) softplus(a + dt_bias)).
     """
     gates = a.unflatten(1, tuple(state.shape[1:3]))
     return _recurrent("kda_recurrent", qkv, b, gates, a_log.unsqueeze(1), dt_bias, state, slots)
@@ -162,11 +164,11 @@ def gdn_step(
 ) -> torch.Tensor:
     """`causal_conv1d_update`, `gdn_recurrent` and `gated_rms_norm` of decode rows, bit for bit -> [B Q, Hv Dv].
 
-    qkv [B Q, C] by conv [C, K] over window [num_slots, K - 1, C]; the rule with b, a, a_log, dt_bias and state; its
-    results, or those of `rows`, normalised by norm [Dv] and eps, times silu or sigmoid of gate [B Q, Hv Dv]. Arguments
-    are those of the three; qkv, b, a and gate may be slices of wider rows. A GPU takes three launches, or two if a
-    stored config says so, there is one query each, and conv's transpose is contiguous. static_state: as in
-    `gdn_recurrent`, and of the windows too.
+    conv [C, K] convolves qkv [B Q, C] over window [num_slots, K - 1, C]. The rule takes b, a, a_log, dt_bias and state.
+    Its results, or those of `rows`, are normalised by norm [Dv] and eps, times silu or sigmoid of gate [B Q, Hv Dv].
+    Arguments are those of the three ops. Rows of qkv, b, a and gate may be slices of wider rows. A GPU takes three
+    launches. It takes two if a stored config says so, each sequence has one query, and conv's transpose is contiguous.
+    static_state: as in `gdn_recurrent`, and for the windows too.
     """
     mixed = causal_conv1d_update.reference(qkv, conv, window, slots=slots)
     mixed = gdn_recurrent.reference(mixed, b, a, a_log, dt_bias, state, slots=slots)
@@ -211,12 +213,12 @@ def gdn_chunk_prefill(
 ) -> torch.Tensor:
     """`gdn_recurrent` over whole prompts, in chunks of 64 positions: rows [T, ...] of `chunks` -> [T, Hv, Dv].
 
-    The same rule of the same arguments, as a linear system for each chunk (arXiv 2412.06464), so not the bits of
-    `gdn_recurrent`. A prompt goes on from the state in its slot, from zeros if it begins at position 0. It leaves there
-    the state behind its last row, and in the slot of each snapshot the state that a prompt that ends there would leave.
-    The bits of a row and of the state depend neither on other prompts nor on how the prompt was cut into steps. On a
-    GPU the products of bf16 rows run on tensor cores with bf16 operands and fp32 sums; gates, their sums and the state
-    between chunks are fp32. Relative error of the outputs against float64: at most 5e-3. The reference goes position by
+    The rule and its arguments are the same, but each chunk is a linear system (arXiv 2412.06464), so the bits differ
+    from `gdn_recurrent`. A prompt starts from the state in its slot, or from zeros if it begins at position 0. The slot
+    receives the state after its last row. Each snapshot's slot receives the state of a prompt that ends there. The bits
+    of a row and of the state depend neither on other prompts nor on the division of the prompt into steps. On a GPU the
+    products of bf16 rows run on tensor cores with bf16 operands and fp32 sums. Gates, their sums and the state between
+    chunks are fp32. Relative error of the outputs against float64: at most 5e-3. The reference goes position by
     position, in the dtype of the state.
     """
     return _prompts(qkv, b, a, a_log, dt_bias, state, chunks)
@@ -248,7 +250,7 @@ def restore_slots(state: torch.Tensor, window: torch.Tensor, *, moves: SlotMoves
     """Copy slot `moves.source[n]` of a layer's state and window to slot `moves.target[n]`, unless the source is -1.
 
     state [num_slots, Hv, Dk, Dv] is fp32, window [num_slots, K - 1, C] fp32 or bf16, both contiguous. Slots must lie in
-    [0, num_slots): checked on a CPU, and on a GPU within `launch.checked()`.
+    [0, num_slots). This is checked on a CPU, and on a GPU within `launch.checked()`.
     """
     num_slots = state.shape[0]
     check_indices("restore_slots", low=-1, high=num_slots, source=moves.source)
@@ -266,11 +268,11 @@ def gated_delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k [T, Hk, Dk], v [T, Hv, Dv], beta [T, Hv], state [Hv, Dk, Dv] -> (out [T, Hv, Dv], the state behind them).
+    """q, k [T, Hk, Dk], v [T, Hv, Dv], beta [T, Hv], state [Hv, Dk, Dv] -> (out [T, Hv, Dv], final state).
 
-    g [T, Hv] is the logarithm of what is left of the state at each position, or [T, Hv, Dk] of each of its rows. Value
-    head h reads with key head h // (Hv // Hk); queries and keys are normalised and queries scaled before. In the dtype
-    of the state, position by position: S <- exp(g) S; S <- S + k (beta (v - k S)); out = q S.
+    g is the logarithm of the decay at each position, [T, Hv] for the state or [T, Hv, Dk] for each of its rows. Value
+    head h uses key head h // (Hv // Hk). The caller normalises queries and keys and scales queries. In the dtype of the
+    state, position by position: S <- exp(g) S; S <- S + k (beta (v - k S)); out = q S.
     """
     num_tokens, num_heads = v.shape[:2]
     q, k = (x.to(state.dtype).repeat_interleave(num_heads // x.shape[1], 1) for x in (q, k))
@@ -291,9 +293,9 @@ def rule_inputs(
     qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `gated_delta_rule` takes: q, k [T, Hk, Dk] of length 1, queries scaled, v, g and beta, in state's dtype.
+    """Return q, k, v, g and beta for `gated_delta_rule`, in the state's dtype.
 
-    A row's bits are its own.
+    q and k [T, Hk, Dk] have length 1, and queries are scaled. The bits of a row do not depend on other rows.
     """
     _, num_heads, k_dim, v_dim = state.shape
     keys = (qkv.shape[1] - num_heads * v_dim) // 2
@@ -316,13 +318,13 @@ def _recurrent(
     for n, slot in enumerate(slots.read.tolist()):
         if slot < 0:
             continue
-        kept = state[slot].clone()
+        current = state[slot].clone()
         for row, target in enumerate(slots.write[n].tolist(), n * slots.num_queries):
             q, k, v, g, beta = (x[row : row + 1] for x in inputs)
-            done, kept = gated_delta_rule(q, k, v, g, beta, kept)
-            out[row] = done[0]
+            result, current = gated_delta_rule(q, k, v, g, beta, current)
+            out[row] = result[0]
             if target >= 0:
-                state[target] = kept
+                state[target] = current
     return out.to(qkv.dtype)
 
 
@@ -333,10 +335,10 @@ def _prompts(
     inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
     out = torch.empty_like(inputs[2])
     for part in chunks.parts:
-        kept = torch.zeros_like(state[part.slot]) if part.fresh else state[part.slot]
+        current = torch.zeros_like(state[part.slot]) if part.fresh else state[part.slot]
         begin = part.begin
         for end, slot in part.stops:
             q, k, v, g, beta = (x[begin:end] for x in inputs)
-            out[begin:end], kept = gated_delta_rule(q, k, v, g, beta, kept)
-            state[slot], begin = kept, end
+            out[begin:end], current = gated_delta_rule(q, k, v, g, beta, current)
+            state[slot], begin = current, end
     return out.to(qkv.dtype)

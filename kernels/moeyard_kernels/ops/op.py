@@ -96,7 +96,7 @@ def op(stem: str, *rules: Rule, **specs: str) -> Callable[[Callable[P, R]], Op[P
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """One dimension of a spec: the name that it `binds`, or else the expression that it equals; `_` for any."""
+    """One dimension of a spec. It `binds` a name, or equals the expression `text` (`_` takes any size)."""
 
     text: str
     binds: str = ""
@@ -105,7 +105,7 @@ class _Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec:
-    """The spec of one tensor. `more`: there may be more dimensions in front of `sizes`."""
+    """The spec of one tensor. more: other dimensions may precede `sizes`."""
 
     name: str
     like: str
@@ -116,18 +116,18 @@ class _Spec:
     optional: bool
 
     def allowed(self) -> list[str]:
-        """The allowed dtypes as expressions; none if any is."""
+        """Return the allowed dtypes as expressions. An empty list allows all."""
         return [each for word in self.dtypes for each in _dtypes(word)]
 
 
 class _Checks:
-    """The checks of one op: their source, and the error of a check that fails."""
+    """The checks of one op: their source, and the error of a failed check."""
 
     def __init__(self, reference: Callable[..., Any], rules: Sequence[Rule], specs: Mapping[str, str]) -> None:
         self.op: str = reference.__name__
         self._parameters = inspect.signature(reference).parameters
         self._rules = rules
-        # By size, the tensor that binds it.
+        # The tensor that binds each size.
         self._owner: dict[str, str] = {}
         self._specs = {name: self._parse(name, text) for name, text in specs.items()}
         self._first = next(iter(specs))
@@ -160,7 +160,7 @@ class _Checks:
         return _Size(text, found[2], int(found[1] or 1))
 
     def source(self) -> str:
-        """Two functions with the reference's parameters: `check`, and the op, which checks and dispatches."""
+        """Return two functions with the reference's parameters: `check`, and the op, which checks and dispatches."""
         given, passed = list[str](), list[str]()
         for name, p in self._parameters.items():
             keyword = p.kind is p.KEYWORD_ONLY
@@ -185,7 +185,7 @@ class _Checks:
         return "\n".join("\n    ".join([f"def {name}({', '.join(given)}):", *body]) for name, body in bodies.items())
 
     def _lines(self, spec: _Spec) -> list[str]:
-        """The checks of one tensor."""
+        """Return the source of the checks of one tensor."""
         refuse = f"refuse({spec.name!r}, locals())"
         count = len(spec.sizes)
         lines, wrong = [f"t = {spec.name}; s = t.shape"], list[str]()
@@ -216,7 +216,7 @@ class _Checks:
         return [*absent, f"if {guard}:", *(f"    {line}" for line in lines)]
 
     def refuse(self, what: str | int, known: dict[str, Any]) -> NoReturn:
-        """Raise ValueError for the tensor of that name or the rule of that number; `known`: arguments and sizes."""
+        """Raise ValueError for the tensor named `what` or rule number `what`. known: arguments and sizes by name."""
         if isinstance(what, int):
             rule = cast("str", self._rules[what])
             raise ValueError(f"{self.op}: {', '.join(self._values(rule, known))}, expected {rule}")
@@ -231,7 +231,7 @@ class _Checks:
         raise ValueError(f"{self.op}: {what} {show(x)} with strides {x.stride()} is not contiguous{where}")
 
     def _misfit(self, spec: _Spec, x: torch.Tensor, known: dict[str, Any]) -> str | None:
-        """The tensor whose shape or dtype x does not fit, "" if x does not fit by itself; None if x fits."""
+        """Return the tensor whose shape or dtype x does not fit, "" if x fits no spec at all, and None if it fits."""
         if spec.like and x.shape != self._value(spec.like, known).shape:
             return spec.like
         count = len(spec.sizes)
@@ -247,7 +247,7 @@ class _Checks:
         return None
 
     def _expected(self, spec: _Spec, known: dict[str, Any]) -> str:
-        """The spec, with values for the sizes and dtypes that other arguments determine."""
+        """Return the spec with values for the sizes and dtypes that other arguments determine."""
         if spec.like:
             return show(self._value(spec.like, known))
         dims = ["..."] * spec.more
@@ -258,7 +258,7 @@ class _Checks:
         return f"{' or '.join(dtypes)} [{', '.join(dims)}]".strip()
 
     def _values(self, rule: str, known: dict[str, Any]) -> list[str]:
-        """The arguments and sizes that a rule reads, with their values; a size with its tensor."""
+        """Return the arguments and sizes that a rule reads, with their values. A size comes with its tensor."""
         found = []
         for name in _names(rule):
             if re.split(r"\W", name)[0] not in known:
@@ -274,12 +274,12 @@ class _Checks:
 
 
 def _dtypes(word: str) -> Sequence[str]:
-    """The dtypes that a word of a spec allows, as expressions."""
+    """Return the dtypes that one alternative of a spec allows, as expressions."""
     return DTYPES.get(word, (word if "." in word else f"{word}.dtype",))
 
 
 def _names(expression: str) -> list[str]:
-    """The names and attributes that an expression reads: of `min(x.a)` and `x.a.dim()` that is x.a."""
+    """Return the names and attributes that an expression reads: x.a for `min(x.a)` and for `x.a.dim()`."""
 
     def found(node: ast.AST) -> list[str]:
         if isinstance(node, ast.Name | ast.Attribute):

@@ -37,16 +37,16 @@ def dispatch_rows(
     send: bool = True,
     wait: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put the first T rows of x [any, H] where the experts of topk_ids [T, K] (int64 or int32, -1: none) are.
+    """Send the first T rows of x [any, H] to the ranks of the experts in topk_ids [T, K] (int64 or int32, -1: none).
 
-    -> (rows [max_rows * W, H], ids [max_rows * W, K] int32), in this rank's memory: row t * W + s is row t of rank s,
-    its ids the numbers of its experts here, -1 for all others. A row without a local expert was not sent: its place
-    holds old values. No rank may have more than `max_rows`, or the exchange fails; ranks need not name the same number.
-    Valid until this rank's next `combine_rows`.
+    Return (rows [max_rows * W, H], ids [max_rows * W, K] int32) in this rank's memory, valid until its next
+    `combine_rows`. Row t * W + s is row t of rank s. Its ids are local expert numbers, -1 for experts of other ranks. A
+    row without a local expert is not sent, so its memory holds old values. The exchange fails if a rank has more than
+    `max_rows` rows. Ranks may pass different limits.
 
-    Every rank calls it for every layer, even with no row, and then `combine_rows`. A call both sends and waits, unless
-    a flag leaves out one; on a CPU nothing arrives while it waits. No host sync. A packet that does not come within the
-    window's limit is named in its record of failure, and the rank takes no further part.
+    Every rank calls it for every layer, even without rows, and then `combine_rows`. A call sends and waits; the flags
+    `send` and `wait` leave out one. On a CPU nothing arrives during a wait. There is no host sync. If a packet misses
+    the window's time limit, the window records the failure, and the rank takes no further part.
     """
     shape, rank, num_tokens = window.shape, window.rank, topk_ids.shape[0]
     epoch = int(window.state[COMBINED]) + 1
@@ -88,12 +88,12 @@ def combine_rows(
     send: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """Bring results home: out [max_rows * W * K, H], by the rows and ids of the `dispatch_rows` before -> [T, K, H].
+    """Return results out [max_rows * W * K, H] to the ranks of the last `dispatch_rows` -> [T, K, H].
 
-    Without `out`, a `grouped_gemm` has put them there (`home`), and the ranks tell each other that they have.
-    `max_rows` bounds the rows of each rank as it did for `dispatch_rows`, if known. Result (t, k) is the row of the
-    expert that token t of this rank chose as its k-th; where the id was -1 it holds old values. The memory is written
-    by peers: valid until this rank's next `dispatch_rows`.
+    Without `out`, a `grouped_gemm` has already written them there (`home`), and ranks only signal it. `max_rows` bounds
+    the rows of each rank as in `dispatch_rows`, if known. Result (t, k) is the row of the k-th expert of this rank's
+    token t, or old values if its id was -1. Peers write this memory, which is valid until this rank's next
+    `dispatch_rows`.
     """
     shape, rank = window.shape, window.rank
     epoch = int(window.state[DISPATCHED])
@@ -121,7 +121,7 @@ def _count(window: PeerWindow, peer: int, num_bytes: int) -> None:
 
 
 def _local_ids(topk_ids: torch.Tensor, window: PeerWindow, peer: int) -> torch.Tensor:
-    """[T, K] int32: the experts of `peer` by their numbers there, -1 for all others."""
+    """Return [T, K] int32: the local numbers of the experts of `peer`, -1 for all others."""
     chosen = topk_ids.long().clamp(min=0)
     turn = torch.arange(len(chosen), device=chosen.device)[:, None] // ROWS_PER_TURN % 2
     theirs = (topk_ids >= 0) & (window.owner[chosen, turn] == peer)
@@ -129,7 +129,7 @@ def _local_ids(topk_ids: torch.Tensor, window: PeerWindow, peer: int) -> torch.T
 
 
 def _arrived(window: PeerWindow, phase: int, epoch: int, layer: int) -> bool:
-    """Whether all packets are here. In one process nobody can wait for them."""
+    """Whether all packets have arrived. A single process cannot wait for them."""
     mine = window.views(window.rank)
     if int(mine.arrivals[phase, 0]) >= epoch * ARRIVED * window.shape.world_size:
         return True

@@ -20,9 +20,9 @@ def linear(
     """x [M, K] @ weight [N, K].T + bias [N] -> [M, N]; all fp32 or all bf16. M may be 0.
 
     Sums and the bias are fp32, with one rounding to the dtype at the end, or none if out_dtype is fp32. The fp32 result
-    equals a product of fp32 copies of the same bf16 values, up to the order of its sums.
-    static_weight: the caller knows that no launch still at work writes `weight`, which holds for a model's weights
-    while it serves. A GPU may then read it before the launches ahead have ended.
+    equals a product of fp32 copies of the same bf16 values, up to the order of its sums. static_weight: no launch in
+    flight writes `weight`, as for a model's weights while it serves. A GPU may then read it before the previous
+    launches have ended.
     """
     y = x.float() @ weight.float().T
     if bias is not None:
@@ -58,8 +58,8 @@ def _check_columns(op: str, weight: torch.Tensor) -> None:
 def head_linear(x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False) -> torch.Tensor:
     """y[t, h] = weight[h] @ x[t, h]: x [T, H, K], weight [H, N, K] -> [T, H, N] contiguous; all fp32 or all bf16.
 
-    The last stride of x is 1, and one of the last two strides of weight. So views of latent attention's kv_b [H, nope +
-    Dv, R] serve: `kv_b[:, :nope].transpose(1, 2)` absorbs queries and `kv_b[:, nope:]` expands values. Sums are fp32,
+    The last stride of x and one of the last two strides of weight are 1. So views of latent attention's kv_b [H, nope +
+    Dv, R] fit: `kv_b[:, :nope].transpose(1, 2)` absorbs queries and `kv_b[:, nope:]` expands values. Sums are fp32,
     with one rounding at the end. static_weight: as in `linear`.
     """
     y = x.float().transpose(0, 1) @ weight.float().transpose(1, 2)

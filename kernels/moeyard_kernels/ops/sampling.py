@@ -1,11 +1,10 @@
-"""Choosing a token per row of logits, and log-probabilities.
+"""The choice of a token per row of logits, and log-probabilities.
 
-The reference works on each row by itself, in float64 where a row needs it. A CPU serves with it: rows that only want
-their largest logit cost one pass in their own dtype, and cuts sort no more of a row than they keep. Noise is drawn by
-Philox4x32-10 from (seed, position, token id) alone (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC
-2011). The kernels differ in two ways. They order tokens by logits instead of by weights, which may be equal where
-logits are not, 2^-53 from each other. They compare masses rounded to 2^-44 of the likeliest token's: a cut could fall
-elsewhere only if top_p of the mass lay that close to the sum up to a token.
+The reference works row by row, in float64 if a row needs it. A CPU serves with it: greedy rows cost one pass in their
+dtype, and cuts sort only the likeliest tokens. Philox4x32-10 draws the noise from (seed, position, token id)
+alone (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). The kernels differ in two ways. They
+order tokens by logits instead of weights: weights may be equal if logits differ by 2^-53. They compare masses rounded
+to 2^-44 of the likeliest token's. So a cut differs only if top_p of the mass is that close to the sum up to a token.
 """
 
 import math
@@ -20,13 +19,13 @@ from moeyard_kernels.ops.op import op
 from moeyard_kernels.types.sampling import COUNT_SHIFT, IN_PROMPT, MAX_BIASES, MAX_TOP, LogitEdits, SampledTokens
 
 _LOW = 0xFFFFFFFF
-# Least weights (the likeliest token has 1) of the tokens that are sorted, until those to keep lie among them. Rows of
-# at most `_SHORT` tokens are sorted whole.
+# The least weight of the tokens that are sorted (the likeliest token has 1), lowered until the tokens to keep are among
+# them. Rows of at most `_SHORT` tokens are sorted completely.
 _LEVELS = (2.0**-7, 2.0**-14, 0.0)
 _SHORT = 4096
-# Sums of the same weights in another order differ by less than this share.
+# Sums of the same weights in different orders differ by less than this share.
 _SAME_SUM = 1e-9
-# Noise is drawn for several rows at once up to so many blocks of four tokens, which stay in a core's cache.
+# The most blocks of four tokens whose noise is drawn at once, for several rows, so that they stay in a core's cache.
 _PIECE = 16384
 
 Floats = NDArray[np.float64]
@@ -70,25 +69,25 @@ def sample(
 ) -> SampledTokens:
     """Choose a token per row of logits [B, V] (fp32 or bf16); see `SampledTokens`.
 
-    logprobs: None computes none; n from 0 to 20 gives the chosen tokens' log-probabilities and ranks, and the n
-    likeliest tokens (all of them, if V is less), under the unmodified logits.
+    logprobs: None computes none. n from 0 to 20 gives the chosen tokens' log-probabilities and ranks, and the n
+    likeliest tokens (at most V), all under the unmodified logits.
 
-    Order: edits (bias, repetition, frequency and presence penalties, in fp64; then tokens that are not allowed are held
-    back), temperature, min-p, top-k, top-p, then the argmax of exp((x - max) / temperature) / E over the rest, E ~
-    Exp(1) from (seed, position, token id). All ties go to the lowest id.
+    Order: edits, temperature, min-p, top-k, top-p. Edits are bias, repetition, frequency and presence penalties in
+    fp64, then the mask of allowed tokens. The token is the argmax of exp((x - max) / temperature) / E over the
+    remaining tokens, with E ~ Exp(1) from (seed, position, token id). All ties go to the lowest id.
 
-    temperature, top_p in (0, 1] (1 is off) and min_p in [0, 1] (0 is off) are fp64 [B], top_k (0 or V is off), seeds
-    (64 bits) and positions int64 [B]. None is off for all rows, and saves time. Rows of temperature 0 take the largest
-    logit, as do rows whose largest (after the edits) is infinite; of rows with a NaN the lowest id of one is taken.
-    Edits leave infinities as they are. Seeds and positions are needed with a temperature. A row's token depends on that
-    row's arguments alone. Slots must lie in [-1, S): checked on a CPU, and on a GPU within `launch.checked()`. A top_k
-    of thousands, or one that cuts through thousands of equal logits, is exact too but slow on a GPU (half a
-    millisecond).
+    temperature, top_p and min_p are fp64 [B]. top_k, seeds (64 bits) and positions are int64 [B]. top_p is in (0, 1]
+    and off at 1. min_p is in [0, 1] and off at 0. top_k is off at 0 or V. None turns a setting off for all rows, and
+    saves time. Rows of temperature 0 take the largest logit, as do rows whose largest logit is infinite after the
+    edits. Rows with NaNs take the lowest id of a NaN. Edits do not change infinities. A temperature needs seeds and
+    positions. A row's token depends on that row's arguments alone. Slots must lie in [-1, S). This is checked on a CPU,
+    and on a GPU within `launch.checked()`. A top_k of thousands, or one that cuts through thousands of equal logits, is
+    exact but slow on a GPU (half a millisecond).
     """
     num_rows = logits.shape[0]
     if edits is not None:
         _check_indices(edits)
-    # The lowest id of a NaN, else of the largest: a greedy row's token, and the largest logit of the others.
+    # The lowest id of a NaN, else of the largest logit: the token of a greedy row.
     ids = logits.argmax(1)
     temperatures = [0.0] * num_rows if temperature is None else temperature.tolist()
     slots = [-1] * num_rows if edits is None else edits.slots.tolist()
@@ -117,7 +116,7 @@ def sample(
             min_p=0.0 if min_p is None else float(min_p[b]),
         )
         if edits is not None and edits.allowed is not None:
-            # What is held back cannot win, so nobody asks for its noise.
+            # A masked token cannot win, so its noise is not drawn.
             kept, weights = kept[weights > 0], weights[weights > 0]
         draws.append(_Draw(row=b, seed=int(seeds[b]), position=int(positions[b]), ids=kept, weights=weights))
     _draw(draws, ids)
@@ -128,8 +127,8 @@ def sample(
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> SampledTokens:
     """Log-probability and rank of token ids[b] under each row of logits [B, V], and the num_top likeliest (0 to 20).
 
-    logits are fp32 or bf16. ids int64 [B] must lie in [0, V), which is not checked. The result is that of `sample` for
-    tokens that it chose, bit for bit: see `SampledTokens`. Sums of the reference are fp64.
+    logits are fp32 or bf16. ids int64 [B] must lie in [0, V), which is not checked. For tokens that `sample` chose, the
+    result has the bits of `sample`: see `SampledTokens`. Sums of the reference are fp64.
     """
     count = min(num_top, logits.shape[1])
     out = SampledTokens.room(ids, count)
@@ -157,9 +156,9 @@ def _check_indices(edits: LogitEdits) -> None:
 
 
 def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: torch.Tensor) -> Floats:
-    """Bias, then repetition, frequency and presence penalties of one row [V] (fp32 or bf16), as fp64."""
+    """Apply bias, then repetition, frequency and presence penalties to one row [V] (fp32 or bf16) -> fp64."""
     out: Floats = row.double().numpy()
-    # Most tokens have none.
+    # Most tokens have no edits.
     ids = np.flatnonzero(words.numpy())
     if not ids.size:
         return out
@@ -175,19 +174,19 @@ def edit(row: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, penalties: 
 
 
 def candidates(x: Floats, temperature: float, *, top_k: int, top_p: float, min_p: float) -> tuple[Ids, Floats]:
-    """Ids that survive min-p, top-k and top-p of x [V], with their weights relative to the likeliest token's.
+    """Return the ids that survive min-p, top-k and top-p of x [V], and their weights relative to the likeliest token's.
 
-    Cuts keep the first of the tokens by falling weight (ties: the lowest id): at most top_k, then up to and including
-    the one that reaches top_p of the mass, which is summed in that order.
+    Cuts keep the first tokens by falling weight (ties: the lowest id). They keep at most top_k, then those up to and
+    including the token that reaches top_p of the mass, summed in that order.
     """
-    # The difference first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
+    # Subtract first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
     with np.errstate(over="ignore"):
         weights = np.exp((x - x.max()) / temperature)
     sorts = 0 < top_k < x.size or top_p < 1
     for level in _LEVELS if sorts and x.size > _SHORT else _LEVELS[-1:]:
         least = max(level, min_p)
         ids = np.arange(x.size) if least == 0 else np.flatnonzero(weights >= least)
-        # Whether these are all that min-p leaves.
+        # Whether these are all tokens that min-p leaves.
         whole = level <= min_p
         if whole and top_p == 1 and not 0 < top_k < ids.size:
             break
@@ -209,10 +208,10 @@ def candidates(x: Floats, temperature: float, *, top_k: int, top_p: float, min_p
 
 
 def _nucleus(mass: Floats, top_p: float, total: float | None) -> int | None:
-    """How many tokens reach top_p of the whole mass, from its running sum over the first of them.
+    """Return the number of tokens that reach top_p of the total mass, from the running sum `mass` over the first ones.
 
-    total: the whole mass, summed in another order, if there are more tokens; None is returned where that, or what lies
-    behind, could make a difference.
+    total: the total mass in another order of summation, or None if `mass` has all tokens. Return None if that order, or
+    the other tokens, could change the result.
     """
     if total is None:
         return int(np.searchsorted(mass, top_p * mass[-1])) + 1
@@ -221,15 +220,15 @@ def _nucleus(mass: Floats, top_p: float, total: float | None) -> int | None:
 
 
 def philox4x32(counter: torch.Tensor, position: int | torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
-    """Ten rounds over the counters (counter [N] int64, position, 0, 0), keyed by seed: [N, 4] int64 below 2^32.
+    """Return [N, 4] int64 below 2^32: ten rounds over counters (counter [N] int64, position, 0, 0), keyed by seed.
 
-    position and seed: of all, or [N] int64.
+    position and seed are integers or [N] int64.
     """
     c0, c1 = counter & _LOW, torch.zeros_like(counter) + (position & _LOW)
     c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(10):
-        # The low 64 bits of a product are the same whether signed or not.
+        # The low 64 bits of a product are the same for signed and unsigned integers.
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
         k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
@@ -238,7 +237,7 @@ def philox4x32(counter: torch.Tensor, position: int | torch.Tensor, seed: int | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draw:
-    """A row whose token is to be drawn: the tokens that are left, with their weights."""
+    """A row whose token is drawn from the remaining tokens, with their weights."""
 
     row: int
     seed: int
@@ -247,7 +246,7 @@ class _Draw:
     weights: Floats
 
     def blocks(self) -> tuple[torch.Tensor, Ids]:
-        """Counters of the noise, and where the noise of each id is among the words of theirs."""
+        """Return the counters of the noise, and the index of each id's noise among their values."""
         last = int(self.ids.max()) >> 2
         if self.ids.size > last:
             # Each block serves four tokens.
@@ -261,7 +260,7 @@ class _Draw:
 
 
 def _draw(draws: Sequence[_Draw], ids: torch.Tensor) -> None:
-    """Choose the tokens of these rows, as many at once as fit a piece."""
+    """Choose the tokens of these rows, as many rows at a time as fit `_PIECE`."""
     blocks = [draw.blocks() for draw in draws]
     begin = 0
     while begin < len(draws):
@@ -283,7 +282,7 @@ def _draw(draws: Sequence[_Draw], ids: torch.Tensor) -> None:
 
 
 def _log_sum(row: torch.Tensor, top: float) -> float:
-    """log of the sum of exp(x - top); NaN if the largest is not finite."""
+    """Return the log of the sum of exp(x - top), or NaN if `top` is not finite."""
     if not math.isfinite(top):
         return math.nan
     shifted = row.double().numpy() - top
@@ -291,9 +290,9 @@ def _log_sum(row: torch.Tensor, top: float) -> float:
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """[B, count], ids of the largest of each row, falling, ties by the lowest. A NaN is larger than all."""
+    """Return [B, count], the ids of each row's largest values, falling, ties by the lowest id. A NaN is the largest."""
     values, ids = logits.topk(count)
-    # `topk` leaves open which of equals it takes and how it orders them.
+    # `topk` does not define which of equal values it takes, nor their order.
     last = values[:, -1:]
     clear = ((logits >= last).sum(1) == count) & (values[:, 1:] < values[:, :-1]).all(1)
     for b in (~clear).nonzero().flatten().tolist():
