@@ -61,8 +61,6 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
         assert_bits("a snapshot on the way", (out, taken[:num], taken[num]), (whole, left, states[0]))
         here_qkv, here_b, here_a = (x[begin:end].cpu().double() for x in (qkv, b, a))
         rate, bias, exact = a_log.cpu(), dt_bias.cpu(), state.cpu().double()
-        if by_row:
-            here_a, rate = here_a.unflatten(1, (heads, _DIM)), rate.unsqueeze(1)
         inputs = rule_inputs(here_qkv, here_b, here_a, rate, bias, exact)
         q, k, v, g, beta = (x.cuda() for x in inputs)
         first = torch.zeros_like(exact[slot]) if fresh else exact[slot]

@@ -133,9 +133,15 @@ def concatenate(results: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[t
 
 
 def combine_splits(
-    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables, split: int,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    heads: int,
+    tables: DecodeTables,
+    split: int,
     static_tables: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the written splits of a decode attention, partial [B, S, Q heads, D] and lse [B, S, Q heads].
 
     Return (out [B Q, heads, D], lse [B Q, heads]). static_tables: neither the attention's launch nor the launch before
@@ -147,9 +153,15 @@ def combine_splits(
 
 
 def _combine(
-    partial: torch.Tensor, lse: torch.Tensor, *, dtype: torch.dtype, heads: int, tables: DecodeTables | None,
-    split: int, static: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    heads: int,
+    tables: DecodeTables | None,
+    split: int,
+    static: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_sequences, num_splits, num_rows, dim = partial.shape
     count = num_sequences * num_rows
     out = new_output(count, dim, like=partial, dtype=dtype)
@@ -158,13 +170,27 @@ def _combine(
     rows = triton.next_power_of_2(count) if interpreted() else 1
     columns = triton.next_power_of_2(dim) if interpreted() else min(_COLUMNS, triton.next_power_of_2(dim))
     if out.numel():
+        tensors = (partial, lse, lse if tables is None else tables.kv_lens, out, out_lse)
         _attn_combine_kernel[(triton.cdiv(count, rows), triton.cdiv(dim, columns))](
-            partial, lse, lse if tables is None else tables.kv_lens, out, out_lse, count, num_splits,
-            M=num_rows, Q=num_rows // heads, D=dim, WINDOW=0 if tables is None else tables.window or 0, SPLIT=split,
-            HAS_LENS=tables is not None, BX=rows, BQ=triton.next_power_of_2(num_rows // heads),
-            BS=min(256, triton.next_power_of_2(num_splits)), BD=columns,
+            *tensors,
+            count,
+            num_splits,
+            M=num_rows,
+            Q=num_rows // heads,
+            D=dim,
+            WINDOW=0 if tables is None else tables.window or 0,
+            SPLIT=split,
+            HAS_LENS=tables is not None,
+            BX=rows,
+            BQ=triton.next_power_of_2(num_rows // heads),
+            BS=min(256, triton.next_power_of_2(num_splits)),
+            BD=columns,
             AHEAD=min(_AHEAD, triton.next_power_of_2(num_splits)),
-            ONCE=num_splits <= _AHEAD, STATIC=static, num_warps=1, **UNFUSED, **dependent(partial),
-        )  # fmt: skip
+            ONCE=num_splits <= _AHEAD,
+            STATIC=static,
+            num_warps=1,
+            **UNFUSED,
+            **dependent(partial),
+        )
     rows_out = count // heads
     return finish(out, dtype).view(rows_out, heads, dim), out_lse.view(rows_out, heads)

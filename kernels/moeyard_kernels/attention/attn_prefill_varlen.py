@@ -241,27 +241,60 @@ def attn_prefill_varlen(
         index = (plan.cu_q, plan.starts, plan.tiles, plan.page_table if paged else plan.cu_kv)
         c = scale * math.log2(math.e)
         sizes = (
-            k.shape[1] if paged else 0, plan.page_table.shape[1] if plan.page_table is not None else 0,
-            num_heads, _near(num_kv_heads, group * plan.num_full_tiles * parts) * group, num_parts,
-        )  # fmt: skip
+            k.shape[1] if paged else 0,
+            plan.page_table.shape[1] if plan.page_table is not None else 0,
+            num_heads,
+            _near(num_kv_heads, group * plan.num_full_tiles * parts) * group,
+            num_parts,
+        )
         shape = {"GROUP": group, "D1": first, "D2": second, "DV": dim_v, "BN": BLOCK, "PAGE": plan.page_size}
         if hopper:
             rest = Rows(q[..., first:], second, False) if second else queries
+            operands = (queries, rest, keys, rope, values)
+            heads = (queries.head, keys.head, rope.head, values.head)
             attn_prefill_hopper_kernel[grid](
-                *(x.gluon_descriptor() for x in (queries, rest, keys, rope, values)), out, lse, *index,
-                c, queries.head, keys.head, rope.head, values.head, *sizes,
-                **shape, LSE=return_lse, STAGES=config.num_stages, NO_SCORE=_NO_SCORE.value, UNSEEN=_UNSEEN.value,
-                num_warps=4, maxnreg=MAX_REGISTERS,
-            )  # fmt: skip
+                *(x.gluon_descriptor() for x in operands),
+                out,
+                lse,
+                *index,
+                c,
+                *heads,
+                *sizes,
+                **shape,
+                LSE=return_lse,
+                STAGES=config.num_stages,
+                NO_SCORE=_NO_SCORE.value,
+                UNSEEN=_UNSEEN.value,
+                num_warps=4,
+                maxnreg=MAX_REGISTERS,
+            )
         else:
+            descriptors = [x.descriptor() if tma else None for x in (keys, rope, values)]
+            strides = (*q.stride()[:2], keys.row, keys.head, rope.row, rope.head, values.row, values.head)
             _attn_prefill_kernel[grid](
-                q, keys.x, rope.x, values.x, *(x.descriptor() if tma else None for x in (keys, rope, values)),
-                out, lse, *index, c, plan.window or 0, q.stride(0), q.stride(1),
-                keys.row, keys.head, rope.row, rope.head, values.row, values.head, *sizes,
-                **shape, BM=config.BM, PARTS=parts, WINDOW=plan.window is not None, TMA=tma, LSE=return_lse,
-                WIDE=launch.interpreted() and q.dtype == torch.bfloat16, STAGES=config.num_stages,
-                num_warps=config.num_warps, num_stages=config.num_stages,
-            )  # fmt: skip
+                q,
+                keys.x,
+                rope.x,
+                values.x,
+                *descriptors,
+                out,
+                lse,
+                *index,
+                c,
+                plan.window or 0,
+                *strides,
+                *sizes,
+                **shape,
+                BM=config.BM,
+                PARTS=parts,
+                WINDOW=plan.window is not None,
+                TMA=tma,
+                LSE=return_lse,
+                WIDE=launch.interpreted() and q.dtype == torch.bfloat16,
+                STAGES=config.num_stages,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
     return launch.finish(out, q.dtype), lse if return_lse else None
 
 

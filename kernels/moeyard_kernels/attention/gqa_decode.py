@@ -278,9 +278,16 @@ def default_config(rows: int, spread: Spread, *, block_bytes: int = 0) -> Groupe
 
 
 def gqa_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, tables: DecodeTables, scale: float,
-    static_tables: bool = False, split: int = GQA_SPLIT, config: GroupedConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    static_tables: bool = False,
+    split: int = GQA_SPLIT,
+    config: GroupedConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.gqa_decode`. Returns (out [rows, Hq, Dv], lse [rows, Hq] fp32)."""
     heads, dim = q.shape[1:]
     sequences, queries, splits = tables.num_sequences, tables.num_queries, tables.max_splits(split)
@@ -295,25 +302,48 @@ def gqa_decode(
     if config is None:
         spread = spread_of(rows, sequences, splits, kv_heads)
         config = tuning.choose(
-            "gqa_decode", shape_class(rows, dim, sequences, spread), q, (GroupedConfig,),
+            "gqa_decode",
+            shape_class(rows, dim, sequences, spread),
+            q,
+            (GroupedConfig,),
             lambda: default_config(rows, spread, block_bytes=BLOCK * (dim + dim_v) * k_cache.element_size()),
-        )  # fmt: skip
+        )
     partial, lse = new_partials(q, tables=tables, sums=sums)
     if partial.numel():
         work = sequences * splits * kv_heads * triton.cdiv(rows, config.BM)
         pages = triton.cdiv(split, BLOCK) if config.PAGES_AHEAD and tables.page_size == BLOCK else 0
+        tensors = (q, k_cache, v_cache, tables.page_table, tables.kv_lens, partial, lse)
+        sizes = (sequences, tables.page_table.shape[1], splits, num_pages)
         _gqa_decode_kernel[(num_programs(work, q, config.PER_SM),)](
-            q, k_cache, v_cache, tables.page_table, tables.kv_lens, partial, lse,
-            scale * LOG2E, sequences, tables.page_table.shape[1], splits, num_pages,
-            Q=queries, H=heads, G=group, D=dim, V=dim_v, PAGE=tables.page_size, WINDOW=tables.window or 0,
-            SPLIT=split, BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1,
-            BB=triton.next_power_of_2(sequences), BQ=triton.next_power_of_2(queries),
-            BD=max(16, triton.next_power_of_2(dim)), BV=max(16, triton.next_power_of_2(dim_v)),
-            BM=config.BM, SWAP=config.SWAP, UPCAST=interpreted(),
-            ONE=splits == 1, PAGES=pages, EARLY=config.EARLY, STATIC=static_tables,
-            num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED,
+            *tensors,
+            scale * LOG2E,
+            *sizes,
+            Q=queries,
+            H=heads,
+            G=group,
+            D=dim,
+            V=dim_v,
+            PAGE=tables.page_size,
+            WINDOW=tables.window or 0,
+            SPLIT=split,
+            BN=BLOCK,
+            LOG2_BN=BLOCK.bit_length() - 1,
+            BB=triton.next_power_of_2(sequences),
+            BQ=triton.next_power_of_2(queries),
+            BD=max(16, triton.next_power_of_2(dim)),
+            BV=max(16, triton.next_power_of_2(dim_v)),
+            BM=config.BM,
+            SWAP=config.SWAP,
+            UPCAST=interpreted(),
+            ONE=splits == 1,
+            PAGES=pages,
+            EARLY=config.EARLY,
+            STATIC=static_tables,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **UNFUSED,
             **(dependent(q) if config.EARLY else {}),
-        )  # fmt: skip
+        )
     return combine_splits(
         partial, lse, dtype=q.dtype, heads=heads, tables=tables, split=split, static_tables=static_tables
     )

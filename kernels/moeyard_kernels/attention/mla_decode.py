@@ -204,7 +204,7 @@ def mla_decode(
         named |= {"split": split, "config": config}
         return concatenate(
             mla_decode(q_latent[part], q_rope[part], latent_cache, tables=some, **named) for part, some in turns
-        )  # fmt: skip
+        )
     if config is None and q_latent.dtype == torch.float32 and q_latent.is_cuda:
         config = _FP32
     if config is None:
@@ -215,27 +215,34 @@ def mla_decode(
     if q_latent.numel():
         work = sequences * splits * triton.cdiv(rows, config.BM)
         grid = (num_programs(work, q_latent, config.PER_SM),)
-        tail = (
-            tables.page_table, tables.kv_lens, partial, lse,
-            scale * LOG2E, sequences, tables.page_table.shape[1], splits,
-        )  # fmt: skip
-        sizes = {
-            "Q": queries, "H": heads, "SPLIT": split,
-            "BB": triton.next_power_of_2(sequences), "BQ": triton.next_power_of_2(queries),
-            "num_warps": config.num_warps, **UNFUSED,
-        }  # fmt: skip
+        sizes = (sequences, tables.page_table.shape[1], splits)
+        tail = (tables.page_table, tables.kv_lens, partial, lse, scale * LOG2E, *sizes)
+        shape = {
+            "Q": queries,
+            "H": heads,
+            "SPLIT": split,
+            "BB": triton.next_power_of_2(sequences),
+            "BQ": triton.next_power_of_2(queries),
+            "num_warps": config.num_warps,
+            **UNFUSED,
+        }
         tile = {
-            "R": rank, "D": q_rope.shape[2], "PAGE": tables.page_size, "BN": BLOCK, "LOG2_BN": BLOCK.bit_length() - 1,
-            "BM": config.BM, "SWAP": config.SWAP,
-        }  # fmt: skip
+            "R": rank,
+            "D": q_rope.shape[2],
+            "PAGE": tables.page_size,
+            "BN": BLOCK,
+            "LOG2_BN": BLOCK.bit_length() - 1,
+            "BM": config.BM,
+            "SWAP": config.SWAP,
+        }
         # The Hopper kernels have no window, because no model with latent attention uses one.
         suits = tables.window is None and _suits_hopper(q_latent, q_rope, latent_cache)
         kind = config.kernel if suits else "triton"
         if config.kernel == "pairs" and (kind == "triton" or tables.page_size != BLOCK):
             # The other kernels spread a tile of 64 rows over twice as many warps.
-            kind, sizes["num_warps"] = "hopper" if suits else "triton", 8
+            kind, shape["num_warps"] = "hopper" if suits else "triton", 8
         if kind == "pairs":
-            mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **sizes)
+            mla_decode_pairs_kernel[grid](*descriptors(q_latent, q_rope, latent_cache), latent_cache, *tail, **shape)
         elif kind == "hopper":
             early = {
                 "ONE": splits == 1 and config.AHEAD > 0,
@@ -244,14 +251,22 @@ def mla_decode(
                 "KEYS": static_keys,
             }
             mla_decode_hopper_kernel[grid](
-                q_latent, q_rope, latent_cache, *tail, **sizes, **tile, **early, **dependent(q_latent)
+                q_latent, q_rope, latent_cache, *tail, **shape, **tile, **early, **dependent(q_latent)
             )
         else:
             _mla_decode_kernel[grid](
-                q_latent, q_rope, latent_cache, *tail, **sizes, **tile,
-                BR=max(16, triton.next_power_of_2(rank)), BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
-                WINDOW=tables.window or 0, UPCAST=interpreted(), num_stages=config.num_stages,
-            )  # fmt: skip
+                q_latent,
+                q_rope,
+                latent_cache,
+                *tail,
+                **shape,
+                **tile,
+                BR=max(16, triton.next_power_of_2(rank)),
+                BD=max(16, triton.next_power_of_2(q_rope.shape[2])),
+                WINDOW=tables.window or 0,
+                UPCAST=interpreted(),
+                num_stages=config.num_stages,
+            )
     return combine_splits(
         partial, lse, dtype=q_latent.dtype, heads=heads, tables=tables, split=split, static_tables=static_tables
     )

@@ -214,9 +214,16 @@ def rope(
     check_rows("rope", x=x, cos=cos, sin=sin)
     config, num_blocks, out = launch_plan("rope", x, config)
     if out.numel():
+        sizes, strides = (num_heads, dim // 2, num_blocks), (*x.stride()[:2], cos.stride(0), sin.stride(0))
         _rope_kernel[(num_tokens * num_blocks,)](
-            x, cos, sin, out, num_heads, dim // 2, num_blocks, *x.stride()[:2], cos.stride(0), sin.stride(0),
-            INTERLEAVED=interleaved, BH=half_block(dim), BN=config.BLOCK, enable_fp_fusion=False,
-            **config.options, **dependent(x),
-        )  # fmt: skip
+            *(x, cos, sin, out),
+            *sizes,
+            *strides,
+            INTERLEAVED=interleaved,
+            BH=half_block(dim),
+            BN=config.BLOCK,
+            enable_fp_fusion=False,
+            **config.options,
+            **dependent(x),
+        )
     return finish(out, x.dtype)

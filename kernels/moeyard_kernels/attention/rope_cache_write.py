@@ -146,18 +146,28 @@ def _mla_kernel(
 
 
 def rope_cache_write_gqa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    *, interleaved: bool, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 0.0,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    interleaved: bool,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     config: RowConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.rope_cache_write_gqa`. Each head and each cache entry is contiguous.
 
     Raises ValueError for a `config` that sums a head in another order than rms_norm. All do if 16 does not divide D.
     """
     op = "rope_cache_write_gqa"
     num_tokens, num_heads, dim = q.shape
-    turned = min(dim, 2 * cos.shape[1])
+    rotated = min(dim, 2 * cos.shape[1])
     check_rows(op, q=q, k=k, v=v, cos=cos, sin=sin, slot_mapping=slot_mapping, k_cache=k_cache, v_cache=v_cache)
     check_rows(op, q=q, q_norm=q_norm, k_norm=k_norm)
     normed = q_norm is not None
@@ -171,25 +181,49 @@ def rope_cache_write_gqa(
             raise ValueError(f"{op}: {config} does not sum heads of {dim} as rms_norm does")
         kv_block = max(kv_block, min(config.BLOCK, rows))
     if num_tokens:
+        norms = (q if q_norm is None else q_norm, k if k_norm is None else k_norm)
+        inputs = (q, k, v, cos, sin, *norms, slot_mapping)
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
+        sizes = (num_heads, k.shape[1], rotated // 2, q_blocks, eps)
         _gqa_kernel[(num_tokens * (q_blocks + 1),)](
-            q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
-            slot_mapping, out, k_cache, v_cache, num_heads, k.shape[1], turned // 2, q_blocks, eps,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
-            *k_cache.stride()[:3], *v_cache.stride()[:3],
-            PAGE=page, INTERLEAVED=interleaved, BNKV=kv_block, BH=half_block(turned), BD=block if normed else 0,
-            REST=dim - turned, BREST=triton.next_power_of_2(max(1, dim - turned)),
-            BV=max(2 * half_block(turned), triton.next_power_of_2(dim)), BN=config.BLOCK,
-            enable_fp_fusion=False, **config.options, **dependent(q),
-        )  # fmt: skip
+            *inputs,
+            out,
+            k_cache,
+            v_cache,
+            *sizes,
+            *strides,
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            PAGE=page,
+            INTERLEAVED=interleaved,
+            BNKV=kv_block,
+            BH=half_block(rotated),
+            BD=block if normed else 0,
+            REST=dim - rotated,
+            BREST=triton.next_power_of_2(max(1, dim - rotated)),
+            BV=max(2 * half_block(rotated), triton.next_power_of_2(dim)),
+            BN=config.BLOCK,
+            enable_fp_fusion=False,
+            **config.options,
+            **dependent(q),
+        )
     return finish(out, q.dtype)
 
 
 def rope_cache_write_mla(
-    q_rope: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    slot_mapping: torch.Tensor, cache: torch.Tensor,
-    *, interleaved: bool, kv_norm: torch.Tensor | None = None, eps: float = 0.0,
+    q_rope: torch.Tensor,
+    kv_a: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    interleaved: bool,
+    kv_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     config: RowConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.rope_cache_write_mla`. Each head, row and cache entry is contiguous.
 
     The norm is a separate launch unless a config for normed shapes is stored, or `config` is given. Raises ValueError
@@ -210,13 +244,23 @@ def rope_cache_write_mla(
     config, q_blocks, out = launch_plan(op, q_rope, config, more_blocks=1)
     rows, block = row_tile(kv_a.shape[1])
     if num_tokens:
+        inputs = (q_rope, kv_a, k_rope, cos, sin, kv_a if kv_norm is None else kv_norm, slot_mapping)
+        sizes = (num_heads, kv_a.shape[1], dim // 2, q_blocks, eps)
+        strides = (*q_rope.stride()[:2], *(x.stride(0) for x in (kv_a, k_rope, cos, sin)), *cache.stride()[:2])
         _mla_kernel[(num_tokens * (q_blocks + 1),)](
-            q_rope, kv_a, k_rope, cos, sin, kv_a if kv_norm is None else kv_norm, slot_mapping, out, cache,
-            num_heads, kv_a.shape[1], dim // 2, q_blocks, eps,
-            *q_rope.stride()[:2], kv_a.stride(0), k_rope.stride(0), cos.stride(0), sin.stride(0),
-            *cache.stride()[:2],
-            PAGE=page, INTERLEAVED=interleaved, ROWS=0 if kv_norm is None else rows,
-            BR=triton.next_power_of_2(kv_a.shape[1]) if kv_norm is None else block, BH=half_block(dim),
-            enable_fp_fusion=False, BN=config.BLOCK, **config.options, **dependent(q_rope),
-        )  # fmt: skip
+            *inputs,
+            out,
+            cache,
+            *sizes,
+            *strides,
+            PAGE=page,
+            INTERLEAVED=interleaved,
+            ROWS=0 if kv_norm is None else rows,
+            BR=triton.next_power_of_2(kv_a.shape[1]) if kv_norm is None else block,
+            BH=half_block(dim),
+            enable_fp_fusion=False,
+            BN=config.BLOCK,
+            **config.options,
+            **dependent(q_rope),
+        )
     return finish(out, q_rope.dtype)

@@ -240,12 +240,26 @@ def in_one_launch(
 
 
 def rope_gqa_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    *, tables: DecodeTables, scale: float, interleaved: bool, q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None, eps: float = 0.0, static_tables: bool = False, lone_rows: bool = False,
-    split: int = GQA_SPLIT, config: StepConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    tables: DecodeTables,
+    scale: float,
+    interleaved: bool,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    static_tables: bool = False,
+    lone_rows: bool = False,
+    split: int = GQA_SPLIT,
+    config: StepConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moeyard_kernels.ops.rope_gqa_decode`. Raises ValueError for a `config` of one launch that cannot run it."""
     op = "rope_gqa_decode"
     heads, dim = q.shape[1:]
@@ -268,15 +282,36 @@ def rope_gqa_decode(
     check_indices(op, low=-1, high=num_pages * page, slot_mapping=slot_mapping)
     out, lse = new_partials(q, tables=tables, sums=SplitSums(heads=heads, dim=dim, split=split))
     if out.numel():
-        width = tables.page_table.shape[1]
+        norms = (q if q_norm is None else q_norm, k if k_norm is None else k_norm)
+        inputs = (q, k, v, cos, sin, *norms, slot_mapping, k_cache, v_cache, tables.page_table, tables.kv_lens)
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
         _rope_gqa_decode_kernel[(q.shape[0] * k.shape[1],)](
-            q, k, v, cos, sin, q if q_norm is None else q_norm, k if k_norm is None else k_norm,
-            slot_mapping, k_cache, v_cache, tables.page_table, tables.kv_lens, out, lse,
-            scale * LOG2E, eps, width, num_pages,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
-            H=heads, G=group, D=dim, PAGE=page, PAGES=triton.cdiv(split, BLOCK), WINDOW=tables.window or 0,
-            BN=BLOCK, LOG2_BN=BLOCK.bit_length() - 1, BM=config.BM, BK=key_rows(config.num_warps, dim) if normed else 1,
-            TAIL=config.TAIL, NORMED=normed, INTERLEAVED=interleaved, UPCAST=interpreted(),
-            STATIC=static_tables, num_warps=config.num_warps, num_stages=config.num_stages, **UNFUSED, **dependent(q),
-        )  # fmt: skip
+            *inputs,
+            out,
+            lse,
+            scale * LOG2E,
+            eps,
+            tables.page_table.shape[1],
+            num_pages,
+            *strides,
+            H=heads,
+            G=group,
+            D=dim,
+            PAGE=page,
+            PAGES=triton.cdiv(split, BLOCK),
+            WINDOW=tables.window or 0,
+            BN=BLOCK,
+            LOG2_BN=BLOCK.bit_length() - 1,
+            BM=config.BM,
+            BK=key_rows(config.num_warps, dim) if normed else 1,
+            TAIL=config.TAIL,
+            NORMED=normed,
+            INTERLEAVED=interleaved,
+            UPCAST=interpreted(),
+            STATIC=static_tables,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **UNFUSED,
+            **dependent(q),
+        )
     return combine_splits(out, lse, dtype=q.dtype, heads=heads, tables=tables, split=split)

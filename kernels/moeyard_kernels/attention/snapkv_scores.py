@@ -191,29 +191,27 @@ def snapkv_scores(
         heads = min(at_once, num_kv_heads - begin)
         queries, keys = q[:, begin * group :], k[begin:]
         others = (rest[begin:] if k_rope is None else rest) if second else keys
-        strides = (
-            q.stride(0), q.stride(1), k.stride(1), k.stride(0), others.stride(-2), rest_head if second else k.stride(0),
-        )  # fmt: skip
+        other_strides = (others.stride(-2), rest_head if second else k.stride(0))
+        tensors, strides = (queries, keys, others, rows), (*q.stride()[:2], k.stride(1), k.stride(0), *other_strides)
         _snapkv_softmax_kernel[(heads * num_splits * num_tiles,)](
-            queries, keys, others, rows, top, total, c, window, length, num_splits, num_tiles, *strides,
-            **shape, SPLIT=SPLIT, STAGES=stages, num_warps=4, **UNFUSED,
-        )  # fmt: skip
-        _snapkv_merge_kernel[(heads * num_tiles,)](
-            top,
-            total,
-            merged,
-            c,
-            window,
-            num_splits,
-            num_tiles,
-            at_once,
-            GROUP=group,
-            BM=BM,
-            num_warps=2,
+            *(*tensors, top, total, c, window, length, num_splits, num_tiles),
+            *strides,
+            **shape,
+            SPLIT=SPLIT,
+            STAGES=stages,
+            num_warps=4,
             **UNFUSED,
         )
+        sizes = (window, num_splits, num_tiles, at_once)
+        _snapkv_merge_kernel[(heads * num_tiles,)](
+            top, total, merged, c, *sizes, GROUP=group, BM=BM, num_warps=2, **UNFUSED
+        )
         _snapkv_weights_kernel[(heads * num_blocks,)](
-            queries, keys, others, rows, merged, out[begin:], c, window, length, num_blocks, num_tiles, at_once,
-            *strides, **shape, num_warps=4, num_stages=stages, **UNFUSED,
-        )  # fmt: skip
+            *(*tensors, merged, out[begin:], c, window, length, num_blocks, num_tiles, at_once),
+            *strides,
+            **shape,
+            num_warps=4,
+            num_stages=stages,
+            **UNFUSED,
+        )
     return out

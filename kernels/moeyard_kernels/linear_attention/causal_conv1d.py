@@ -147,9 +147,18 @@ def causal_conv1d_update(
     out = new_output(slots.num_rows, channels, like=x)
     unit = stride_unit(x)
     if out.numel():
+        tensors = (x, weight, window, slots.read, slots.write, out)
         _conv_update_kernel[(slots.num_sequences, num_blocks)](
-            x, weight, window, slots.read, slots.write, out, x.stride(0) // unit, channels,
-            Q=slots.num_queries, K=size, BC=config.BLOCK, UNIT=unit, TAPS=taps,
-            enable_fp_fusion=False, **config.options, **dependent(x),
-        )  # fmt: skip
+            *tensors,
+            x.stride(0) // unit,
+            channels,
+            Q=slots.num_queries,
+            K=size,
+            BC=config.BLOCK,
+            UNIT=unit,
+            TAPS=taps,
+            enable_fp_fusion=False,
+            **config.options,
+            **dependent(x),
+        )
     return finish(out, x.dtype)

@@ -133,9 +133,19 @@ def causal_conv1d_prefill(
         raise ValueError(f"{op}: {num_programs} parts of {num_channels} channels exceed the grid of a GPU")
     out = new_output(chunks.num_rows, num_channels, like=x)
     if out.numel():
+        tensors = (x, weight, window, chunks.table, chunks.fresh, out)
         _conv_prefill_kernel[(num_programs, num_blocks)](
-            x, weight, window, chunks.table, chunks.fresh, out, x.stride(0) // unit, num_channels,
-            K=size, ROWS=config.ROWS, PARTS=parts, BC=config.BC, UNIT=unit, TAPS=taps,
-            enable_fp_fusion=False, **config.options, **dependent(x),
-        )  # fmt: skip
+            *tensors,
+            x.stride(0) // unit,
+            num_channels,
+            K=size,
+            ROWS=config.ROWS,
+            PARTS=parts,
+            BC=config.BC,
+            UNIT=unit,
+            TAPS=taps,
+            enable_fp_fusion=False,
+            **config.options,
+            **dependent(x),
+        )
     return finish(out, x.dtype)

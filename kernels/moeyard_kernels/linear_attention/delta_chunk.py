@@ -18,6 +18,7 @@ A prompt reads only its own chunks, and programs share no columns, so no bit dep
 from the prompt's first position in every step, and the state in the slot is fp32 between steps.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,10 +35,9 @@ from moeyard_kernels.linear_attention.delta_intra import FACTORS, delta_intra_ke
 from moeyard_kernels.linear_attention.delta_scores import operand
 from moeyard_kernels.linear_attention.delta_state_hopper import fits, go_through_chunks
 from moeyard_kernels.linear_attention.halves import SNAPSHOTS, TABLE_WIDTH
+from moeyard_kernels.ops.linear_attention import L2_EPS
 from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
-# Added to the sum of squares of a query or key.
-L2_EPS = 1e-6
 # The most (chunk, head) pairs for which both stages of `delta_intra` are one launch.
 _FEW = 256
 # The columns of Dk that a program of `delta_intra` holds at a time.
@@ -185,7 +185,8 @@ def _delta_chunk_kernel(
     tl.store(p_state + (i_slot * HV + i_h) * (DK * DV) + o_state, b_state, mask=m_state & (i_end > i_begin))
 
 
-def gdn_chunk_prefill(
+def chunk_prefill(
+    rule: Literal["gdn", "kda"],
     qkv: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
@@ -197,28 +198,7 @@ def gdn_chunk_prefill(
     config: ChunkConfig | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.gdn_chunk_prefill`. Raises ValueError if the grid cannot hold it."""
-    return _prefill("gdn_chunk_prefill", False, qkv, b, a, a_log, dt_bias, state, chunks, config)
-
-
-def kda_chunk_prefill(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    chunks: PromptChunks,
-    config: ChunkConfig | None = None,
-) -> torch.Tensor:
-    """See `moeyard_kernels.ops.kda_chunk_prefill`. Raises ValueError if the grid cannot hold it."""
-    return _prefill("kda_chunk_prefill", True, qkv, b, a, a_log, dt_bias, state, chunks, config)
-
-
-def _prefill(
-    op: str, by_row: bool, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor,
-    dt_bias: torch.Tensor, state: torch.Tensor, chunks: PromptChunks, config: ChunkConfig | None,
-) -> torch.Tensor:  # fmt: skip
+    op, by_row = f"{rule}_chunk_prefill", rule == "kda"
     _, num_heads, k_dim, v_dim = state.shape
     check_rows(op, qkv=qkv, b=b, a=a)
     check_layout(op, state=state, a_log=a_log, dt_bias=dt_bias, table=chunks.table, heads=chunks.heads)
@@ -246,22 +226,42 @@ def _prefill(
     half, unit = min(rows, _HALF), stride_unit(qkv)
     options = {"HK": (qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), "HV": num_heads, "DK": k_dim, "BK": rows}
     options |= {"C": CHUNK, "BY_ROW": by_row, "UNIT": unit, "enable_fp_fusion": False, **dependent(qkv)}
+    inputs, strides = (qkv, b, a, a_log, dt_bias, chunks.table), (qkv.stride(0) // unit, b.stride(0), a.stride(0))
+    results = (sums, lower, scores, inverse, factors, kd, kg, qg, left)
     for blocks, solve in ((True, True),) if config.fused else ((True, False), (False, True)):
         delta_intra_kernel[(num_units,)](
-            qkv, b, a, a_log, dt_bias, chunks.table, sums, lower, scores, inverse, factors, kd, kg, qg, left,
-            qkv.stride(0) // unit, b.stride(0), a.stride(0), k_dim**-0.5, L2_EPS,
-            LOG2_BK=rows.bit_length() - 1, HALF=half, LOG2_HALF=half.bit_length() - 1, BLOCKS=blocks, SOLVE=solve,
-            num_warps=config.intra_warps if blocks else config.solve_warps, num_stages=1, **options,
-        )  # fmt: skip
+            *inputs,
+            *results,
+            *strides,
+            k_dim**-0.5,
+            L2_EPS,
+            LOG2_BK=rows.bit_length() - 1,
+            HALF=half,
+            LOG2_HALF=half.bit_length() - 1,
+            BLOCKS=blocks,
+            SOLVE=solve,
+            num_warps=config.intra_warps if blocks else config.solve_warps,
+            num_stages=1,
+            **options,
+        )
     if config.kernel == "state" and fits(qkv, k_dim, v_dim):
-        go_through_chunks(
-            qkv, (kd, kg, qg) if by_row else None, scores, inverse, factors, left, state, chunks, out
-        )  # fmt: skip
+        go_through_chunks(qkv, (kd, kg, qg) if by_row else None, scores, inverse, factors, left, state, chunks, out)
         return finish(out, qkv.dtype)
     width = min(config.BV, columns)
+    tensors = (qkv, kd, kg, qg, scores, inverse, factors, left, state, chunks.table, chunks.fresh, chunks.heads, out)
     _delta_chunk_kernel[(num_prompts * num_heads * columns // width,)](
-        qkv, kd, kg, qg, scores, inverse, factors, left, state, chunks.table, chunks.fresh, chunks.heads, out,
-        qkv.stride(0) // unit, DV=v_dim, BU=columns, BV=width,
-        DTYPE=tl.float32 if qkv.dtype == torch.float32 else tl.bfloat16, **config.options, **options,
-    )  # fmt: skip
+        *tensors,
+        qkv.stride(0) // unit,
+        DV=v_dim,
+        BU=columns,
+        BV=width,
+        DTYPE=tl.float32 if qkv.dtype == torch.float32 else tl.bfloat16,
+        **config.options,
+        **options,
+    )
     return finish(out, qkv.dtype)
+
+
+# The ops differ only in the gate: one per head, or one per row of the state.
+gdn_chunk_prefill = functools.partial(chunk_prefill, "gdn")
+kda_chunk_prefill = functools.partial(chunk_prefill, "kda")

@@ -9,6 +9,7 @@ The state is read once and written once, which takes all of the time: 64 sequenc
 MiB. Programs share no columns, so one sequence has 128 to 512 programs.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +23,9 @@ from moeyard_kernels.common.rows import check_rows, stride_unit
 from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.linear_attention.causal_conv1d import channels, convolved, sums_before
 from moeyard_kernels.linear_attention.halves import sigmoid, softplus, sum_columns, sum_rows
+from moeyard_kernels.ops.linear_attention import L2_EPS
 from moeyard_kernels.types.state_slots import StateSlots
 
-# Added to the sum of squares of a query or key.
-L2_EPS = 1e-6
 # The most programs of a launch that lets the next begin before it waits (`common/dependent.py`).
 _FEW = 1024
 
@@ -164,7 +164,8 @@ def delta_recurrent_kernel(
         tl.store(p_head + i_write * (HV * DK * DV) + o_state, b_state, mask=m_new)
 
 
-def gdn_recurrent(
+def recurrent(
+    rule: Literal["gdn", "kda"],
     qkv: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
@@ -178,35 +179,20 @@ def gdn_recurrent(
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.gdn_recurrent`. Raises ValueError if the grid cannot hold it."""
     inputs = (qkv, b, a, a_log, dt_bias, state)
-    return recurrent("gdn_recurrent", False, inputs, None, slots, config, static_state)
+    return apply_rule(rule, *inputs, slots=slots, static_state=static_state, config=config)
 
 
-def kda_recurrent(
+def apply_rule(
+    rule: Literal["gdn", "kda"],
     qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    *,
+    *gates_and_state: torch.Tensor,
     slots: StateSlots,
-    static_state: bool = False,
-    config: RecurrentConfig | None = None,
+    static_state: bool,
+    config: RecurrentConfig | None,
+    conv: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.kda_recurrent`. Raises ValueError if the grid cannot hold it."""
-    inputs = (qkv, b, a, a_log, dt_bias, state)
-    return recurrent("kda_recurrent", True, inputs, None, slots, config, static_state)
-
-
-def recurrent(
-    op: str, by_row: bool, inputs: tuple[torch.Tensor, ...], conv: tuple[torch.Tensor, torch.Tensor] | None,
-    slots: StateSlots, config: RecurrentConfig | None, static_state: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Apply the rule to `inputs`, those of `gdn_recurrent`. conv: first convolve by (weight, tap by tap, and window).
-
-    Raises ValueError if the grid cannot hold it.
-    """
-    qkv, b, a, a_log, dt_bias, state = inputs
+    """`recurrent`, which first convolves qkv by `conv`: (weight, stored tap by tap, and window)."""
+    op, (b, a, a_log, dt_bias, state) = f"{rule}_recurrent", gates_and_state
     num_slots, num_heads, k_dim, v_dim = state.shape
     check_rows(op, qkv=qkv, b=b, a=a)
     check_layout(op, state=state, a_log=a_log, dt_bias=dt_bias)
@@ -222,12 +208,32 @@ def recurrent(
     # Without a convolution these are not read, but must be tensors.
     taps, window = conv or (qkv, qkv)
     if out.numel():
+        tensors = (qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out, taps, window)
         delta_recurrent_kernel[(num_programs,)](
-            qkv, b, a, a_log, dt_bias, state, slots.read, slots.write, out, taps, window,
-            qkv.stride(0) // unit, b.stride(0) // unit, a.stride(0) // unit, k_dim**-0.5, L2_EPS,
-            Q=slots.num_queries, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim), HV=num_heads, DK=k_dim, DV=v_dim,
-            BK=block, LOG2_BK=block.bit_length() - 1, BV=config.BV, BY_ROW=by_row, FIRST=num_programs <= _FEW,
-            UNIT=unit, TAPS=0 if conv is None else taps.shape[1], STATIC=config.EARLY and static_state,
-            enable_fp_fusion=False, **config.options, **dependent(qkv),
-        )  # fmt: skip
+            *tensors,
+            *(x.stride(0) // unit for x in (qkv, b, a)),
+            k_dim**-0.5,
+            L2_EPS,
+            Q=slots.num_queries,
+            HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim),
+            HV=num_heads,
+            DK=k_dim,
+            DV=v_dim,
+            BK=block,
+            LOG2_BK=block.bit_length() - 1,
+            BV=config.BV,
+            BY_ROW=rule == "kda",
+            FIRST=num_programs <= _FEW,
+            UNIT=unit,
+            TAPS=0 if conv is None else taps.shape[1],
+            STATIC=config.EARLY and static_state,
+            enable_fp_fusion=False,
+            **config.options,
+            **dependent(qkv),
+        )
     return finish(out, qkv.dtype)
+
+
+# The ops differ only in the gate: one per head, or one per row of the state.
+gdn_recurrent = functools.partial(recurrent, "gdn")
+kda_recurrent = functools.partial(recurrent, "kda")

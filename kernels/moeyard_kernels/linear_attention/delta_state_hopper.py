@@ -246,17 +246,32 @@ def _lines(x: torch.Tensor) -> TensorDescriptor:
 
 
 def go_through_chunks(
-    qkv: torch.Tensor, tiles: tuple[torch.Tensor, ...] | None, scores: torch.Tensor, inverse: torch.Tensor,
-    factors: torch.Tensor, left: torch.Tensor, state: torch.Tensor, chunks: PromptChunks, out: torch.Tensor,
-) -> None:  # fmt: skip
+    qkv: torch.Tensor,
+    tiles: tuple[torch.Tensor, ...] | None,
+    scores: torch.Tensor,
+    inverse: torch.Tensor,
+    factors: torch.Tensor,
+    left: torch.Tensor,
+    state: torch.Tensor,
+    chunks: PromptChunks,
+    out: torch.Tensor,
+) -> None:
     """Write out [R, HV, DV] and all prompts' states from the results of `delta_intra_kernel`. tiles: kd, kg, qg."""
     _, num_heads, k_dim, v_dim = state.shape
     rows, lines = _blocks(qkv, k_dim), _lines(factors.view(-1, CHUNK))
     d_k, d_g, d_q = (rows,) * 3 if tiles is None else tuple(_blocks(x.view(-1, k_dim), k_dim) for x in tiles)
     programs = chunks.heads.shape[0] * num_heads * v_dim // BV.value
+    squares = (_blocks(x.view(-1, CHUNK), CHUNK) for x in (scores, inverse))
+    descriptors = (d_k, d_q, d_g, _blocks(qkv, BV.value), *squares, lines, lines if tiles is None else _lines(left))
+    tensors = (left, state, chunks.table, chunks.fresh, chunks.heads, out)
     delta_state_kernel[(programs,)](
-        d_k, d_q, d_g, _blocks(qkv, BV.value), _blocks(scores.view(-1, CHUNK), CHUNK),
-        _blocks(inverse.view(-1, CHUNK), CHUNK), lines, lines if tiles is None else _lines(left), left, state,
-        chunks.table, chunks.fresh, chunks.heads, out, HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim),
-        HV=num_heads, DV=v_dim, BY_ROW=tiles is not None, num_warps=4, enable_fp_fusion=False, **dependent(qkv),
-    )  # fmt: skip
+        *descriptors,
+        *tensors,
+        HK=(qkv.shape[1] - num_heads * v_dim) // (2 * k_dim),
+        HV=num_heads,
+        DV=v_dim,
+        BY_ROW=tiles is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **dependent(qkv),
+    )

@@ -5,6 +5,7 @@ its own inputs, so the programs of a head repeat its queries and keys. With few 
 A window must not change while other programs read it, so the launch of the norm updates it.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,13 +20,7 @@ from moeyard_kernels.common.tuning import Config, choose
 from moeyard_kernels.elementwise.gated_rms_norm import gated_rms_norm, gated_rows
 from moeyard_kernels.elementwise.rms_norm import NUM_WARPS, row_tile
 from moeyard_kernels.linear_attention.causal_conv1d import causal_conv1d_update, channels, tap_by_tap
-from moeyard_kernels.linear_attention.delta_recurrent import (
-    RecurrentConfig,
-    gdn_recurrent,
-    kda_recurrent,
-    recurrent,
-    shape_class,
-)
+from moeyard_kernels.linear_attention.delta_recurrent import RecurrentConfig, apply_rule, recurrent, shape_class
 from moeyard_kernels.types.state_slots import StateSlots
 
 __all__ = ["CONFIGS", "gdn_step", "kda_step", "shape_class"]
@@ -110,72 +105,74 @@ def _norm_and_windows_kernel(
         tl.store(p_new + (K - 2) * C, b_last, mask=m_new)
 
 
-def gdn_step(
-    qkv: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
-    a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor,
-    eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
-    static_state: bool = False, config: Chain | TwoLaunches | None = None,
-) -> torch.Tensor:  # fmt: skip
+def step(
+    rule: Literal["gdn", "kda"],
+    qkv: torch.Tensor,
+    conv: torch.Tensor,
+    window: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    gate: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    *,
+    slots: StateSlots,
+    sigmoid: bool = False,
+    rows: torch.Tensor | None = None,
+    static_state: bool = False,
+    config: Chain | TwoLaunches | None = None,
+) -> torch.Tensor:
     """See `moeyard_kernels.ops.gdn_step`. Raises ValueError if the grid cannot hold it."""
-    rule = (b, a, a_log, dt_bias, state)
-    return _step("gdn_step", qkv, (conv, window), rule, (gate, norm), eps, slots, sigmoid, rows, static_state, config)
-
-
-def kda_step(
-    qkv: torch.Tensor, conv: torch.Tensor, window: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
-    a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor,
-    eps: float, *, slots: StateSlots, sigmoid: bool = False, rows: torch.Tensor | None = None,
-    static_state: bool = False, config: Chain | TwoLaunches | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """See `moeyard_kernels.ops.kda_step`. Raises ValueError if the grid cannot hold it."""
-    rule = (b, a, a_log, dt_bias, state)
-    return _step("kda_step", qkv, (conv, window), rule, (gate, norm), eps, slots, sigmoid, rows, static_state, config)
-
-
-def _step(
-    op: str, qkv: torch.Tensor, conv: tuple[torch.Tensor, torch.Tensor], rule: tuple[torch.Tensor, ...],
-    norm: tuple[torch.Tensor, torch.Tensor], eps: float, slots: StateSlots, sigmoid: bool, rows: torch.Tensor | None,
-    static_state: bool, config: Chain | TwoLaunches | None,
-) -> torch.Tensor:  # fmt: skip
-    state, by_row = rule[-1], op == "kda_step"
-    num_sequences, (gate, weight) = slots.num_sequences, norm
-    name = shape_class(num_sequences, *state.shape[1:])
-    config = config or choose(op, name, state, KINDS, Chain)
+    op, gates = f"{rule}_step", (b, a, a_log, dt_bias, state)
+    config = config or choose(op, shape_class(slots.num_sequences, *state.shape[1:]), state, KINDS, Chain)
     # If the taps of a channel are adjacent, every program of the rule would load them one by one.
-    if isinstance(config, Chain) or slots.num_queries > 1 or not tap_by_tap(op, conv[0]):
-        mixed = causal_conv1d_update(qkv, *conv, slots=slots)
-        run = kda_recurrent if by_row else gdn_recurrent
-        mixed = run(mixed, *rule, slots=slots, static_state=static_state)
-        return gated_rms_norm(mixed, gate, weight, eps, sigmoid=sigmoid, rows=rows)
-    check_layout(op, window=conv[1], norm=weight, rows=rows)
-    check_indices(op, low=-1, high=conv[1].shape[0], read=slots.read, write=slots.write)
-    mixed = recurrent(op, by_row, (qkv, *rule), conv, slots, config.rule, static_state)
-    return _norm_and_windows(op, mixed, gate, weight, eps, qkv, conv, slots, sigmoid, rows)
-
-
-def _norm_and_windows(
-    op: str, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, qkv: torch.Tensor,
-    conv: tuple[torch.Tensor, torch.Tensor], slots: StateSlots, sigmoid: bool, rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Return the gated norm of x [B, H, D] as [B, H D], and append each row of qkv to its sequence's window."""
-    num_tokens, heads, dim = x.shape
-    check_rows(op, x=x, gate=gate, qkv=qkv)
+    if isinstance(config, Chain) or slots.num_queries > 1 or not tap_by_tap(op, conv):
+        mixed = causal_conv1d_update(qkv, conv, window, slots=slots)
+        mixed = recurrent(rule, mixed, *gates, slots=slots, static_state=static_state)
+        return gated_rms_norm(mixed, gate, norm, eps, sigmoid=sigmoid, rows=rows)
+    check_layout(op, window=window, norm=norm, rows=rows)
+    check_indices(op, low=-1, high=window.shape[0], read=slots.read, write=slots.write)
+    mixed = apply_rule(
+        rule, qkv, *gates, slots=slots, static_state=static_state, config=config.rule, conv=(conv, window)
+    )
+    check_rows(op, x=mixed, gate=gate, qkv=qkv)
+    num_tokens, heads, dim = mixed.shape
     if rows is not None:
         check_indices(op, low=0, high=num_tokens, rows=rows)
-    (num_channels, size), (together, block) = conv[0].shape, row_tile(dim)
+    (num_channels, size), (together, block) = conv.shape, row_tile(dim)
     num_rows, unit = num_tokens * heads, stride_unit(gate, qkv)
     num_norm = triton.cdiv(num_rows, together)
     num_programs = num_norm + num_tokens * triton.cdiv(num_channels, _CHANNELS)
     # Rows are counted in 32 bits.
     if max(num_rows + together, num_programs) > MAX_GRID_X:
         raise ValueError(f"{op}: {num_tokens} sequences of {heads} heads exceed the grid of a GPU")
-    out = new_output(num_tokens, heads * dim, like=x)
+    out = new_output(num_tokens, heads * dim, like=mixed)
     if out.numel():
+        tensors = (mixed, gate, norm, norm if rows is None else rows, out, qkv, window, slots.read, slots.write)
+        sizes = (num_norm, num_rows, gate.stride(0) // unit, qkv.stride(0) // unit, eps)
         _norm_and_windows_kernel[(num_programs,)](
-            x, gate, weight, weight if rows is None else rows, out, qkv, conv[1], slots.read, slots.write, num_norm,
-            num_rows, gate.stride(0) // unit, qkv.stride(0) // unit, eps, H=heads, D=dim, SIGMOID=sigmoid,
-            FROM_ROWS=rows is not None, BR=together, BD=block, EVEN=num_rows % together == 0 and dim == block,
-            UNIT=unit, C=num_channels, K=size, BC=_CHANNELS, num_warps=NUM_WARPS, enable_fp_fusion=False,
-            **dependent(x),
-        )  # fmt: skip
-    return finish(out, x.dtype)
+            *tensors,
+            *sizes,
+            H=heads,
+            D=dim,
+            SIGMOID=sigmoid,
+            FROM_ROWS=rows is not None,
+            BR=together,
+            BD=block,
+            EVEN=num_rows % together == 0 and dim == block,
+            UNIT=unit,
+            C=num_channels,
+            K=size,
+            BC=_CHANNELS,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+            **dependent(mixed),
+        )
+    return finish(out, mixed.dtype)
+
+
+gdn_step = functools.partial(step, "gdn")
+kda_step = functools.partial(step, "kda")

@@ -84,7 +84,17 @@ def restore_slots(
     blocks = config.BYTES // state.itemsize, config.BYTES // window.itemsize
     parts = sum(triton.cdiv(*pair) for pair in zip(sizes, blocks, strict=True))
     _restore_slots_kernel[(parts, config.SHARES)](
-        state.view(torch.int32), window.view(word), moves.source, moves.target, num_moves,
-        STATE=sizes[0], WINDOW=sizes[1], BN=max(_MOVES, triton.next_power_of_2(num_moves)), BS=blocks[0], BW=blocks[1],
-        SHARES=config.SHARES, **config.options, **dependent(state),
-    )  # fmt: skip
+        state.view(torch.int32),
+        window.view(word),
+        moves.source,
+        moves.target,
+        num_moves,
+        STATE=sizes[0],
+        WINDOW=sizes[1],
+        BN=max(_MOVES, triton.next_power_of_2(num_moves)),
+        BS=blocks[0],
+        BW=blocks[1],
+        SHARES=config.SHARES,
+        **config.options,
+        **dependent(state),
+    )

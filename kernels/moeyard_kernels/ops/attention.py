@@ -194,10 +194,8 @@ def rope_gqa_decode(
     if a config says so. static_tables: as in `gqa_decode`. With lone_rows it also covers keys of earlier steps and the
     norms' weights. Bits: those of the two ops.
     """
-    q = rope_cache_write_gqa.reference(
-        q, k, v, cos, sin, slot_mapping, k_cache, v_cache,
-        interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
-    )  # fmt: skip
+    inputs = (q, k, v, cos, sin, slot_mapping, k_cache, v_cache)
+    q = rope_cache_write_gqa.reference(*inputs, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps)
     return gqa_decode.reference(q, k_cache, v_cache, tables=tables, scale=scale)
 
 

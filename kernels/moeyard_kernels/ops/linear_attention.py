@@ -120,7 +120,7 @@ def gdn_recurrent(
     static_state: no launch in flight writes `slots` or a state that they name, as when the previous step wrote these
     and a product ran since. A GPU may then read them before the previous launch has ended.
     """
-    return _recurrent("gdn_recurrent", qkv, b, a, a_log, dt_bias, state, slots)
+    return _recurrent("gdn_recurrent", slots, qkv, b, a, a_log, dt_bias, state)
 
 
 @op("linear_attention.delta_recurrent", _HEADS, _OWN_SLOTS, qkv="float [T, W]", **_KDA, **_SLOTS)
@@ -139,8 +139,7 @@ def kda_recurrent(
 
     a is [B Q, Hv Dk] and dt_bias is [Hv, Dk]. Row d of head h decays by exp(-exp(a_log[h]) softplus(a + dt_bias)).
     """
-    gates = a.unflatten(1, tuple(state.shape[1:3]))
-    return _recurrent("kda_recurrent", qkv, b, gates, a_log.unsqueeze(1), dt_bias, state, slots)
+    return _recurrent("kda_recurrent", slots, qkv, b, a, a_log, dt_bias, state)
 
 
 @op("linear_attention.delta_step", _HEADS, _OWN_SLOTS, _TAPS, qkv="float [T, W]", **_GDN, **_STEP)
@@ -195,9 +194,8 @@ def kda_step(
     static_state: bool = False,
 ) -> torch.Tensor:
     """`gdn_step` with the rule of `kda_recurrent`."""
-    mixed = causal_conv1d_update.reference(qkv, conv, window, slots=slots)
-    mixed = kda_recurrent.reference(mixed, b, a, a_log, dt_bias, state, slots=slots)
-    return gated_rms_norm.reference(mixed, gate, norm, eps, sigmoid=sigmoid, rows=rows)
+    inputs = (qkv, conv, window, b, a, a_log, dt_bias, state, gate, norm, eps)
+    return gdn_step.reference(*inputs, slots=slots, sigmoid=sigmoid, rows=rows)
 
 
 @op("linear_attention.delta_chunk", _HEADS, *_OWN_CHUNKS, qkv="float [T, W]", **_GDN, **_CHUNKS)
@@ -221,7 +219,16 @@ def gdn_chunk_prefill(
     chunks are fp32. Relative error of the outputs against float64: at most 5e-3. The reference goes position by
     position, in the dtype of the state.
     """
-    return _prompts(qkv, b, a, a_log, dt_bias, state, chunks)
+    inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
+    out = torch.empty_like(inputs[2])
+    for part in chunks.parts:
+        current = torch.zeros_like(state[part.slot]) if part.fresh else state[part.slot]
+        begin = part.begin
+        for end, slot in part.stops:
+            q, k, v, g, beta = (x[begin:end] for x in inputs)
+            out[begin:end], current = gated_delta_rule(q, k, v, g, beta, current)
+            state[slot], begin = current, end
+    return out.to(qkv.dtype)
 
 
 @op("linear_attention.delta_chunk", _HEADS, *_OWN_CHUNKS, qkv="float [T, W]", **_KDA, **_CHUNKS)
@@ -236,8 +243,7 @@ def kda_chunk_prefill(
     chunks: PromptChunks,
 ) -> torch.Tensor:
     """`gdn_chunk_prefill` of Kimi Delta Attention (arXiv 2510.26692), with the arguments of `kda_recurrent`."""
-    gates = a.unflatten(1, tuple(state.shape[1:3]))
-    return _prompts(qkv, b, gates, a_log.unsqueeze(1), dt_bias, state, chunks)
+    return gdn_chunk_prefill.reference(qkv, b, a, a_log, dt_bias, state, chunks=chunks)
 
 
 @op(
@@ -290,9 +296,8 @@ def gated_delta_rule(
 
 
 def rule_inputs(
-    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Return q, k, v, g and beta for `gated_delta_rule`, in the state's dtype.
 
     q and k [T, Hk, Dk] have length 1, and queries are scaled. The bits of a row do not depend on other rows.
@@ -302,18 +307,18 @@ def rule_inputs(
     q, k, v = qkv.to(state.dtype).split((keys, keys, num_heads * v_dim), 1)
     q, k = (x.reshape(x.shape[0], -1, k_dim) for x in (q, k))
     q, k = (x * x.square().sum(-1, keepdim=True).add(L2_EPS).rsqrt() for x in (q, k))
+    if dt_bias.dim() == 2:
+        a, a_log = a.unflatten(1, (num_heads, k_dim)), a_log.unsqueeze(1)
     gates = rows_apart((a.to(state.dtype) + dt_bias.to(state.dtype)).flatten(1))
     g = -a_log.to(state.dtype).exp() * F.softplus(gates).view(a.shape)
     beta = rows_apart(b.to(state.dtype)).sigmoid()
     return q * k_dim**-0.5, k, v.reshape(v.shape[0], num_heads, v_dim), g, beta
 
 
-def _recurrent(
-    op: str, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor, slots: StateSlots,
-) -> torch.Tensor:  # fmt: skip
+def _recurrent(op: str, slots: StateSlots, qkv: torch.Tensor, *gates_and_state: torch.Tensor) -> torch.Tensor:
+    state = gates_and_state[-1]
     check_indices(op, low=-1, high=state.shape[0], read=slots.read, write=slots.write)
-    inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
+    inputs = rule_inputs(qkv, *gates_and_state)
     out = torch.zeros_like(inputs[2])
     for n, slot in enumerate(slots.read.tolist()):
         if slot < 0:
@@ -325,20 +330,4 @@ def _recurrent(
             out[row] = result[0]
             if target >= 0:
                 state[target] = current
-    return out.to(qkv.dtype)
-
-
-def _prompts(
-    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor, chunks: PromptChunks,
-) -> torch.Tensor:  # fmt: skip
-    inputs = rule_inputs(qkv, b, a, a_log, dt_bias, state)
-    out = torch.empty_like(inputs[2])
-    for part in chunks.parts:
-        current = torch.zeros_like(state[part.slot]) if part.fresh else state[part.slot]
-        begin = part.begin
-        for end, slot in part.stops:
-            q, k, v, g, beta = (x[begin:end] for x in inputs)
-            out[begin:end], current = gated_delta_rule(q, k, v, g, beta, current)
-            state[slot], begin = current, end
     return out.to(qkv.dtype)
