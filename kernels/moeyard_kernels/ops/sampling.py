@@ -76,8 +76,8 @@ def sample(
     fp64, then the mask of allowed tokens. The token is the argmax of exp((x - max) / temperature) / E over the
     remaining tokens, with E ~ Exp(1) from (seed, position, token id). All ties go to the lowest id.
 
-    temperature, top_p and min_p are fp64 [B]. top_k, seeds (64 bits) and positions are int64 [B]. top_p is in (0, 1]
-    and off at 1. min_p is in [0, 1] and off at 0. top_k is off at 0 or V. None turns a setting off for all rows, and
+    Settings are fp64 [B] (temperature, top_p, min_p) or int64 [B] (top_k, seeds of 64 bits, positions). They are off at
+    1 for top_p in (0, 1], at 0 for min_p in [0, 1], and at 0 or V for top_k. None turns a setting off for all rows, and
     saves time. Rows of temperature 0 take the largest logit, as do rows whose largest logit is infinite after the
     edits. Rows with NaNs take the lowest id of a NaN. Edits do not change infinities. A temperature needs seeds and
     positions. A row's token depends on that row's arguments alone. Slots must lie in [-1, S). This is checked on a CPU,
