@@ -127,7 +127,7 @@ class LiveView:
 
     async def fleet(self) -> dict[str, Any]:
         """Return state and latest snapshot of every rank, with what all routers have in flight there."""
-        fleet = self._fleet.describe() if self._siblings is None else self._described(await self._figures())
+        fleet = self._fleet.admission.describe() if self._siblings is None else self._described(await self._figures())
         return {**fleet, "unready": self._health.unready()}
 
     async def now(self) -> dict[str, Any]:
