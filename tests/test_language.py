@@ -19,6 +19,7 @@ PLACES = (
         "docs/bench.md",
         "docs/dashboard.md",
         "docs/metrics.md",
+        "docs/recipes.md",
         "docs/snapkv.md",
         "docs/structured_output.md",
     ),
