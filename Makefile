@@ -1,5 +1,6 @@
 # make demo [ONCE=1]    serve the bundled checkpoint on this machine and stream one chat completion
-# make check            format, lint, types, house rules and language
+# make check            format, lint, types, documents, house rules and language
+# make docs             build the site of docs/ into site/; a dead link or anchor is an error
 # make test [ARGS=..]   the checks and the fast tier of the tests (with ARGS: one pytest with them)
 # make test-all         the checks, every test, and the 50 slowest of them
 # make mutants [ARGS=..] plant faults one at a time and show which test of the fast tier sees each (ARGS: their names)
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS := 1
 # Every process that a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check static parallel test test-all mutants drills format prometheus venv venv-dev
+.PHONY: demo check docs static parallel test test-all mutants drills format prometheus venv venv-dev
 
 demo: venv
 	$(VENV)/bin/moeyard demo $(if $(filter 1 true yes,$(ONCE)),--once)
@@ -28,7 +29,10 @@ demo: venv
 check: static
 	$(PYTEST) tests/test_house.py tests/test_language.py
 
-static: venv-dev
+docs: venv-dev
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+static: venv-dev docs
 	$(VENV)/bin/ruff format --check --quiet
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/mypy --no-error-summary
