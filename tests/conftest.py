@@ -10,7 +10,7 @@ import pytest
 
 from moeyard_worker.config.cpu_config import set_cpu_environment
 
-# Before torch is imported anywhere: one thread, and bits that keep (docs/architecture.md).
+# Before torch is imported anywhere: one thread, and settings that keep the bits of rows (config/cpu_config.py).
 set_cpu_environment()
 
 import torch  # noqa: E402 - after its settings

@@ -32,7 +32,7 @@ class Interrupts:
     """Ending signals, noted on arrival and acted on at `check`, where it is safe.
 
     An exception must not interrupt Ray's code while it starts or stops native threads. That is the likely cause of
-    SIGSEGV and SIGABRT in starts that were interrupted three times (docs/architecture.md has the drill).
+    SIGSEGV and SIGABRT in starts that were interrupted three times (docs/journal.md).
 
     A third signal, at least `patience` seconds after the first, kills the process and its children.
     """

@@ -275,7 +275,7 @@ class Scarce(socket.socket):
 
 
 def test_a_start_without_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Ray would wait for ever (docs/architecture.md)."""
+    """Ray would wait for ever here (docs/decisions.md)."""
     check_ports("127.0.0.1", num_workers=2)
     monkeypatch.setattr(socket, "socket", Scarce)
     with pytest.raises(

@@ -11,7 +11,7 @@ weighs an even spread of rows against tokens saved by a cached prefix. The clien
 rank that knows most of the prompt, unless another is better by `_MARGIN` of the prompt. Otherwise small differences
 would move a conversation between ranks, and its prefix into every rank's cache.
 
-The constants are from `bench/policy.py`, which compares on traces (docs/architecture.md has its table). A further term
+The constants are from `bench/policy.py`, which compares on traces (docs/journal.md has its figures). A further term
 for tokens by which the rank would exceed the fullest one gained nothing there.
 """
 

@@ -1,7 +1,7 @@
 """Ray's settings for moeyard: the one place that touches Ray's environment variables.
 
-Measured with Ray 2.60 (docs/architecture.md): without these, Ray binds wildcard addresses even for a local fleet,
-writes an authentication token to the home directory, and sends usage statistics.
+Measured with Ray 2.60: without these, Ray binds wildcard addresses even for a local fleet, writes an authentication
+token to the home directory, and sends usage statistics.
 """
 
 import os
