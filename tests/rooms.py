@@ -1,7 +1,7 @@
-"""Write docs/rooms.md: each room of the four packages with its files, its lines and its imports.
+"""Write docs/rooms.md: each room of the four packages with its files, lines and imports.
 
-Run `python -m tests.rooms` after a change of structure; `tests/test_rooms.py` fails while the page is out of date. It
-does not compare counts of lines, which are rounded to hundreds.
+Run `python -m tests.rooms` when files, imports or first sentences of docstrings change. `tests/test_rooms.py` fails if
+the page is out of date. It ignores counts of lines, which are rounded to hundreds.
 """
 
 import ast
@@ -14,13 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/rooms.md"
 HEAD = """# Rooms
 
-Written by `python -m tests.rooms`. A room is a folder of one of the four packages. "Imports" are the rooms that its
-files import; "imported by" are the rooms whose files import it. `tests/test_house.py` holds the allowed edges.
+`python -m tests.rooms` writes this page. A room is a folder of one of the four packages. "Imports" lists the rooms that
+its files import. "Imported by" lists the rooms whose files import it. [Architecture](architecture.md) describes each
+room, and `tests/test_house.py` has the allowed imports.
 """
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: its folder, or its package for a file beside the rooms."""
+    """Return the room of a module: its folder, or its package if the file is in no room."""
     return module if MODULES[module].path.name == "__init__.py" else module.rpartition(".")[0]
 
 
@@ -43,7 +44,7 @@ def summary(source: Source) -> str:
 
 
 def rounded(sources: list[Source]) -> str:
-    """Return the lines of some files, rounded to hundreds."""
+    """Return the number of lines of these files, rounded to hundreds."""
     lines = sum(len(source.text.splitlines()) for source in sources)
     return f"{round(lines, -2):,}" if lines >= 50 else "below 50"
 

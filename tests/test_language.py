@@ -28,6 +28,7 @@ PLACES = (
         "docs/journal.md",
         "docs/metrics.md",
         "docs/recipes.md",
+        "docs/rooms.md",
         "docs/snapkv.md",
         "docs/speculation.md",
         "docs/structured_output.md",

@@ -1,4 +1,4 @@
-"""The page of rooms is that of the code."""
+"""docs/rooms.md matches the code."""
 
 import re
 
@@ -8,5 +8,5 @@ COUNT = re.compile(r"(?:[0-9,]+|below 50) lines")
 
 
 def test_the_page_of_rooms_is_up_to_date() -> None:
-    """`python -m tests.rooms` writes it."""
+    """`python -m tests.rooms` writes the page."""
     assert COUNT.sub("", PAGE.read_text()) == COUNT.sub("", page())
