@@ -220,7 +220,7 @@ def tabulate(reference: Run, runs: Sequence[Run], *, concurrency: int, share: fl
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/expert_cache.md: percent of decode's accesses / of all accesses that hit."""
+    """The table of docs/benchmarks.md: percent of decode's accesses / of all accesses that hit."""
     lines = [f"| streams | resident | {' | '.join(rows[0].cells)} |", f"|{'---|' * (len(rows[0].cells) + 2)}"]
     for row in rows:
         cells = " | ".join(f"{decode:.1f} / {both:.1f}" for decode, both in row.cells.values())

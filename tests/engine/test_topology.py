@@ -84,7 +84,7 @@ def test_cpus() -> None:
 
 def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host `auto` chooses it where GPUs do not reach each other, unless drafts are verified, or torch has none;
-    where ranks are on several hosts, it is asked for by name (docs/gpu.md says why)."""
+    where ranks are on several hosts, it is asked for by name (docs/concepts/exchange.md says why)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     access = "GPU 0 has no peer access to GPU 2"

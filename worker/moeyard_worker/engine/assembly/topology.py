@@ -14,7 +14,7 @@ from moeyard_worker.exchange.membership.wires import MeshLock
 from moeyard_worker.exchange.shape import ExchangeShape
 
 # Exchanges that `auto` tries, in order, for several GPUs of one host. The last always works. Graphs hold "nccl" in
-# steps without prompts. Over "zmq" these steps are launched, and prompts take 40 times as long (docs/gpu.md).
+# steps without prompts. Over "zmq" these steps are launched, and prompts take 40 times as long (docs/journal.md).
 _AUTO: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
 # The same on several hosts. There "nccl" needs its flag: it was never run between hosts, its variables must name a
 # network, and it neither encrypts nor authenticates (docs/security.md).

@@ -138,7 +138,7 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     drafts on a GPU, the sampled rows' logits count once more, and so do the penalties' counts of every token for these
     rows (engine/sampling/edit_counts.py).
 
-    In bf16 a step takes at most half of this (docs/gpu.md). The other half is for captured steps, which keep their
+    In bf16 a step takes at most half of this (docs/journal.md). The other half is for captured steps, which keep their
     memory. tests/engine/test_memory.py compares the estimate with the measured peak.
     """
     hidden, peers = model.hidden_size, config.num_workers
