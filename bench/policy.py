@@ -2,8 +2,8 @@
 
 A fleet in lockstep is simulated: every step takes as long as its fullest rank needs, a rank computes prompts in chunks
 beside its decode rows, and keeps pages of prompts in a prefix cache that forgets the least recently used. The times are
-those of Qwen3-30B-A3B on one H200 (docs/journal.md): TPOT of 2.6 to 15.3 ms at 1 to 64 rows, prompts at 60,000 tokens/s.
-What is compared is `moeyard_router.fleet.policy.choose_rank` over `PrefixMap`, as the router calls them, with taking
+those of Qwen3-30B-A3B on one H200 (docs/journal.md): TPOT of 2.6 to 15.3 ms at 1 to 64 rows, 60,000 prompt tokens/s.
+The comparison is of `moeyard_router.fleet.policy.choose_rank` over `PrefixMap`, as the router calls them, with taking
 turns and with the fewest sequences.
 """
 
