@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = (
     "deepseek_v3",
     "kimi_k2",
+    "kimi_k25",
     "deepseek_v2",
     "qwen3_moe",
     "qwen3_next",
@@ -108,6 +109,8 @@ WIDE: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 64,
 }
+# Families whose text model is one of the others.
+_WITH_IMAGES = {"kimi_k25": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
@@ -140,7 +143,7 @@ def make_checkpoint(
     tokenizer.json and a chat template.
     """
     directory = Path(directory)
-    base = {"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}.get(family, family)
+    base = {"kimi_k2": "deepseek_v3", **_WITH_IMAGES}.get(family, family)
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[base])
     model = model_class(config_class(**{**_COMMON, **_FAMILY[base], **overrides}))
     randomize(model, seed)
@@ -157,8 +160,8 @@ def make_checkpoint(
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "kimi_k2":
         edit_config(directory, model_type="kimi_k2")
-    if family == "qwen3_5_moe":
-        _with_images(directory)
+    if family in _WITH_IMAGES:
+        _with_images(directory, family)
     if old_rope_keys:
         _old_rope(directory)
     if tokenizer:
@@ -262,15 +265,20 @@ def write_tokenizer(directory: Path | str) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def _with_images(directory: Path) -> None:
-    """A text model's checkpoint as part of one that reads images, as the hub has it."""
+def _with_images(directory: Path, family: str) -> None:
+    """Rewrite a text model's checkpoint as part of one that reads images, as the hub has it."""
     path, config = directory / "config.json", json.loads((directory / "config.json").read_text())
     tied = config.pop("tie_word_embeddings")
-    whole = {"model_type": "qwen3_5_moe", "text_config": config, "vision_config": {"depth": 27}}
+    whole = {"model_type": family, "text_config": config, "vision_config": {"depth": 27}}
     path.write_text(json.dumps({**whole, "tie_word_embeddings": tied, "image_token_id": 7}))
     tensors = load_file(directory / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    others = {name: torch.ones(3) for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+    if family == "kimi_k25":
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        names = ("vision_tower.patch_embed.proj.weight", "mm_projector.linear_1.weight")
+    else:
+        renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        names = ("model.visual.pos_embed.weight", "mtp.fc.weight")
+    others = {name: torch.ones(3) for name in names}
     save_file({**renamed, **others}, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -262,7 +262,7 @@ def change(files: dict[str, bytes], **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, r"quantised by fp8 \(e4m3\)"),
+        ({"quantization_config": {"quant_method": "quark", "fmt": "e4m3"}}, r"quantised by quark \(e4m3\)"),
         ({"model_type": "llama"}, "model_type 'llama' is not supported"),
         (
             {"num_hidden_layers": 8},
@@ -283,14 +283,14 @@ def test_a_model_that_is_not_served_costs_no_weights(
 def test_other_commands_refuse_before_weights_too(
     real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change(real, quantization_config={"quant_method": "awq", "bits": 4})
+    change(real, quantization_config={"quant_method": "quip", "bits": 4})
     for words in (["verify", MODEL], ["bench", "engine", MODEL, "--device", "cpu"]):
         with pytest.raises(SystemExit, match="2"):
             main(words)
-        assert "quantised by awq (4 bits)" in capsys.readouterr().err
+        assert "quantised by quip (4 bits)" in capsys.readouterr().err
     assert main(["doctor", MODEL, "--port", "0", "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert any(f["level"] == "problem" and "quantised by awq (4 bits)" in f["text"] for f in findings)
+    assert any(f["level"] == "problem" and "quantised by quip (4 bits)" in f["text"] for f in findings)
     assert weights_of(hub) == []
 
 
@@ -371,11 +371,11 @@ def test_the_command_refuses_before_weights(
         outcome = moeyard("serve", MODEL, "--port", str(taken.getsockname()[1]))
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith("moeyard: cannot listen on 127.0.0.1:")
-    change(real, quantization_config={"quant_method": "gptq", "bits": 4})
+    change(real, quantization_config={"quant_method": "quip", "bits": 4})
     shutil.rmtree(tmp_path / "another")
     outcome = moeyard("serve", MODEL, "--port", "0")
     assert outcome.code == 2
-    assert "quantised by gptq (4 bits)" in outcome.err.splitlines()[-1]
+    assert "quantised by quip (4 bits)" in outcome.err.splitlines()[-1]
     assert f"/{MODEL}/resolve/{NEW}/config.json" in hub
     assert weights_of(hub) == []
 

@@ -1,115 +1,258 @@
-"""A checkpoint format is one file: here a toy of int8 codes and one scale per row, registered as any other is."""
+"""Quantised checkpoints are read as the bfloat16 checkpoints that they stand for, or refused by name."""
 
 import json
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+import random
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, make_checkpoint
+from tests.quantised import LAYOUTS, PLAIN, make_pair, quantise
 from tests.rank import Rank
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.types.matrix import Matrix, blob_views
-from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm
-from moeyard_worker.checkpoint.formats import choose
-from moeyard_worker.checkpoint.formats.format import Read, StoredTensor
-from moeyard_worker.checkpoint.formats.plain import PlainFormat
+from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, plain_expert
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.families import load_model_config, parse_model_config
+from moeyard_worker.models.shapes import SHAPES
 from moeyard_worker.protocol import SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class RowsOfInt8(PlainFormat):
-    """`KEY.codes` I8 [N, K] and `KEY.scale` F32 [N, 1]: w = bf16(code * scale). Tensors without codes are plain."""
-
-    def stored(self, part: Part, keys: Container[str]) -> Mapping[str, StoredTensor]:
-        if f"{part.key}.codes" not in keys:
-            return PlainFormat.stored(self, part, keys)
-        assert part.whole is None
-        scale = StoredTensor((part.shape[0], 1), ("F32",))
-        return {f"{part.key}.codes": StoredTensor(part.shape, ("I8",)), f"{part.key}.scale": scale}
-
-    def fill(self, out: Matrix, part: Part, read: Read) -> None:
-        codes, scale = torch.empty(out.shape, dtype=torch.int8), torch.empty(out.shape[0], 1)
-        try:
-            read(f"{part.key}.codes", codes)
-        except KeyError:
-            return PlainFormat.fill(self, out, part, read)
-        read(f"{part.key}.scale", scale)
-        out.data.copy_((codes * scale).bfloat16())
-        return None
+FAMILIES = ("deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "mixtral", "olmoe", "deepseek_v2")
 
 
-def quantised(directory: Path, kept: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Quantise the matrices of a checkpoint but those whose name ends in `kept`; returns what they then stand for."""
-    path = directory / "model.safetensors"
-    plain, stored = {}, {}
-    for key, value in load_file(path).items():
-        if value.dim() != 2 or key.endswith(kept):
-            plain[key] = stored[key] = value
-            continue
-        scale = value.float().abs().amax(1, keepdim=True) / 127 + 1e-9
-        codes = (value / scale).round().to(torch.int8)
-        stored |= {f"{key}.codes": codes, f"{key}.scale": scale}
-        plain[key] = (codes * scale).bfloat16()
-    save_file(stored, path, metadata={"format": "pt"})
-    edit_config(directory, quantization_config={"quant_method": "rows_of_int8"})
-    return plain
+def make(family: str, directory: Path) -> Path:
+    return make_checkpoint(directory, family, dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "FORMATS", MappingProxyType({"rows_of_int8": lambda settings: RowsOfInt8()}))
+def loaded(directory: Path) -> dict[str, torch.Tensor]:
+    """Return every parameter and expert as the server holds it, by a name of its own."""
+    checkpoint = open_checkpoint(directory, load_model_config(directory))
+    weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
+    found = {}
+    for weight in checkpoint.spec.dense():
+        value = weights.load(weight)
+        value = value.data if isinstance(value, Matrix) else value
+        found[weight.parts[0].key] = value.to_dense() if value.is_mkldnn else value
+    config = checkpoint.spec.config
+    form = plain_expert(hidden=config.hidden_size, intermediate=config.moe_intermediate_size, dtype="bfloat16")
+    for layer in config.moe_layers:
+        for expert in range(config.num_experts):
+            views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+            weights.fill(layer, expert, views)
+            found[f"{layer}.{expert}"] = torch.cat([views.gate_up.data.flatten(), views.down.data.flatten()])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_those_of_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
+    quantised, plain = make_pair(partial(make, family), tmp_path, layout)
+    found, wanted = loaded(quantised), loaded(plain)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 def answers(directory: Path, **options: Any) -> Any:
-    asked = {
+    requests = {
         name: (list(range(i, 20 + i)), SamplingParams(max_tokens=8, temperature=0.0))
         for i, name in ((1, "a"), (7, "b"))
     }
     with Rank(directory, **options) as rank:
-        return {name: told.token_ids for name, told in rank.run(asked)[0].items()}
+        return {name: reply.token_ids for name, reply in rank.run(requests)[0].items()}
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("slots", [None, 3], ids=["all resident", "3 slots"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_answers_are_those_of_the_dequantised_checkpoint(family: str, slots: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "family"), [("fp8", "deepseek_v3"), ("ct-int4", "qwen3_next"), ("awq", "olmoe")])
+def test_answers_are_those_of_the_bfloat16_checkpoint(
+    layout: str, family: str, slots: int | None, tmp_path: Path
+) -> None:
     """Some matrices are quantised and others are not, also within one stacked product (q and k, v)."""
-    directory = make_checkpoint(tmp_path / "int8", family, dtype=torch.bfloat16)
-    plain = make_checkpoint(tmp_path / "bf16", family, dtype=torch.bfloat16)
-    tensors = quantised(directory, ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "q_proj.weight"))
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    assert answers(directory, expert_slots=slots) == answers(plain, expert_slots=slots)
+    quantised, plain = make_pair(partial(make, family), tmp_path, layout, excluded=(*PLAIN, "q_proj"))
+    assert answers(quantised, expert_slots=slots) == answers(plain, expert_slots=slots)
 
 
-@pytest.mark.usefixtures("registered")
-def test_a_format_proves_completeness(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
-    quantised(directory, ("embed_tokens.weight",))
+def check(directory: Path) -> None:
+    open_checkpoint(directory, load_model_config(directory))
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return make("qwen3_moe", tmp_path / "qwen")
+
+
+def change(directory: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace stored tensors by key; None removes one."""
     path = directory / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight.scale"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"no tensor model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight\.scale of"
-    ):
-        open_checkpoint(directory, load_model_config(directory))
+    stored = load_file(path) | {key: value for key, value in tensors.items() if value is not None}
+    save_file({k: v for k, v in stored.items() if tensors.get(k, v) is not None}, path, metadata={"format": "pt"})
 
 
-def test_a_quantiser_without_a_format_is_refused(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
-    quantised(directory, ())
-    with pytest.raises(CheckpointError, match="quantised by rows_of_int8"):
-        load_model_config(directory)
+def settings(directory: Path, **changes: Any) -> None:
+    """Change keys of the quantisation settings."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    edit_config(directory, quantization_config={**config, **changes})
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ("fp8", f"{EXPERT}.weight_scale_inv"),
+        ("ct-fp8", f"{EXPERT}.weight_scale"),
+        ("ct-int4", f"{EXPERT}.weight_scale"),
+        ("gptq", f"{EXPERT}.g_idx"),
+        ("awq", f"{EXPERT}.qzeros"),
+    ],
+)
+def test_a_missing_tensor_is_named(layout: str, key: str, qwen: Path) -> None:
+    quantise(qwen, layout)
+    change(qwen, **{key: None})
+    with pytest.raises(CheckpointError, match=f"no tensor {key} of"):
+        check(qwen)
+
+
+def test_float_values_in_place_of_codes_are_refused(qwen: Path) -> None:
+    quantise(qwen, "fp8")
+    change(qwen, **{f"{EXPERT}.weight": torch.zeros(32, 64, dtype=torch.bfloat16), f"{EXPERT}.weight_scale_inv": None})
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}.weight(_scale_inv| is BF16)"):
+        check(qwen)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_of_an_excluded_module_are_refused(layout: str, qwen: Path) -> None:
+    quantise(qwen, layout)
+    name = EXPERT if LAYOUTS[layout].listed != "dynamic" else {f"-:.*{EXPERT}": {}}
+    settings(qwen, **{LAYOUTS[layout].listed: [*PLAIN, EXPERT] if isinstance(name, str) else name})
+    with pytest.raises(CheckpointError, match=f"{EXPERT} is quantised .* but config.json excludes it"):
+        check(qwen)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "ct-int4", "gptq"])
+def test_a_quantised_router_gate_is_refused(layout: str, qwen: Path) -> None:
+    quantise(qwen, layout, excluded=("embed_tokens", "lm_head"))
+    with pytest.raises(CheckpointError, match=r"mlp.gate is quantised .* served in bfloat16 only"):
+        check(qwen)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_unusable_scales_are_refused_by_name(value: float, qwen: Path) -> None:
+    quantise(qwen, "fp8")
+    scales = load_file(qwen / "model.safetensors")[f"{EXPERT}.weight_scale_inv"]
+    scales[0, -1] = value
+    change(qwen, **{f"{EXPERT}.weight_scale_inv": scales})
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}.weight_scale_inv holds a scale that is 0 or not finite"):
+        loaded(qwen)
+
+
+def test_a_packed_shape_that_disagrees_is_refused(qwen: Path) -> None:
+    quantise(qwen, "ct-int4")
+    change(qwen, **{f"{EXPERT}.weight_shape": torch.tensor([32, 128])})
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}.weight_shape is \[32, 128\]"):
+        loaded(qwen)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [(torch.full((64,), 8, dtype=torch.int32), "names a group"), (torch.zeros(64, dtype=torch.int32), "permutes")],
+)
+def test_a_wrong_group_index_is_refused(index: torch.Tensor, message: str, qwen: Path) -> None:
+    quantise(qwen, "gptq")
+    change(qwen, **{f"{EXPERT}.g_idx": index})
+    with pytest.raises(CheckpointError, match=message):
+        loaded(qwen)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
+        ("fp8", {"weight_block_size": [0, 128]}, "weight_block_size"),
+        ("fp8", {"modules_to_not_convert": "lm_head"}, "not a list of module names"),
+        ("ct-int4", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
+        ("ct-int4", {"config_groups": {}}, "config_groups"),
+        ("ct-int4", {"ignore": ["re:(a+)+$"]}, "too complex"),
+        ("ct-int4", {"ignore": ["re:(["]}, "pattern"),
+        ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ("gptq", {"bits": 8}, "bits 8 is not supported"),
+        ("gptq", {"group_size": 7}, "64 columns are not a multiple of the group size 7"),
+        ("awq", {"version": "gemv"}, "version 'gemv' is not supported"),
+        ("awq", {"quant_method": "quip"}, "quantised by quip"),
+    ],
+)
+def test_settings_are_refused_by_name(layout: str, changes: dict[str, Any], message: str, qwen: Path) -> None:
+    quantise(qwen, layout)
+    settings(qwen, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        check(qwen)
+
+
+def test_a_permutation_by_groups_is_refused(qwen: Path) -> None:
+    quantise(qwen, "ct-int4")
+    config = json.loads((qwen / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    settings(qwen, **config)
+    with pytest.raises(CheckpointError, match="actorder 'group' is not supported"):
+        check(qwen)
+
+
+@pytest.mark.parametrize(
+    ("names", "excluded"),
+    [
+        (["model.layers.1"], ("layers.1",)),
+        (["re:.*self_attn.*"], ("self_attn",)),
+        (["model.layers.0.self_attn.qkv_proj", "gate_up_proj"], ("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")),
+        ([r"re:.*\.layers\.[02]\.mlp\.experts\.\d+\.(gate|up)_proj$"], ("layers.0.mlp.experts",)),
+    ],
+    ids=["prefix", "pattern", "fused", "long pattern"],
+)
+def test_excluded_modules_may_be_named_in_several_ways(names: list[str], excluded: tuple[str, ...], qwen: Path) -> None:
+    """A list that excludes quantised modules is a contradiction, so the error shows which modules it names."""
+    quantise(qwen, "ct-int4")
+    settings(qwen, ignore=[*PLAIN, *names])
+    with pytest.raises(CheckpointError, match="|".join(excluded)) as error:
+        check(qwen)
+    assert "excludes it" in str(error.value)
+
+
+def test_several_groups_in_one_model(tmp_path: Path) -> None:
+    """Experts have int4 codes and attention fp8 codes."""
+    quantised, plain = make("qwen3_moe", tmp_path / "int4"), make("qwen3_moe", tmp_path / "plain")
+    other = make("qwen3_moe", tmp_path / "fp8")
+    tensors = quantise(quantised, "ct-int4", excluded=(*PLAIN, "q_proj", "k_proj", "v_proj", "o_proj"))
+    of_fp8 = quantise(other, "ct-fp8")
+    attention = {key: value for key, value in load_file(other / "model.safetensors").items() if "self_attn" in key}
+    change(quantised, **attention)
+    groups = {
+        "experts": {"targets": [r"re:.*experts.*"], **_group("pack-quantized", quantised)},
+        "attention": {"targets": ["Linear"], **_group("float-quantized", other)},
+    }
+    settings(quantised, ignore=list(PLAIN), config_groups=groups, format="mixed-precision")
+    tensors |= {key: value for key, value in of_fp8.items() if "self_attn" in key}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    found, wanted = loaded(quantised), loaded(plain)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def _group(kind: str, directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return {"format": kind, "weights": config["config_groups"]["group_0"]["weights"]}
+
+
+def test_scales_of_the_kv_cache_are_skipped_by_name(qwen: Path) -> None:
+    quantise(qwen, "fp8")
+    change(qwen, **{"model.layers.0.self_attn.k_scale": torch.ones(1)})
+    checkpoint = open_checkpoint(qwen, load_model_config(qwen))
+    assert "KV cache" in checkpoint.skipped["model.layers.0.self_attn.k_scale"]
 
 
 BLOCKS = WeightForm("blocks", (FormPart("codes", "uint8"), FormPart("scales", "float32", 4, 8)))
@@ -161,12 +304,34 @@ def test_a_form_without_products_is_refused() -> None:
         CpuBackend(page_size=16).matrix(Matrix.empty(BLOCKS, 8, 8, torch.device("cpu")))
 
 
-@pytest.mark.usefixtures("registered")
-def test_loaded_values(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
-    tensors = quantised(directory, ("embed_tokens.weight", "norm.weight"))
-    checkpoint = open_checkpoint(directory, load_model_config(directory))
-    weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
-    layer = checkpoint.spec.layers[0].attention
-    assert torch.equal(weights.load(layer["kv_b"]).flatten(), tensors[layer["kv_b"].parts[0].key].flatten())
-    assert json.loads((directory / "config.json").read_text())["quantization_config"]
+def test_mutated_settings_end_in_one_line_or_are_served() -> None:
+    """2,000 mutations of the settings, with stored tensors that fit or do not."""
+    chance = random.Random(0)
+    values: list[Any] = [
+        *(None, True, -1, 0, 1, 4, 8, 128, 2**40, 10**30, 1e300, "", "fp8", "gptq", "x" * 9999, [], {}, [[]]),
+        *([128, 128], [0, 1], [1], ["re:(a*)*b"], ["re:" + "a" * 600], ["re:.*" * 9], [None], {"": {}}, {"+:.*": {}}),
+        *({"-:(": 1}, {"group_0": None}, {"group_0": {"targets": [1]}}, {"group_0": {"targets": ["Linear"]}}),
+    ]
+    keys = [f"{EXPERT}.{name}" for name in ("weight", "weight_scale", "weight_scale_inv", "weight_packed", "qweight")]
+    parts = [Part(f"{EXPERT}.weight", (32, 64)), Part("model.layers.0.mlp.gate.weight", (8, 64)), Part("n", (64,))]
+    served, messages = 0, []
+    for _ in range(2000):
+        settings = json.loads(json.dumps(dict(LAYOUTS[chance.choice(list(LAYOUTS))].config)))
+        for _ in range(chance.randint(1, 3)):
+            target = settings
+            for _ in range(chance.randrange(4)):
+                inner = [value for value in target.values() if isinstance(value, dict) and value]
+                target = chance.choice(inner) if inner else target
+            key = chance.choice([*target, "ignore", "dynamic", "modules_to_not_convert", "scale_fmt", "desc_act"])
+            target[key] = chance.choice(values)
+        config = {**SHAPES["Qwen3-30B-A3B"], "quantization_config": settings}
+        try:
+            model = parse_model_config(Fields("config.json", config), Fields("", {}))
+            stored = set(chance.sample(keys, chance.randrange(len(keys))))
+            for part in parts:
+                model.weights.scheme(part, stored).stored(part)
+            served += 1
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert all(len(message) < 500 and "\n" not in message for message in messages)
+    assert 200 < served < 1800

@@ -510,20 +510,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "quantized": (
         "deepseek_v3",
-        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
-        "quantization_config is not supported: the weights are quantised by fp8 (e4m3) (supported: float32 and bf",
+        {"quantization_config": {"quant_method": "quark", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+        "quantization_config is not supported: the weights are quantised by quark (e4m3) (supported: float32 and bf",
     ),
-    "awq": ("qwen3_moe", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by awq (4 bits)"),
-    "gptq": ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, "quantised by gptq (8 bits)"),
+    "quip": ("qwen3_moe", {"quantization_config": {"quant_method": "quip", "bits": 4}}, "quantised by quip (4 bits)"),
+    "gptq": ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, "bits 8 is not supported"),
     "compressed": (
         "deepseek_v3",
         {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
-        "quantised by compressed-tensors (pack-quantized)",
+        "config_groups is None, expected one or more groups",
     ),
     "compressed before": (
         "qwen3_moe",
         {"compression_config": {"format": "int"}},
-        "compression_config is not supported",
+        "compression_config: config_groups is None, expected one or more groups",
     ),
     "unnamed groups": ("qwen3_moe", {"quantization_config": {"config_groups": {}}}, "by compressed-tensors (supp"),
     "mxfp4": ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by mxfp4"),
@@ -542,8 +542,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized, nobody says how": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
     "quantized text": (
         "qwen3_next",
-        {"model_type": "qwen3_5_moe", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
-        "quantised by fp8",
+        {"model_type": "qwen3_5_moe", "text_config": {"quantization_config": {"quant_method": "quip"}}},
+        "quantised by quip",
     ),
     "another architecture, quantized": (
         "qwen3_moe",

@@ -296,7 +296,8 @@ def test_a_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
 def test_a_family_never_reads_a_layer_count_unbounded(tmp_path: Path) -> None:
     """10^9 layers are refused as such in every family, before any tuple of layers is made."""
     for family in FAMILIES:
-        plain = {"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}.get(family, family)
+        text = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}
+        plain = text.get(family, family)
         make_checkpoint(tmp_path / family, plain)
         edit_config(tmp_path / family, num_hidden_layers=10**9, model_type=family)
         with pytest.raises(CheckpointError, match=rf"num_hidden_layers is 1000000000, expected .* to {MAX_LAYERS}"):

@@ -53,6 +53,32 @@ class Matrix:
         return Matrix(self.form, (count, *self.shape[1:]), tuple(arrays))
 
 
+def dequantize(matrix: Matrix) -> torch.Tensor:
+    """Return the values of a matrix [N, K]: those of a plain one, else bf16(fp32(q - zero) * fp32(scale)).
+
+    This is the only definition of the rounding. The product is rounded to fp32, then to bf16. With 4-bit codes and
+    scales of 16 bits the fp32 product is exact.
+    """
+    if matrix.form.name == "plain":
+        return matrix.data
+    if matrix.form.name == "fp8":
+        codes = matrix.data.float()
+    else:
+        assert matrix.form.name == "int4", f"{matrix.form.name} has no values"
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=matrix.data.device)
+        codes = ((matrix.data.unsqueeze(-1) >> shifts) & 15).flatten(1).float()
+        codes -= _spread(matrix, 2) if len(matrix.arrays) == 3 else 8.0
+    return codes.mul_(_spread(matrix, 1)).bfloat16()
+
+
+def _spread(matrix: Matrix, index: int) -> torch.Tensor:
+    """Return part `index` with one fp32 element per element of the matrix, without a copy if one row is one block."""
+    (rows, columns), part, array = matrix.shape, matrix.form.parts[index], matrix.arrays[index].float()
+    if part.rows != 1:
+        array = array.repeat_interleave(part.rows or rows, 0)[:rows]
+    return array if part.columns is None else array.repeat_interleave(part.columns, 1)[:, :columns]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertViews:
     """Typed views of the bytes of an expert, or of a stack of experts: gate_up [2 I, H] and down [H, I]."""

@@ -60,6 +60,21 @@ def plain_form(dtype: str) -> WeightForm:
     return WeightForm("plain", (FormPart("data", dtype),))
 
 
+def fp8_form(rows: int, columns: int | None) -> WeightForm:
+    """Return the form of e4m3 codes with an fp32 scale per block of `rows` x `columns`: w = bf16(code * scale)."""
+    return WeightForm("fp8", (FormPart("codes", "float8_e4m3fn"), FormPart("scales", "float32", rows, columns)))
+
+
+def int4_form(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
+    """Return the form of 4-bit codes, 8 per int32 along the columns with the first in the lowest bits.
+
+    w = bf16(fp32(code - zero) * fp32(scale)) with a scale of dtype `scales` per row and `group` columns (None: all).
+    Without `zeros` every zero point is 8.
+    """
+    parts = (FormPart("codes", "int32", 1, 8), FormPart("scales", scales, 1, group))
+    return WeightForm("int4", (*parts, FormPart("zeros", "uint8", 1, group)) if zeros else parts)
+
+
 @dataclass(frozen=True, slots=True)
 class PartPlace:
     """Location of one array of `shape`: bytes [begin, begin + num_bytes) of a region."""

@@ -98,6 +98,8 @@ def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: N
     for prefix, reason in names.skipped:
         if key.startswith(prefix):
             return reason
+    if (skipped := config.weights.skips(key)) is not None:
+        return skipped
     if config.shared_gate and not config.shared_intermediate_size and key.endswith(names.shared_gate):
         return "the gate of an empty shared expert"
     if key.endswith("rotary_emb.inv_freq"):
@@ -122,7 +124,7 @@ def _problems(
         if found is None:
             if key not in skipped:
                 yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
-        elif entry.shape != found.shape:
+        elif entry.shape not in (found.shape, *found.other_shapes):
             yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(found.shape)}"
         elif entry.dtype not in found.dtypes:
             supported = ", ".join(found.dtypes)

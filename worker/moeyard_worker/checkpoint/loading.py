@@ -13,6 +13,7 @@ import torch
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.matrix import ExpertViews, Matrix
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint
+from moeyard_worker.checkpoint.decoding import fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
@@ -53,7 +54,7 @@ class CheckpointWeights:
         progress: Callable[[int], None] | None = None,
         pinned: PinnedBuffers | None = None,
     ) -> None:
-        self._spec, self._format = checkpoint.spec, checkpoint.spec.config.weights
+        self._spec = checkpoint.spec
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
         self._reader = Reader(checkpoint.index.entries, pinned)
         self._read = partial(self._reader.copy, progress=progress)
@@ -72,7 +73,7 @@ class CheckpointWeights:
                 array.zero_()
         for part in weight.parts:
             rows = out.rows(part.row, part.shape[0])
-            self._format.fill(rows, part, self._read)
+            fill(rows, part, self._spec.scheme(part), self._read)
             _regroup(rows, part)
         if weight.plus:
             out.data.add_(weight.plus)
@@ -85,7 +86,7 @@ class CheckpointWeights:
         assert 0 <= expert < self._spec.config.num_experts, expert
         parts = self._spec.expert_parts(names, expert)
         for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
-            self._format.fill(target, part, self._reader.copy)
+            fill(target, part, self._spec.scheme(part), self._reader.copy)
 
 
 def _regroup(rows: Matrix, part: Part) -> None:

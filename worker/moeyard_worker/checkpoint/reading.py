@@ -19,11 +19,11 @@ import torch
 from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_checked
 from moeyard_worker.config.checkpoint_error import CheckpointError
 
-# The torch dtype of each safetensors dtype that a format may read. E8M0 scales are read as bytes: biased exponents.
+# The torch dtype of each safetensors dtype that a format may read.
 _DTYPES = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
     | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-    | {"F8_E8M0": torch.uint8}
+    | {"F8_E8M0": torch.float8_e8m0fnu}
 )
 _BLOCK_BYTES, _PINNED_BYTES = 16 << 20, 32 << 20
 

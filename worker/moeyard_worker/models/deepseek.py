@@ -5,15 +5,18 @@ under the same names.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.mla import Mla
-from moeyard_worker.models.family import Family, count_layers
+from moeyard_worker.models.family import Family, Names, count_layers
 from moeyard_worker.models.model_config import GateConfig
 from moeyard_worker.models.parsing import parse_mla, parse_sigmoid_gate
+
+_IMAGES = "reads images, which are not supported"
 
 
 def _blocks(config: Fields, attention: Mla, gate: GateConfig) -> dict[str, Any]:
@@ -66,4 +69,19 @@ _V3 = Family(
     reference="DeepseekV3ForCausalLM",
     spellings=MappingProxyType({"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}),
 )
-FAMILIES = MappingProxyType({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})
+# Kimi-K2.5 and K2.6: the text model of Kimi-K2 inside a model that also reads images.
+_K25 = replace(
+    _V3,
+    text_config=True,
+    names=replace(
+        Names(),
+        embed="language_model.model.embed_tokens.weight",
+        norm="language_model.model.norm.weight",
+        lm_head="language_model.lm_head.weight",
+        layer="language_model.model.layers.{i}.",
+        draft_layer="language_model.model.layers.{i}.",
+        draft_parts="language_model.model.layers.{i}.",
+        skipped=tuple((prefix, _IMAGES) for prefix in ("vision_tower.", "mm_projector.")),
+    ),
+)
+FAMILIES = MappingProxyType({"deepseek_v3": _V3, "kimi_k2": _V3, "kimi_k25": _K25, "deepseek_v2": _V2})

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.checkpoint.formats.choose import check_settings_files, choose_format, quantisations
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
@@ -83,6 +84,9 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
     weights = choose_format(config)
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
+    if dtype == "float16" and isinstance(weights, QuantizedFormat):
+        # GPTQ and AWQ compute in float16. Here every quantised weight is served as bfloat16.
+        dtype = "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise config.error("dtype", f"{dtype!r:.80} is not supported (supported: {', '.join(DTYPE_BYTES)})")
     model = ModelConfig(

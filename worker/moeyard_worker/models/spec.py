@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.weight_form import WeightForm, plain_form
-from moeyard_worker.checkpoint.formats.format import StoredTensor
+from moeyard_worker.checkpoint.formats.format import Scheme, StoredTensor, stores
 from moeyard_worker.layers.weights import Part, Weight, matrix, norm, stacked, weight
 from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
@@ -130,8 +130,12 @@ class ModelSpec:
         """Return by key the tensors that the checkpoint must hold for `parts`."""
         found: dict[str, StoredTensor] = {}
         for part in parts:
-            found.update(self.config.weights.stored(part, self.keys))
+            found.update(self.scheme(part).stored(part))
         return found
+
+    def scheme(self, part: Part) -> Scheme:
+        """Return how the checkpoint stores `part`."""
+        return self.config.weights.scheme(part, self.keys)
 
     def expected(self) -> dict[str, StoredTensor]:
         """Return by key every tensor that the checkpoint must hold, including the experts of all ranks."""
@@ -182,7 +186,7 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
         mlp, experts = _moe(config, names, at_moe), _experts(names, at_moe, keys)
     else:
         prefixes = [prefix + block for block in (names.mlp, *names.moe)]
-        at_mlp = next((each for each in prefixes if f"{each}gate_proj.weight" in keys), prefixes[0])
+        at_mlp = next((each for each in prefixes if stores(f"{each}gate_proj", keys)), prefixes[0])
         mlp, experts = _mlp(config.hidden_size, config.intermediate_size, at_mlp), None
     attention, less_one = config.attention[index], names.norms_less_one
     at = prefix + (names.linear if attention.state().slots else names.attention)

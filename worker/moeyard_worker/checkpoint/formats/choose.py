@@ -5,18 +5,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard_worker.checkpoint.formats.compressed_tensors import parse_compressed_tensors
 from moeyard_worker.checkpoint.formats.format import Format
+from moeyard_worker.checkpoint.formats.fp8 import parse_fp8
+from moeyard_worker.checkpoint.formats.gptq import parse_awq, parse_gptq
 from moeyard_worker.checkpoint.formats.plain import PlainFormat
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import Fields, read_json
 
 # By `quant_method`: makes the format from the quantisation settings in config.json.
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = MappingProxyType({})
+FORMATS: Mapping[str, Callable[[Fields], Format]] = MappingProxyType(
+    {"fp8": parse_fp8, "compressed-tensors": parse_compressed_tensors, "gptq": parse_gptq, "awq": parse_awq}
+)
 
 # Keys of config.json that hold quantisation settings, and the method if the settings name none.
 _CONFIG_KEYS = MappingProxyType(
     {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "MLX"}
 )
+_METHODS = MappingProxyType({"compression_config": "compressed-tensors"})
 # Files that hold such settings when config.json has none.
 _SETTINGS_FILES = MappingProxyType(
     {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -49,10 +55,11 @@ def quantisations(config: Fields) -> Iterator[tuple[str, str, Mapping[str, Any]]
 def choose_format(config: Fields) -> Format:
     """Return the format of a checkpoint. Raises CheckpointError for a quantisation method without a format."""
     for key, name, settings in quantisations(config):
-        make = next((make for method, make in FORMATS.items() if method == settings.get("quant_method")), None)
+        method = settings.get("quant_method", _METHODS.get(key))
+        make = FORMATS.get(method) if isinstance(method, str) else None
         if make is None:
             raise config.error(key, _refusal(name))
-        return make(settings)
+        return make(Fields(f"{config.file}: {key}", settings))
     return PlainFormat()
 
 

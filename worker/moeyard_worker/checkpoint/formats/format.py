@@ -1,40 +1,39 @@
-"""The contract of a checkpoint format: which tensors it stores, and how they become matrices in memory. Pure.
+"""The contract of a checkpoint format: which tensors it stores, and their form in memory. Pure.
 
-To add a format, write one file in this folder and add a line to the table in `choose.py`. A format that dequantises at
-load returns the plain form. A format that stays quantised returns a form of its own, and needs kernels for that form.
+To add a format, write one file in this folder with its scheme, add a line to the table in `choose.py`, and add the
+conversion of its stored layout to `checkpoint/decoding.py`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from moeyard_kernels.types.weight_form import ExpertForm, WeightForm
 from moeyard_worker.layers.weights import Part, Weight
 
-if TYPE_CHECKING:
-    import torch
-
-    from moeyard_kernels.types.matrix import Matrix
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that a checkpoint must hold: its shape, and the safetensors dtypes that the format reads."""
+    """A tensor that a checkpoint must hold: its shape, and the safetensors dtypes that the format reads.
+
+    `other_shapes` are accepted too. They hold the same values.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
 
-class Read(Protocol):
-    """Reads a checkpoint's tensors."""
+def stores(module: str, keys: Container[str]) -> bool:
+    """Return whether a checkpoint with `keys` stores the weight of `module` in any layout."""
+    return any(f"{module}.{name}" in keys for name in ("weight", "weight_packed", "qweight"))
 
-    def __call__(self, key: str, out: torch.Tensor, begin: int = 0) -> None:
-        """Fill the contiguous `out` from element `begin` of tensor `key` on, converted to the dtype of `out`.
 
-        On a GPU the copy may still run on return.
-        """
+class Scheme(Protocol):
+    """How one tensor of a model is stored."""
+
+    def stored(self, part: Part) -> Mapping[str, StoredTensor]:
+        """Return by key the tensors that `part` is stored in. The checkpoint must hold all of them."""
         ...
 
 
@@ -53,10 +52,10 @@ class Format(Protocol):
         """Return the form in memory of an expert. It is the same in all layers."""
         ...
 
-    def stored(self, part: Part, keys: Container[str]) -> Mapping[str, StoredTensor]:
-        """Return by key the tensors that `part` is stored in. The checkpoint must hold all of them."""
+    def scheme(self, part: Part, keys: Container[str]) -> Scheme:
+        """Return how `part` is stored. Raises CheckpointError if config.json and the stored tensors disagree."""
         ...
 
-    def fill(self, out: Matrix, part: Part, read: Read) -> None:
-        """Write `part` into `out`, a matrix of its rows in the form that `form` or `expert_form` returned."""
+    def skips(self, key: str) -> str | None:
+        """Return the reason why the tensor `key` is not loaded, or None if the format does not know it."""
         ...

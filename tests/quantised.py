@@ -1,0 +1,243 @@
+"""Quantise checkpoints of `tests/checkpoints.py` in the layouts of published ones, and say what they stand for.
+
+Each quantiser draws codes first and packs them afterwards, so that the expected values never pass through a decoder.
+Scales and zero points differ between neighbouring blocks, and the largest, the smallest and other special codes occur.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import edit_config
+
+Tensors = dict[str, torch.Tensor]
+# Modules that published checkpoints leave plain.
+PLAIN = ("embed_tokens", "lm_head", "gate", "shared_expert_gate", "in_proj_ba", "eh_proj", "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout: `quantise` returns the stored tensors (by suffix, for a module) and the values of a matrix.
+
+    `config` is the quantization_config, `listed` its key for the modules that are not quantised.
+    """
+
+    quantise: Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
+    config: Mapping[str, Any]
+    listed: str
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bf16(fp32(codes) * fp32(scales)) of tensors of one shape."""
+    return (codes.float() * scales.float()).to(torch.bfloat16)
+
+
+def spread(blocks: torch.Tensor, shape: tuple[int, ...], rows: int, columns: int) -> torch.Tensor:
+    """Return the block's element for each element of a matrix of `shape`."""
+    row, column = torch.arange(shape[0]) // rows, torch.arange(shape[1]) // columns
+    return blocks[row][:, column]
+
+
+def fp8_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 codes of a matrix for scales of its shape, with the largest code, a subnormal one and minus 0."""
+    codes = (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    bytes_ = codes.view(torch.uint8)
+    bytes_[0, :3] = torch.tensor([0x7E, 0x01, 0x80], dtype=torch.uint8)
+    return codes
+
+
+def fp8_blocks(block: int, *, exponents: bool = False) -> Any:
+    """Return the quantiser of the method "fp8" with square blocks; `exponents`: scales are powers of two (e8m0)."""
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        shape = weight.shape
+        grid = (-(-shape[0] // block), -(-shape[1] // block))
+        scales = (torch.rand(grid, generator=generator) + 0.5) * weight.float().abs().max() / 300
+        if exponents:
+            scales = scales.log2().round().exp2()
+        full = spread(scales, shape, block, block)
+        codes = fp8_codes(weight, full)
+        stored = scales.to(torch.float8_e8m0fnu) if exponents else scales
+        return {".weight": codes, ".weight_scale_inv": stored}, values(codes, full)
+
+    return quantise
+
+
+def fp8_rows(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """Quantise with one scale per row, as compressed-tensors' strategy "channel"."""
+    scales = (torch.rand(weight.shape[0], 1, generator=generator) + 0.5) * weight.float().abs().max() / 300
+    scales = scales.bfloat16().float()
+    codes = fp8_codes(weight, scales)
+    return {".weight": codes, ".weight_scale": scales.bfloat16()}, values(codes, scales.expand(weight.shape))
+
+
+def fp8_tensor(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """Quantise with one scale per tensor, and a scale of the activations that a server may ignore."""
+    scale = weight.float().abs().max() / 448
+    codes = fp8_codes(weight, scale)
+    return {".weight": codes, ".weight_scale": scale, ".input_scale": scale}, values(codes, scale.expand(weight.shape))
+
+
+def draw_int4(
+    weight: torch.Tensor, generator: torch.Generator, *, group: int, scales: torch.dtype, zeros: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes 0 to 15 [N, K], scales and zero points [N, K / group]. All 16 codes occur."""
+    rows, columns = weight.shape
+    count = columns // group
+    found = (torch.rand(rows, count, generator=generator) + 0.5) * weight.float().abs().max() / 6
+    found = found.to(scales)
+    points = torch.randint(1, 16, (rows, count), generator=generator) if zeros else torch.full((rows, count), 8)
+    steps = weight.float() / spread(found, weight.shape, 1, group).float()
+    codes = (steps.round() + spread(points, weight.shape, 1, group)).clamp(0, 15).to(torch.int32)
+    codes.view(-1)[:16] = torch.arange(16, dtype=torch.int32)
+    return codes, found, points.to(torch.int32)
+
+
+def packed(codes: torch.Tensor, shifts: tuple[int, ...] = tuple(range(0, 32, 4))) -> torch.Tensor:
+    """Pack 8 neighbouring codes of a row into an int32, code i at bit `shifts[i]`."""
+    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
+    for i, shift in enumerate(shifts):
+        words |= codes[:, i::8].to(torch.int64) << shift
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def int4_words(group: int, *, zeros: bool = False) -> Any:
+    """Return the quantiser of compressed-tensors' "pack-quantized"."""
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, points = draw_int4(weight, generator, group=group, scales=torch.bfloat16, zeros=zeros)
+        stored = {
+            ".weight_packed": packed(codes),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+        if zeros:
+            padded = torch.nn.functional.pad(points, (0, 0, 0, -len(points) % 8))
+            stored[".weight_zero_point"] = packed(padded.T.contiguous()).T.contiguous()
+        q = codes - spread(points, weight.shape, 1, group)
+        return stored, values(q, spread(scales, weight.shape, 1, group))
+
+    return quantise
+
+
+def gptq(group: int, *, v2: bool = False, permuted: bool = False) -> Any:
+    """Return the quantiser of GPTQ; `permuted`: columns belong to groups in any order (desc_act)."""
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, points = draw_int4(weight, generator, group=group, scales=torch.float16, zeros=v2)
+        index = torch.arange(weight.shape[1]) // group
+        if permuted:
+            index = index[torch.randperm(len(index), generator=generator)]
+        q = codes - points[:, index]
+        stored = {
+            ".qweight": packed(codes.T.reshape(-1, 8, len(codes)).transpose(1, 2).reshape(-1, 8)).view(-1, len(codes)),
+            ".qzeros": packed(points.T.contiguous() - (0 if v2 else 1)),
+            ".scales": scales.T.contiguous(),
+            ".g_idx": index.to(torch.int32),
+        }
+        return stored, values(q, scales[:, index])
+
+    return quantise
+
+
+def awq(group: int) -> Any:
+    """Return the quantiser of AWQ's "gemm"."""
+    shifts = (0, 16, 4, 20, 8, 24, 12, 28)
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, points = draw_int4(weight, generator, group=group, scales=torch.float16, zeros=True)
+        stored = {
+            ".qweight": packed(codes.T.contiguous(), shifts),
+            ".qzeros": packed(points.T.contiguous(), shifts),
+            ".scales": scales.T.contiguous(),
+        }
+        q = codes - spread(points, weight.shape, 1, group)
+        return stored, values(q, spread(scales, weight.shape, 1, group))
+
+    return quantise
+
+
+def _compressed(kind: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+
+
+_INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True})
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        "fp8": Layout(
+            fp8_blocks(16),
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]},
+            "modules_to_not_convert",
+        ),
+        "fp8-ue8m0": Layout(
+            fp8_blocks(24, exponents=True),
+            {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [24, 24]},
+            "modules_to_not_convert",
+        ),
+        "fp8-tensor": Layout(
+            fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}, "modules_to_not_convert"
+        ),
+        "ct-fp8": Layout(
+            fp8_rows, _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), "ignore"
+        ),
+        "ct-int4": Layout(int4_words(8), _compressed("pack-quantized", {**_INT4, "group_size": 8}), "ignore"),
+        "ct-int4-zeros": Layout(
+            int4_words(8, zeros=True),
+            _compressed("pack-quantized", {**_INT4, "group_size": 8, "symmetric": False}),
+            "ignore",
+        ),
+        "gptq": Layout(gptq(8), {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}, "dynamic"),
+        "gptq-v2": Layout(
+            gptq(8, v2=True, permuted=True),
+            {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
+            "dynamic",
+        ),
+        "awq": Layout(
+            awq(8),
+            {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},
+            "modules_to_not_convert",
+        ),
+    }
+)
+
+
+def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN) -> Tensors:
+    """Quantise the matrices of a bfloat16 checkpoint in place, all but the modules whose last part is `excluded`.
+
+    Returns the tensors of the bfloat16 checkpoint that has the same answers.
+    """
+    found = LAYOUTS[layout]
+    path = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(len(layout))
+    plain: Tensors = {}
+    stored: Tensors = {}
+    listed = []
+    for key, value in sorted(load_file(path).items()):
+        module = key.removesuffix(".weight")
+        # Sizes of the small models that int4 words cannot hold stay plain, as other exporters leave them too.
+        whole = value.dim() == 2 and not (min(value.shape) % 8 or value.shape[1] % 8 or value.shape[0] % 8)
+        if not whole or module.rpartition(".")[2].endswith(excluded) or not key.endswith(".weight"):
+            plain[key] = stored[key] = value
+            if value.dim() == 2:
+                listed.append(module)
+            continue
+        tensors, plain[key] = found.quantise(value, generator)
+        stored |= {module + suffix: tensor.clone().contiguous() for suffix, tensor in tensors.items()}
+    names: Any = {f"-:{module.replace('.', chr(92) + '.')}$": {} for module in listed}
+    if found.listed != "dynamic":
+        names = listed
+    save_file(stored, path, metadata={"format": "pt"})
+    edit_config(directory, quantization_config={**found.config, found.listed: names})
+    return plain
+
+
+def make_pair(make: Callable[[Path], Path], directory: Path, layout: str, **options: Any) -> tuple[Path, Path]:
+    """Make a quantised checkpoint and the bfloat16 checkpoint that it stands for. Return both directories."""
+    quantised, plain = make(directory / "quantised"), make(directory / "bf16")
+    save_file(quantise(quantised, layout, **options), plain / "model.safetensors", metadata={"format": "pt"})
+    return quantised, plain

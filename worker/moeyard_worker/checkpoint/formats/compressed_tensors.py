@@ -1,0 +1,144 @@
+"""Checkpoints of the method "compressed-tensors": int4 codes in groups, and fp8 codes. Pure.
+
+The format is that of github.com/neuralmagic/compressed-tensors (0.20). Kimi-K2-Thinking and Kimi-K2.5 are published in
+it. A group of the configuration names modules ("targets") and one scheme for their weights. Settings of activations are
+ignored: activations are never quantised.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from moeyard_worker.checkpoint.formats.format import StoredTensor
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, blocks
+from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
+from moeyard_worker.config.fields import Fields, shown
+from moeyard_worker.layers.weights import Part
+
+_FORMATS = ("pack-quantized", "float-quantized")
+_MAX_GROUPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4Scheme:
+    """w = bf16(fp32(code - zero) * fp32(scale)), with one scale per row and group of `group` columns.
+
+    `weight_packed` holds 8 codes of 4 bits per int32 along the columns, the first in the lowest bits. A code is the
+    value plus 8. `zeros`: each group has a zero point, packed along the rows. Without them the zero point is 8.
+    """
+
+    group: int | None
+    zeros: bool = False
+
+    def marker(self, key: str) -> str:
+        return key.removesuffix(".weight") + ".weight_packed"
+
+    def refusal(self, part: Part) -> str | None:
+        return group_refusal(part, self.group)
+
+    def stored(self, part: Part) -> Mapping[str, StoredTensor]:
+        (rows, columns), at = part.shape, part.key.removesuffix(".weight")
+        groups = blocks(columns, self.group)
+        found = {
+            f"{at}.weight_packed": StoredTensor((rows, columns // 8), ("I32",)),
+            f"{at}.weight_scale": StoredTensor((rows, groups), ("BF16", "F16", "F32")),
+            f"{at}.weight_shape": StoredTensor((2,), ("I64", "I32")),
+        }
+        if self.zeros:
+            found[f"{at}.weight_zero_point"] = StoredTensor((blocks(rows, 8), groups), ("I32",))
+        return found
+
+
+def group_refusal(part: Part, group: int | None) -> str | None:
+    """Return the reason why the codes of 4 bits of a matrix cannot be cut into groups of columns, or None."""
+    columns = part.shape[1]
+    if part.whole is not None:
+        return "one tensor of codes for all experts is not supported"
+    if columns % (group or columns):
+        return f"its {columns} columns are not a multiple of the group size {group}"
+    if columns % 8:
+        return f"its {columns} columns are not a multiple of 8, the codes of a word"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetGroup:
+    """Modules and the scheme of their weights. `everything`: all linear modules."""
+
+    everything: bool
+    names: ModuleNames
+    scheme: QuantizedScheme
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsFormat(QuantizedFormat):
+    """The method "compressed-tensors": the first group that names a module decides, exact names before classes."""
+
+    ignored: ModuleNames
+    groups: tuple[TargetGroup, ...]
+
+    def promised(self, module: str) -> QuantizedScheme | None:
+        if module in self.ignored:
+            return None
+        named = next((each for each in self.groups if module in each.names), None)
+        named = named or next((each for each in self.groups if each.everything), None)
+        return None if named is None else named.scheme
+
+
+def parse_compressed_tensors(settings: Fields) -> CompressedTensorsFormat:
+    """Read the settings of compressed-tensors. Raises CheckpointError for a variant that is not supported."""
+    found = settings.values.get("config_groups")
+    if not isinstance(found, dict) or not 0 < len(found) <= _MAX_GROUPS:
+        raise settings.error("config_groups", f"is {shown(found)}, expected one or more groups")
+    for key, kind in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
+        value = settings.values.get(key)
+        if value and not (isinstance(value, dict) and value.get("format") in (None, "dense")):
+            raise settings.error(key, f"describes {kind}, which are not supported")
+    groups = tuple(_group(settings, name, value) for name, value in found.items())
+    return CompressedTensorsFormat(
+        settings.file, (".weight_packed", ".weight_scale"), module_names(settings, "ignore"), groups
+    )
+
+
+def _group(settings: Fields, name: str, found: Any) -> TargetGroup:
+    group = Fields(f"{settings.file}: config_groups: {name:.80}", found if isinstance(found, dict) else {})
+    targets = group.values.get("targets")
+    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+        raise group.error("targets", f"is {shown(targets)}, expected names of modules or classes")
+    weights = group.values.get("weights")
+    fields = Fields(f"{group.file}: weights", weights if isinstance(weights, dict) else {})
+    kind = group.values.get("format") or settings.values.get("format")
+    if kind not in _FORMATS:
+        raise group.error("format", f"{shown(kind)} is not supported (supported: {', '.join(_FORMATS)})")
+    names = names_of(group, "targets", (each for each in targets if each != "Linear"))
+    return TargetGroup("Linear" in targets, names, _PARSE[kind](fields))
+
+
+def _int4(weights: Fields) -> QuantizedScheme:
+    weights.require("num_bits", (4,), None)
+    weights.require("type", ("int",), "int")
+    weights.require("dynamic", (False,), False)
+    # With "group" the columns are permuted. "static" and "weight" only changed how codes were chosen.
+    weights.require("actorder", ("static", "weight", False), False)
+    by_group = weights.require("strategy", ("group", "channel"), "group") == "group"
+    group = weights.integer("group_size") if by_group else None
+    return PackedInt4Scheme(group, zeros=not weights.boolean("symmetric", True))
+
+
+def _fp8(weights: Fields) -> QuantizedScheme:
+    weights.require("num_bits", (8,), None)
+    weights.require("type", ("float",), None)
+    weights.require("symmetric", (True,), True)
+    weights.require("dynamic", (False,), False)
+    strategy = weights.require("strategy", ("tensor", "channel", "block"), "tensor")
+    if strategy != "block":
+        return Fp8Scheme(1 if strategy == "channel" else None, None)
+    size = weights.integers("block_structure")
+    if len(size) != 2 or min(size) < 1:
+        raise weights.error("block_structure", f"is {list(size)}, expected two positive sizes")
+    return Fp8Scheme(size[0], size[1])
+
+
+_PARSE = MappingProxyType({"pack-quantized": _int4, "float-quantized": _fp8})

@@ -1,0 +1,79 @@
+"""fp8 checkpoints: e4m3 codes with a scale per block, per row or per tensor. Pure.
+
+DeepSeek-V3, Kimi-K2 and the "-FP8" releases of Qwen have blocks of 128 x 128 and the method "fp8". Their scales are
+called `weight_scale_inv`, but multiply. The last block of rows or columns may be partial.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moeyard_worker.checkpoint.formats.format import StoredTensor
+from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
+from moeyard_worker.config.fields import Fields
+from moeyard_worker.layers.weights import Part
+
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """w = bf16(fp32(code) * fp32(scale)), with one scale per block of `rows` x `columns`; None means all of them.
+
+    `suffix` follows the key of the codes.
+    """
+
+    rows: int | None
+    columns: int | None
+    suffix: str = "_scale"
+
+    def marker(self, key: str) -> str:
+        return key + self.suffix
+
+    def refusal(self, part: Part) -> str | None:
+        if part.whole is None or (self.rows and not part.shape[0] % self.rows):
+            return None
+        return f"its {part.shape[0]} rows are cut out of one tensor for all experts, through a block of scales"
+
+    def stored(self, part: Part) -> Mapping[str, StoredTensor]:
+        shape = part.whole or part.shape
+        grid = (*shape[:-2], blocks(shape[-2], self.rows), blocks(shape[-1], self.columns))
+        others: tuple[tuple[int, ...], ...] = ()
+        if len(shape) == 2 and self.columns is None:
+            others = (grid[:1], ()) if self.rows is None else (grid[:1],)
+        return {
+            part.key: StoredTensor(shape, ("F8_E4M3",)),
+            self.marker(part.key): StoredTensor(grid, _SCALES, others),
+        }
+
+
+def blocks(count: int, block: int | None) -> int:
+    """Return the number of blocks of `block` elements that cover `count`. None is one block."""
+    return 1 if block is None else -(-count // block)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format(QuantizedFormat):
+    """The method "fp8": one scheme for all modules that are not excluded."""
+
+    excluded: ModuleNames
+    one: Fp8Scheme
+
+    def promised(self, module: str) -> QuantizedScheme | None:
+        return None if module in self.excluded else self.one
+
+
+def parse_fp8(settings: Fields) -> Fp8Format:
+    """Read the settings of the method "fp8". Raises CheckpointError for a variant that is not supported."""
+    settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    settings.require("activation_scheme", ("dynamic", "static"), "dynamic")
+    settings.require("scale_fmt", ("ue8m0", "float"), "float")
+    excluded = module_names(settings, "modules_to_not_convert")
+    if settings.values.get("weight_block_size") is None:
+        one = Fp8Scheme(None, None)
+    else:
+        size = settings.integers("weight_block_size")
+        if len(size) != 2 or min(size) < 1:
+            raise settings.error("weight_block_size", f"is {list(size)}, expected two positive sizes")
+        one = Fp8Scheme(size[0], size[1], "_scale_inv")
+    return Fp8Format(settings.file, ("_scale_inv", ".weight_scale_inv", ".weight_scale"), excluded, one)

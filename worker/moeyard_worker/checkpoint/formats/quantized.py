@@ -1,0 +1,91 @@
+"""The parts that all quantised formats share: which matrices are quantised, and the refusal of contradictions. Pure.
+
+config.json says which modules are quantised, and the stored tensors show it. Inference engines that trusted one of the
+two have served garbage (vLLM issues 31872 and 40252, SGLang issue 38443). So both must agree.
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Protocol
+
+from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, plain_expert, plain_form
+from moeyard_worker.checkpoint.formats.format import Scheme
+from moeyard_worker.checkpoint.formats.plain import PlainScheme
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.layers.weights import Part, Weight
+
+# Plain tensors of a quantised checkpoint. float16 values are rounded to the served dtype.
+_PLAIN = PlainScheme(("F32", "BF16", "F16"))
+# Projections that every exporter quantises unless its settings exclude them. Others are quantised if they have scales.
+_PROJECTIONS = re.compile(
+    r"(?:.*\.)?(?:self_attn|mlp|block_sparse_moe|shared_experts?|experts)\.(?:.*\.)?"
+    r"(?:(?:q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123])"
+)
+# Modules that no kernel serves from codes: the router's gates and the embedding.
+_NEVER = re.compile(r"(?:.*\.)?(?:gate|shared_expert_gate|embed_tokens)")
+_KV_SCALES = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".q_scale")
+_INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+
+
+class QuantizedScheme(Scheme, Protocol):
+    """How one quantised matrix is stored."""
+
+    def marker(self, key: str) -> str:
+        """Return the key of a tensor that exists only if the matrix `key` is quantised."""
+        ...
+
+    def refusal(self, part: Part) -> str | None:
+        """Return the reason why `part` cannot be stored like this, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """A `Format` with quantised matrices. Every matrix is served as bfloat16(q * s).
+
+    file: where the settings are, for errors.
+    markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
+    """
+
+    file: str
+    markers: tuple[str, ...]
+
+    @abstractmethod
+    def promised(self, module: str) -> QuantizedScheme | None:
+        """Return the scheme that config.json gives a module, None if it is excluded."""
+
+    def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
+        return plain_form("float32" if weight.fp32 else dtype)
+
+    def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
+        return plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
+
+    def scheme(self, part: Part, keys: Container[str]) -> Scheme:
+        if len(part.shape) != 2:
+            return _PLAIN
+        module = part.key.removesuffix(".weight")
+        found = None if _NEVER.fullmatch(module) else self.promised(module)
+        if found is None:
+            self._check_plain(module, part.key, keys)
+            return _PLAIN
+        if found.marker(part.key) not in keys and not _PROJECTIONS.fullmatch(module):
+            return _PLAIN
+        why = found.refusal(part)
+        if why is not None:
+            raise CheckpointError(f"{self.file}: {part.key}: {why}")
+        return found
+
+    def _check_plain(self, module: str, key: str, keys: Container[str]) -> None:
+        for suffix in self.markers:
+            if (marker := f"{module}{suffix}") in keys or (marker := f"{key}{suffix}") in keys:
+                why = "it is served in bfloat16 only" if _NEVER.fullmatch(module) else "config.json excludes it"
+                raise CheckpointError(f"{self.file}: {module} is quantised (the checkpoint holds {marker}), but {why}")
+
+    def skips(self, key: str) -> str | None:
+        if key.endswith(_KV_SCALES):
+            return "a scale of the KV cache, which is not quantised"
+        if key.endswith(_INPUT_SCALES):
+            return "a scale of activations, which are not quantised"
+        return None
