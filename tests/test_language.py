@@ -30,6 +30,7 @@ PLACES = (
         "docs/journal.md",
         "docs/metrics.md",
         "docs/recipes.md",
+        "docs/request.md",
         "docs/rooms.md",
         "docs/snapkv.md",
         "docs/speculation.md",
