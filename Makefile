@@ -4,7 +4,7 @@
 # make test [ARGS=..]   the checks and the fast tier of the tests (with ARGS: one pytest with them)
 # make test-all         the checks, every test, and the 50 slowest of them
 # make mutants [ARGS=..] plant faults one at a time and show which test of the fast tier sees each (ARGS: their names)
-# make drills [ARGS=..] kill and stop workers of a real fleet under load, and count what that cost (docs/reliability.md)
+# make drills [ARGS=..] kill and stop workers of a real fleet under load, and count what that cost (docs/incidents.md)
 # make format           rewrite the files as ruff wants them
 #
 # Each makes .venv first if it is absent or out of date. Needs Python 3.11 or 3.12, git, make and a package index.

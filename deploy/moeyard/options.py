@@ -193,7 +193,7 @@ def values(config: type[Any], args: argparse.Namespace) -> dict[str, Any]:
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {field.name: None if field.default is MISSING else field.default for field in fields(EngineConfig)}
 )
-# The fields of an engine in which ranks may differ (docs/reliability.md has the reasons).
+# The fields of an engine in which ranks may differ (docs/upgrades.md has the reasons).
 CHANGEABLE = tuple(field.name for field, option, _ in declared(EngineConfig) if option.per_rank)
 
 

@@ -54,7 +54,7 @@ def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
         return json.dumps(post(f"{served.url}/v1/completions", json=body).json()["choices"])
 
     before = answer()
-    # As docs/security.md says to: by renaming.
+    # By renaming, as docs/upgrades.md says.
     weights = {key: x + 0.1 * torch.randn_like(x) for key, x in load_file(model / "model.safetensors").items()}
     save_file(weights, tmp_path / "new", metadata={"format": "pt"})
     os.replace(tmp_path / "new", model / "model.safetensors")

@@ -120,8 +120,8 @@ def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | 
 class Standby:
     """A pool of `count` actors from `make()` with all imports done, ready to replace a lost rank.
 
-    Starting Python and importing torch takes 6 of the 14 s of a GPU rank's replacement (docs/reliability.md). It is the
-    same for every rank. A standby has touched no GPU and no checkpoint.
+    Starting Python and importing torch takes 6 of the 14 s of a GPU rank's replacement (docs/concepts/recovery.md). It
+    is the same for every rank. A standby has touched no GPU and no checkpoint.
     """
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
