@@ -1,4 +1,4 @@
-"""The control door: found by the command line, for its user alone, and one line with an exit code for all else."""
+"""The control socket: found by the command line, for its user alone, with one line and an exit code for refusals."""
 
 import json
 import os
@@ -85,7 +85,8 @@ def test_a_command_gets_there_and_back(doors: Callable[..., ControlSocket], caps
 
 def test_which_server(doors: Callable[..., ControlSocket], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("drain", "--worker", "0") == 1
-    assert capsys.readouterr().err == f"moeyard: no server of this user runs here (its door would be in {folder})\n"
+    text = f"moeyard: no server of this user runs here (its control socket would be in {folder})\n"
+    assert capsys.readouterr().err == text
     doors(8000, drain=echo)
     doors(8001, drain=refuse)
     # One that was killed leaves its socket.

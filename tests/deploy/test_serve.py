@@ -103,7 +103,7 @@ class Command:
         self.url = ""
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Another command line to its end; it finds this server's control door and no other."""
+        """Another command line to its end; it finds this server's control socket and no other."""
         command = [sys.executable, "-m", "moeyard", *words]
         return subprocess.run(command, capture_output=True, text=True, env=self._environment)
 

@@ -19,33 +19,33 @@ def connect(port: int | None) -> socket.socket:
     """Return the control socket of the only server here, or of the one at `port`. Raises Refused otherwise."""
     folder = control.directory()
     paths = sorted(folder.glob(f"{'*' if port is None else port}-*.sock")) if control.is_ours(folder) else []
-    open_doors: list[tuple[Path, socket.socket]] = []
+    connected: list[tuple[Path, socket.socket]] = []
     for path in paths:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.settimeout(CONNECT_SECONDS)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(CONNECT_SECONDS)
         try:
-            door.connect(str(path))
+            connection.connect(str(path))
         except OSError:  # boundary: a killed server left this socket
-            door.close()
+            connection.close()
             continue
-        open_doors.append((path, door))
-    if len(open_doors) == 1:
-        return open_doors[0][1]
-    for _, door in open_doors:
-        door.close()
-    if open_doors:
-        ports = ", ".join(path.name.partition("-")[0] for path, _ in open_doors)
+        connected.append((path, connection))
+    if len(connected) == 1:
+        return connected[0][1]
+    for _, connection in connected:
+        connection.close()
+    if connected:
+        ports = ", ".join(path.name.partition("-")[0] for path, _ in connected)
         raise Refused(f"several servers of this user run here, at ports {ports}; name one with --port", 2)
     where = "" if port is None else f" at port {port}"
-    raise Refused(f"no server of this user runs here{where} (its door would be in {folder})")
+    raise Refused(f"no server of this user runs here{where} (its control socket would be in {folder})")
 
 
 def send(args: argparse.Namespace) -> int:
     """Run a command with progress on stderr and its final text on stdout. Raises Refused."""
-    with contextlib.closing(connect(args.port)) as door:
-        door.sendall(json.dumps(order(args)).encode() + b"\n")
-        door.settimeout(None)
-        for line in door.makefile("rb"):
+    with contextlib.closing(connect(args.port)) as connection:
+        connection.sendall(json.dumps(order(args)).encode() + b"\n")
+        connection.settimeout(None)
+        for line in connection.makefile("rb"):
             said = json.loads(line)
             if "say" in said:
                 print(said["say"], file=sys.stderr, flush=True)

@@ -75,7 +75,7 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a bug in a command. Its client sees the connection close."""
-        log.exception("a command at the control door failed")
+        log.exception("a command on the control socket failed")
 
 
 class _CommandHandler(socketserver.StreamRequestHandler):
@@ -97,7 +97,7 @@ class _CommandHandler(socketserver.StreamRequestHandler):
             known = ", ".join(sorted(self.server.commands))
             self._answer(error=f"this server knows no command '{name:.40}', but {known}", code=2)
             return
-        log.info("control door: %s", json.dumps(fields)[:200])
+        log.info("control socket: %s", json.dumps(fields)[:200])
         try:
             done = command(fields, lambda text: self._answer(say=text))
         except ValueError as error:
@@ -179,5 +179,5 @@ def open_control(port: int, known: Mapping[str, Handler]) -> ControlSocket | Non
     try:
         return ControlSocket(port, known)
     except (OSError, ValueError) as error:
-        log.warning("no control door, so `moeyard drain` and `moeyard restart` do not find this server: %s", error)
+        log.warning("no control socket, so `moeyard drain` and `moeyard restart` do not find this server: %s", error)
         return None
