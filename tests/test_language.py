@@ -31,6 +31,8 @@ PLACES = (
         "docs/journal.md",
         "docs/incidents.md",
         "docs/limits.md",
+        "docs/kernels.md",
+        "docs/linear_attention.md",
         "docs/metrics.md",
         "docs/recipes.md",
         "docs/request.md",

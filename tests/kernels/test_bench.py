@@ -294,7 +294,7 @@ def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
         for path in sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
         for command in re.findall(r"kernel_times\.py (--op[^`]*)`", path.read_text())
     ]
-    assert len(commands) > 3
+    assert commands
     for where, command in commands:
         words = command.split()
         values = [word for word in words if not word.startswith("--")]
