@@ -1,16 +1,16 @@
-"""Hit rates of the expert cache on held-out text: the engine's own counters, the simulator's, and what none can exceed.
+"""Hit rates of the expert cache on held-out text: engine counters, simulation, and the upper bound of any policy.
 
     python bench/cache.py [--prompts 32] [--max-tokens 64] [--concurrency 1 4] [--csv FILE] [--keep-trace FILE]
 
-Each figure comes from a fresh `moeyard serve` with --record-routing that answers the same requests over HTTP: prompts
-are the first 64 to 128 tokens of held-out passages, taken from the sources in turn, half of them answered greedily and
-half sampled with a seed (a greedy answer of a small model may repeat itself, which flatters every cache). Caches start
-cold. Per access an expert counts once; decode counts the experts that an output row needs.
+Each figure comes from a fresh `moeyard serve` with --record-routing that answers the same requests over HTTP. Prompts
+are the first 64 to 128 tokens of held-out passages, from all sources in turn. Half of the answers are greedy and half
+sampled with a seed, because a greedy answer of a small model may repeat itself, which flatters every cache. Caches
+start cold. Each access counts an expert once. Decode accesses are the experts that an output row needs.
 
 "sim" replays one trace, recorded with every expert resident, so all policies and the bound see the same accesses.
-"engine" is what /metrics of the run with that policy and size says. The script asserts that on each run's own trace the
-simulator counts exactly what that engine counted, and that with one stream all runs made the same accesses. With
-several streams the scheduling, and so the trace, differs a little from run to run.
+"engine" is /metrics of the run with that policy and size. The script asserts that the simulator, on each run's own
+trace, counts exactly what that engine counted, and that with one stream all runs made the same accesses. With several
+streams the scheduling differs a little from run to run, and so does the trace.
 """
 
 import argparse
@@ -44,14 +44,14 @@ from moeyard_worker.models.families import load_model_config
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 PROMPT_TOKENS = (64, 128)
-STRIDE = 256  # tokens between the starts of two passages of a document: no answer reads on into the next prompt
+STRIDE = 256  # tokens between two passages of a document, so that no answer continues into the next prompt
 TEMPERATURE = 0.8
-ORDER = tuple(sorted(POLICIES, reverse=True))  # slru first, the default
+ORDER = tuple(sorted(POLICIES, reverse=True))  # slru, the default, first
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its prompt, and the seed it is sampled with (None: greedy)."""
+    """One request: its prompt, and its sampling seed (None: greedy)."""
 
     prompt: list[int]
     seed: int | None
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One server's life: what it was started with, what its ranks counted, and where its trace lies."""
+    """One server's run: its settings, its ranks' counters, and the place of its trace."""
 
     policy: str
     num_slots: int
@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. `cells`: for each column the hit rate of decode and the overall one, in percent."""
+    """One line of the table. `cells` has for each column the hit rate of decode and of all accesses, in percent."""
 
     streams: int
     share: float
@@ -79,7 +79,7 @@ class Row:
 
 
 def load_requests(model: Path, heldout: Path, count: int) -> list[Request]:
-    """`count` requests, always the same for the same files. Raises SystemExit when the text is too short for them."""
+    """Return `count` requests, always the same for the same files. Raises SystemExit if the text is too short."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     bos = load_model_config(model).bos_token_id
     documents: dict[str, list[list[int]]] = {}
@@ -99,7 +99,7 @@ def load_requests(model: Path, heldout: Path, count: int) -> list[Request]:
 
 
 def _passages(texts: Sequence[list[int]]) -> Iterator[list[int]]:
-    """The beginnings of all documents of a source, then their second passages, and so on."""
+    """Yield the first passage of every document of a source, then their second passages, and so on."""
     for start in range(0, max(map(len, texts)), STRIDE):
         for ids in texts:
             if len(ids) - start >= PROMPT_TOKENS[1]:
@@ -108,7 +108,7 @@ def _passages(texts: Sequence[list[int]]) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def serve(model: Path, *, workers: int, slots: int, policy: str, trace: Path) -> Iterator[str]:
-    """`moeyard serve` as a process of its own, ready to answer at the URL; its trace is whole when the block ends."""
+    """Run `moeyard serve` in a process and yield its URL when it is ready. Its trace is complete after the block."""
     command = [sys.executable, "-m", "moeyard", "serve", str(model), "--workers", str(workers), "--port", "0"]
     command += ["--served-model-name", "bench", "--expert-slots", str(slots), "--expert-policy", policy]
     command += ["--record-routing", str(trace)]
@@ -125,7 +125,7 @@ def serve(model: Path, *, workers: int, slots: int, policy: str, trace: Path) ->
 
 
 async def drive(url: str, requests: Sequence[Request], *, max_tokens: int, concurrency: int) -> int:
-    """Send the requests in order, `concurrency` at a time; the number of tokens answered."""
+    """Send the requests in order, `concurrency` at a time. Return the number of output tokens."""
     waiting = iter(requests)
     num_tokens = 0
 
@@ -144,7 +144,7 @@ async def drive(url: str, requests: Sequence[Request], *, max_tokens: int, concu
 
 
 def read_counters(url: str) -> tuple[Counters, ...]:
-    """Every rank's counters from its own /metrics, once they have come to rest."""
+    """Return every rank's counters from its own /metrics when they no longer change."""
     groups = httpx.get(f"{url}/metrics/targets").json()
     targets = {int(group["labels"]["worker"]): group["targets"][0] for group in groups}
     pages = [f"http://{targets[rank]}/metrics" for rank in range(len(targets))]
@@ -169,9 +169,9 @@ def _parse(page: str) -> Counters:
 
 
 def decode_bound(path: Path, slots: int) -> int:
-    """Decode hits that no policy can exceed, all ranks together; the bound on all hits may be reached by other choices.
+    """Return the decode hits of all ranks that no policy can exceed. Other choices may reach the bound on all hits.
 
-    Belady's rule on the trace without prompts, whose misses take no slot from what decode rows need.
+    It is Belady's rule on the trace without prompts, because prompt misses take no slot from decode rows.
     """
     with tempfile.TemporaryDirectory() as root:
         copy = Path(root) / "trace"
@@ -185,17 +185,17 @@ def decode_bound(path: Path, slots: int) -> int:
 def run_server(
     args: argparse.Namespace, requests: Sequence[Request], trace: Path, *, concurrency: int, policy: str, slots: int
 ) -> Run:
-    """Start a server, answer the requests, stop it, and hold the simulator to what it counted."""
+    """Start a server, answer the requests, stop it, and check the simulator against its counters."""
     with serve(args.model, workers=args.workers, slots=slots, policy=policy, trace=trace) as url:
         num_tokens = asyncio.run(drive(url, requests, max_tokens=args.max_tokens, concurrency=concurrency))
         engine = read_counters(url)
     simulated = tuple(rank.counters for rank in simulate(trace).ranks)
-    assert simulated == engine, f"{trace.name}: simulated {simulated}, the engine counted {engine}"
+    assert simulated == engine, f"{trace.name}: simulated {simulated}, the engine {engine}"
     return Run(policy=policy, num_slots=slots, num_tokens=num_tokens, engine=engine, trace=trace)
 
 
 def rates(ranks: Sequence[Counters]) -> tuple[float, float]:
-    """Hit rates in percent: of decode's accesses, and of all."""
+    """Return the hit rates of decode and of all accesses, in percent."""
     total = Counters()
     for counters in ranks:
         total.add(counters)
@@ -204,7 +204,7 @@ def rates(ranks: Sequence[Counters]) -> tuple[float, float]:
 
 
 def tabulate(reference: Run, runs: Sequence[Run], *, concurrency: int, share: float) -> Row:
-    """Simulated rates and bounds on the reference's trace, the engine's from the runs, all with the same slots."""
+    """Return simulated rates and bounds of the reference's trace, and the engine's rates, for equal slots."""
     slots = runs[0].num_slots
     cells = {}
     for run in runs:
@@ -220,7 +220,7 @@ def tabulate(reference: Run, runs: Sequence[Run], *, concurrency: int, share: fl
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/benchmarks.md: percent of decode's accesses / of all accesses that hit."""
+    """Format the table of docs/benchmarks.md: percent of decode's accesses / of all accesses that hit."""
     lines = [f"| streams | resident | {' | '.join(rows[0].cells)} |", f"|{'---|' * (len(rows[0].cells) + 2)}"]
     for row in rows:
         cells = " | ".join(f"{decode:.1f} / {both:.1f}" for decode, both in row.cells.values())
@@ -229,7 +229,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """The same, unrounded, a column for each number."""
+    """Format unrounded figures, one column for each."""
     names = [f"{name} {kind}" for name in rows[0].cells for kind in ("decode", "all")]
     lines = [["streams", "share", "slots", *names]]
     lines += [[str(x) for x in (r.streams, r.share, r.slots, *itertools.chain(*r.cells.values()))] for r in rows]
@@ -237,7 +237,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def keep(target: Path, runs: Sequence[Run], args: argparse.Namespace) -> None:
-    """Copy the first run's trace to `target` and write what the engine of each run counted on these accesses beside."""
+    """Copy the first run's trace to `target`, and write each run's engine counters for these accesses next to it."""
     for trace in read_trace(runs[0].trace):
         copy = rank_path(target, rank=trace.header.rank, world_size=args.workers)
         copy.write_bytes(trace.path.read_bytes())
@@ -253,7 +253,7 @@ def keep(target: Path, runs: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def flat(counters: Counters) -> dict[str, int]:
-    """One number for each name, such as "misses decode" and "hits protected decode"."""
+    """Return one number for each name, such as "misses decode" and "hits protected decode"."""
     numbers = {f"misses {phase}": count for phase, count in counters.misses.items()}
     for name, counts in (("hits", counters.hits), ("evictions", counters.evictions)):
         numbers |= {f"{name} {segment} {phase}": count for (segment, phase), count in counts.items()}
@@ -261,7 +261,7 @@ def flat(counters: Counters) -> dict[str, int]:
 
 
 def measure(args: argparse.Namespace, requests: Sequence[Request], concurrency: int, folder: Path) -> list[Row]:
-    """All servers of one concurrency: one with every expert resident, then each policy with each number of slots."""
+    """Run all servers of one concurrency: one with all experts resident, then each policy with each number of slots."""
     config = load_model_config(args.model)
     total = len(config.moe_layers) * len(partition(config.num_experts, args.workers)[0])
 
@@ -279,17 +279,17 @@ def measure(args: argparse.Namespace, requests: Sequence[Request], concurrency: 
         kept += runs
     if concurrency == 1:
         accesses = [[list(trace) for trace in read_trace(each.trace)] for each in kept]
-        assert all(each == accesses[0] for each in accesses), "what the cache held changed what was needed"
+        assert all(each == accesses[0] for each in accesses), "the cache contents changed the accesses"
     if args.keep_trace and concurrency == 1:
         keep(args.keep_trace, kept, args)
     elif args.keep_trace:
-        # The other runs' accesses are not quite these.
+        # Accesses of the other runs differ slightly.
         keep(args.keep_trace.with_name(f"{args.keep_trace.name}-{concurrency}"), [reference], args)
     return rows
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--heldout", type=Path, default=DEMO / "heldout.jsonl", help="one JSON object per line")
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write FILE of one stream, FILE-4 of 4, ...")
+    parser.add_argument("--keep-trace", type=Path, metavar="FILE", help="write FILE for one stream, FILE-4 for 4, ...")
     args = parser.parse_args()
     requests = load_requests(args.model, args.heldout, args.prompts)
     with tempfile.TemporaryDirectory() as root:

@@ -1,9 +1,10 @@
-"""What counting the rows of every expert costs a decode step: the same graphs with and without it, in one process.
+"""The cost of counting each expert's rows in a decode step: the same graphs with and without it, in one process.
 
     python bench/choices.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6] [--streams 1 8 64] [--device cuda]
 
-Rows and layers are those of `stored_configs.py`; replays are timed in turns, after a look that both give the same
-logits and that the first have counted every row in every layer. Last, what a look at the counts takes of the host.
+Rows and layers are those of `stored_configs.py`. First a check that both give the same logits, and that the counting
+graph has counted every row in every layer. Then replays are timed in turns. At the end the script measures the host
+time of one read of the counts.
 """
 
 import argparse
@@ -23,7 +24,7 @@ STEPS, TURNS, LOOKS = 20, 15, 50
 
 
 def capture(runner: Runner, sampler: StepSampler, rows: int, pool: Any, *, counts: bool) -> stored_configs.Variant:
-    """A decode step whose gates count, or not."""
+    """Capture a decode step whose gates count, or do not."""
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
     backend.choices.on = counts
@@ -34,7 +35,7 @@ def capture(runner: Runner, sampler: StepSampler, rows: int, pool: Any, *, count
 
 
 def counted(runner: Runner) -> list[list[int]]:
-    """What gates have counted so far, waiting for it."""
+    """Wait for the counts of the gates and return them."""
     assert runner.backend.choices is not None
     while (found := runner.backend.choices.read()) is None:
         torch.cuda.synchronize()
@@ -42,7 +43,7 @@ def counted(runner: Runner) -> list[list[int]]:
 
 
 def look_seconds(runner: Runner) -> float:
-    """Of the host, from asking to having the numbers, while the device has nothing else to do; the median."""
+    """Return the host's median seconds from a request for the counts to their arrival, while the device is idle."""
     taken = []
     for _ in range(LOOKS):
         begun = time.perf_counter()
@@ -53,7 +54,7 @@ def look_seconds(runner: Runner) -> float:
 
 @torch.inference_mode()
 def measure(model: str, streams: list[int], device: str) -> bool:
-    """Print a line for each number of streams; False if logits differ, or a row was not counted."""
+    """Print a line for each number of streams. Return False if logits differ or a row was not counted."""
     shape, layers = model.split(":")
     worker, runner = stored_configs.load(shape, int(layers), max(streams), 4, device)
     sampler = stored_configs.sampler_of(runner, max(streams))
@@ -65,7 +66,7 @@ def measure(model: str, streams: list[int], device: str) -> bool:
             logits = {counts: variant.chain(STEPS) for counts, variant in kinds.items()}
             grown = {sum(now) - sum(then) for now, then in zip(counted(runner), before, strict=True)}
             sound &= torch.equal(logits[False], logits[True])
-            # What stands ahead of a chain of a model with slots of state counts too, and is launched for both.
+            # The launches before a chain of a model with state slots count too, and both variants have them.
             sound &= min(grown) >= STEPS * rows * runner.config.gate.rule.top_k and len(grown) == 1
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(TURNS):
@@ -77,13 +78,13 @@ def measure(model: str, streams: list[int], device: str) -> bool:
             line = f"{model} {rows:3} rows: {without:.4f} ms without counts, {found:.4f} with, {1e3 * apart:+.2f} us"
             line += f" ({spread})"
             print(line if sound else f"{line}; WRONG: logits differ, or a row was not counted", flush=True)
-    print(f"{model}: a look takes {1e6 * look_seconds(runner):.0f} us", flush=True)
+    print(f"{model}: a read takes {1e6 * look_seconds(runner):.0f} us", flush=True)
     worker.stop()
     return sound
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6"], help="shape:layers")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])

@@ -1,18 +1,20 @@
-"""Faults on a real `moeyard serve` under load: what they cost, request by request and token by token.
+"""Inject faults into a real `moeyard serve` under load, and compare every token with undisturbed answers.
 
     python bench/drills.py [--faults 20] [--workers 3] [--streams 16] [--seed 0] [--fault KIND] [--json FILE]
     python bench/drills.py --soak MINUTES
 
-The bundled demo model is served on CPUs by the command that everybody uses, Ray included. Streams of seeded and greedy
-requests of every kind are asked without pause; what each must answer was taken from the same server before anything was
-done to it (of prompts that no cache may know: from the recovered one). Then workers are killed, stopped and made to
-fail, at random moments. A fault's line says how many requests were in flight and how many failed, how many tokens were
-lost, repeated or different (ids, text and log-probabilities to the last bit), and how long after its last signal tokens
-and /readyz came back. Exit code 1 if any fault was not survived. The same seed plans the same faults.
+The usual command serves the bundled demo model on CPUs, Ray included. Streams send seeded and greedy requests of every
+kind without pause. Reference answers come from the same server before the first fault. For new prompts, which no cache
+holds, they come from the recovered server. The drill then kills, stops and breaks workers at random moments.
+
+The line of a fault shows how many requests were in flight and how many failed, and how many tokens were lost, repeated
+or different. Ids, text and log-probabilities are compared bit by bit. The line also shows how long after the last
+signal tokens and /readyz came back. The exit code is 1 if a fault was not survived. A seed always plans the same
+faults.
 
 Without --fault there are kills in prefill, in decode, at any point of a step, while idle, two at once, one in the
-recovery of another, and stops. `--soak` is random load with everything that clients do to a server, and a kill every
-minute; at the end it counts what is left.
+recovery of another, and stops. `--soak` is random load from all kinds of clients, with a kill every minute. At the end
+it counts what is left.
 """
 
 import argparse
@@ -38,17 +40,17 @@ from drilling.soak import soak
 from drilling.watch import Watch
 
 START_SECONDS = 180.0
-# An ordinary id that no prompt of a drill has (drilling/asks.py).
+# An ordinary id that no prompt of a drill contains (drilling/asks.py).
 POISONED_TOKEN = 4090
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     args = parse()
     if args.fault == "oom" and controller() is None:
         print("drills: --fault oom needs root and control groups with memory", file=sys.stderr)
         return 2
-    # Whoever ends a drill ends its server too.
+    # The end of a drill also ends its server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="moeyard-drills-") as name:
         folder = Path(name)
@@ -73,46 +75,52 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--faults", type=int, default=20, metavar="N")
-    add("--fault", choices=KINDS, help="only these (default: kills and stops of every kind)")
+    add("--fault", choices=KINDS, help="one kind of fault (default: kills and stops of all kinds)")
     add("--workers", type=int, default=3, metavar="N")
     add("--streams", type=int, default=16, metavar="N")
     add("--asks", type=int, default=32, metavar="N", help="different requests (default %(default)s)")
-    add("--max-tokens", type=int, default=96, metavar="N", help="of the longest answer (default %(default)s)")
+    add("--max-tokens", type=int, default=96, metavar="N", help="tokens of the longest answer (default %(default)s)")
     add("--seed", type=int, default=0)
-    add("--pace", type=float, default=2.0, metavar="S", help="up to so long between two faults (default %(default)g)")
-    add("--patience", type=float, default=90.0, metavar="S", help="for a recovery (default %(default)g)")
+    add("--pace", type=float, default=2.0, metavar="S", help="longest pause between two faults (default %(default)g)")
+    add("--patience", type=float, default=90.0, metavar="S", help="limit of a recovery (default %(default)g)")
     add("--model", type=Path, default=ROOT / "deploy" / "demo", metavar="DIR")
     add("--soak", type=float, metavar="MINUTES")
-    add("--kill-every", type=float, default=60.0, metavar="S", help="of a soak (default %(default)g)")
+    add(
+        "--kill-every",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="pause between kills of a soak (default %(default)g)",
+    )
     add("--json", type=Path, metavar="FILE")
-    add("--log", type=Path, metavar="FILE", help="keep what the server said on stderr")
+    add("--log", type=Path, metavar="FILE", help="keep the server's stderr")
     add("--serve", default="", metavar="'FLAGS'", help="more flags for moeyard serve, e.g. '--device cuda'")
     return parser.parse_args()
 
 
 def serve_arguments(args: argparse.Namespace, model: Path) -> list[str]:
-    """Of `moeyard serve`. Its limit of restarts is for crash loops, which a drill looks like."""
+    """Return the arguments of `moeyard serve`. The restart limit is raised, because a drill looks like a crash loop."""
     arguments = [str(model), "--workers", str(args.workers), "--port", "0", *args.serve.split()]
     if "--restart-limit" in serve_flags() and "--restart-limit" not in arguments:
         arguments += ["--restart-limit", "1000000"]
     if args.fault == "router":
-        # The next one is found at the same place.
+        # The next router must have the same address.
         arguments[arguments.index("--port") + 1] = str(free_port())
     return arguments
 
 
 def free_port() -> int:
-    """A port that is free now, outside those that Ray gives to its workers."""
+    """Return a port that is free now, outside the range that Ray uses for its workers."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 async def drills(server: Server, args: argparse.Namespace) -> int:
-    """All faults; returns the exit code."""
+    """Inject all faults and return the exit code."""
     rng = random.Random(args.seed)
     faults = plan(args.seed, args.faults, kind=args.fault)
     asks = make_asks(args.seed, args.asks, max_tokens=args.max_tokens)

@@ -3,11 +3,11 @@
     python bench/exchange.py --ranks 2 --tokens 8 --hidden 512
     python bench/exchange.py --kinds nccl zmq --device cuda --ranks 2 --tokens 1 8 64 --hidden 7168 --top-k 8
 
-Every rank sends `--tokens` rows with random top-k routing; the experts' answers lie ready. Times are rank 0's, in
-microseconds; "both" is dispatch + combine of the same layer. The chain keeps the ranks in step, so a rank's time
-includes waiting for its peers. Where only a device knows when a phase ends (`--device cuda`, a GPU for each rank, and
-nccl) "both" is a step's time by its layers. `--prompts` has all rows be of prompts, of which nccl returns
-what was computed.
+Every rank sends `--tokens` rows with random top-k routing; the experts' results are ready. Times are rank 0's, in
+microseconds. "both" is dispatch + combine of the same layer. The chain keeps the ranks in step, so a rank's time
+includes waiting for its peers. If only the device knows when a phase ends (`--device cuda`, one GPU per rank, and
+nccl), "both" is a step's time divided by its layers. With `--prompts` all rows are prompt rows, for which nccl returns
+computed rows.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def shape(self) -> ExchangeShape:
-        """What the exchange is sized for."""
+        """The sizes of the exchange."""
         return ExchangeShape(
             num_experts=self.experts,
             top_k=self.top_k,
@@ -62,7 +62,7 @@ class Case:
 
 
 def run_rank(case: Case, rank: int, pipe: Connection, keys: WorkerKeys) -> None:
-    """One process: rendezvous through `pipe`, then send back (dispatch, combine) seconds of every measured layer."""
+    """Run one process: rendezvous through `pipe`, then send (dispatch, combine) seconds of every measured layer."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(rank)
     lock = None if case.lock == "none" else MeshLock(keys=keys, encrypt=case.lock == "on")
@@ -73,13 +73,11 @@ def run_rank(case: Case, rank: int, pipe: Connection, keys: WorkerKeys) -> None:
     device = torch.device("cpu") if case.device == "cpu" else torch.device(case.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    exchange = build_exchange(
-        case.kind, mesh=mesh, shape=case.shape, placement=placement, device=device, seconds=60
-    )  # fmt: skip
+    exchange = build_exchange(case.kind, mesh=mesh, shape=case.shape, placement=placement, device=device, seconds=60)
     exchange.attach(mesh, placement)
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(getattr(torch, case.dtype)).to(device)
     routes = [_random_routes(case, generator).to(device) for _ in range(16)]
-    # Whatever ranks did between the phases would be in what they wait for each other.
+    # Any work of a rank between the phases would appear in the waiting time of its peers.
     num_answers = case.ranks * case.tokens * case.top_k
     answers = torch.ones(num_answers, case.hidden, dtype=getattr(torch, case.dtype), device=device)
     prompt = case.tokens if case.prompts else 0
@@ -141,7 +139,7 @@ def main() -> None:
     """Measure every combination of the given options and print a table, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=["zmq", "zmq-tcp"], help="local, zmq, zmq-tcp, nccl")
-    parser.add_argument("--locks", nargs="+", default=["on"], help="as --mesh-encryption on and off, or none at all")
+    parser.add_argument("--locks", nargs="+", default=["on"], help="mesh encryption: on, off, or none")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8], help="tokens per rank")
     parser.add_argument("--hidden", type=int, default=512)

@@ -1,9 +1,10 @@
-"""Chunk prefill beside flash-linear-attention's: `python bench/flash_linear_attention.py --folder WHEELS` on a GPU.
+"""Compare chunk prefill with flash-linear-attention on a GPU: `bench/flash_linear_attention.py --folder WHEELS`.
 
-WHEELS is a folder with its wheels (flash-linear-attention 0.6, fla-core, einops; pure Python) or with them unpacked.
-Both take the same rows, raw gates and rates, and normalise inside. Printed are microseconds of a call: launched one by
-one (the wall clock over many calls, hence the host's time where that is longer) and replayed as a graph (where theirs
-can be captured), the times that ours are faster beside what is wanted, and how far the outputs are apart.
+WHEELS is a folder with its wheels (flash-linear-attention 0.6, fla-core, einops; pure Python), packed or unpacked. Both
+sides get the same rows, raw gates and rates, and normalise inside. The output has microseconds per call, launched one
+by one and replayed as a graph (if theirs can be captured). Launched calls are timed by the wall clock over many calls,
+which is the host's time if that is longer. It also has the ratio of both times, the wanted ratio, and the difference of
+the outputs.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from moeyard_kernels.types.state_slots import PromptChunks
 
 DIM, HEADS = 128, 32
 PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))
-# How many times its speed must be reached: of Kimi's by length, of several prompts at once, of Gated DeltaNet always.
+# Wanted ratios: Kimi's by prompt length, then several prompts at once, then Gated DeltaNet.
 KDA_WANTED, SEVERAL_WANTED, GDN_WANTED = {1024: 2.0, 4096: 1.5, 16384: 1.4}, 1.5, 1.3
 
 
 def eager(run: Callable[[], object], count: int = 20) -> float:
-    """Microseconds of a call by the wall clock, of `count` in a row."""
+    """Return the microseconds of a call by the wall clock, over `count` calls in a row."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -39,7 +40,7 @@ def eager(run: Callable[[], object], count: int = 20) -> float:
 
 
 def replayed(run: Callable[[], object]) -> float | None:
-    """The same of replays of a graph, None where `run` cannot be captured."""
+    """Return the microseconds of a graph replay, or None if `run` cannot be captured."""
     try:
         graph = capture(run)
     except RuntimeError as error:
@@ -50,21 +51,21 @@ def replayed(run: Callable[[], object]) -> float | None:
 
 
 def wanted(op: str, lengths: Sequence[int]) -> float:
-    """The ratio to reach."""
+    """Return the wanted ratio."""
     if op == "gdn_chunk_prefill":
         return GDN_WANTED
     return KDA_WANTED[lengths[0]] if len(lengths) == 1 else SEVERAL_WANTED
 
 
 def verdict(ours: float | None, theirs: float | None, least: float) -> str:
-    """Both times, their ratio, and whether it is reached."""
+    """Format both times, their ratio, and whether it reaches the wanted one."""
     if not ours or not theirs:
         return f"{ours or float('nan'):8.1f} {theirs or float('nan'):8.1f}     -    "
     return f"{ours:8.1f} {theirs:8.1f} {theirs / ours:5.2f}x {'yes' if theirs >= least * ours else 'NO ':3}"
 
 
 def compare(op: str, lengths: Sequence[int], k_heads: int, theirs: Callable[..., Any]) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     by_row, num_rows = op == "kda_chunk_prefill", sum(lengths)
     rates = HEADS * (DIM if by_row else 1)
     qkv = torch.randn(num_rows, (2 * k_heads + HEADS) * DIM, device="cuda", dtype=torch.bfloat16)
@@ -74,7 +75,7 @@ def compare(op: str, lengths: Sequence[int], k_heads: int, theirs: Callable[...,
     state = torch.zeros(len(lengths), HEADS, DIM, DIM, device="cuda")
     chunks = PromptChunks.plan(lengths, [0] * len(lengths), range(len(lengths)), device="cuda")
     prefill = ops.kda_chunk_prefill if by_row else ops.gdn_chunk_prefill
-    # Theirs wants each contiguous.
+    # Their kernel needs each tensor contiguous.
     q, k, v = (x.contiguous() for x in qkv.split((k_heads * DIM, k_heads * DIM, HEADS * DIM), 1))
     q, k, v = (x.view(1, num_rows, -1, DIM) for x in (q, k, v))
     gates = a.view(1, num_rows, HEADS, DIM) if by_row else a.view(1, num_rows, HEADS)
@@ -87,9 +88,16 @@ def compare(op: str, lengths: Sequence[int], k_heads: int, theirs: Callable[...,
 
     def other() -> torch.Tensor:
         return theirs(
-            q, k, v, gates, b.view(1, num_rows, HEADS), use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-            **more, **several,
-        )[0]  # fmt: skip
+            q,
+            k,
+            v,
+            gates,
+            b.view(1, num_rows, HEADS),
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            **more,
+            **several,
+        )[0]
 
     with torch.no_grad():
         mine, his = ours().double(), other()[0].double()
@@ -101,9 +109,9 @@ def compare(op: str, lengths: Sequence[int], k_heads: int, theirs: Callable[...,
 
 
 def main() -> None:
-    """See the module."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where its wheels are, or what is in them")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of its wheels, packed or unpacked")
     folder = parser.parse_args().folder
     sys.path[:0] = [str(folder), *map(str, sorted(folder.glob("*.whl")))]
     kda = importlib.import_module("fla.ops.kda").chunk_kda

@@ -1,9 +1,9 @@
-"""What the way through router and sockets adds to a token: TPOT of a shape over HTTP beside the same in process.
+"""The cost of router and sockets per token: TPOT of a shape over HTTP, and in process.
 
     python bench/gpu_http.py [--shape Qwen3-30B-A3B] [--layers N] [--streams 1 8 64] [--tokens 128] [--device cuda]
 
-Needs no Ray: a worker in a process of its own, the router in another, a client in this one. Beside each figure stands
-the worker's own time per step over the same answers, read from its /metrics: what is more is the way's.
+This needs no Ray. A worker runs in one process, the router in another, and the client in this one. Each figure comes
+with the worker's own time per step over the same answers, from its /metrics. The difference is the cost.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPT = 128
 
 
 def route(config: RouterConfig, sock: socket.socket, ready: Event) -> None:
-    """A router's process."""
+    """Run a router's process."""
     server = RouterServer(config, sock, on_ready=ready.set, on_lost=lambda _rank, reason: sys.exit(reason))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve())
@@ -44,18 +44,23 @@ def route(config: RouterConfig, sock: socket.socket, ready: Event) -> None:
 
 @contextmanager
 def served(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    """Host, port and the worker's metrics of a worker behind a router."""
+    """Start a worker and its router. Yield host, port and the worker's metrics URL."""
     pool = ProcessPool()
     config = engine_config(args, [Decode(streams=max(args.streams), prompt=PROMPT, output=args.tokens)])
     model = served_model(config)
     with start_fleet(pool, config) as fleet:
         address = fleet.endpoints[0]
         options = RouterConfig(
-            model_name="m", model_path=None,
+            model_name="m",
+            model_path=None,
             workers=(WorkerAddress(rank=0, endpoint=address["frontend"], metrics_url=address["metrics_url"]),),
-            max_model_len=fleet.reports[0]["max_model_len"], vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids, shutdown_grace=0.2, recovery_timeout=0.0, keys=fleet.keys.of_router(),
-        )  # fmt: skip
+            max_model_len=fleet.reports[0]["max_model_len"],
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            shutdown_grace=0.2,
+            recovery_timeout=0.0,
+            keys=fleet.keys.of_router(),
+        )
         sock, context = socket.create_server(("127.0.0.1", 0)), get_context("spawn")
         ready = context.Event()
         router = context.Process(target=route, args=(options, sock, ready), daemon=True)
@@ -68,11 +73,18 @@ def served(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
 
 
 async def one(host: str, port: int, prompt: list[int], tokens: int) -> list[float]:
-    """When each event of a streamed completion came (seconds)."""
-    body = json.dumps({
-        "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True,
-        "return_token_ids": True,
-    }).encode()  # fmt: skip
+    """Return the arrival times (seconds) of each event of a streamed completion."""
+    body = json.dumps(
+        {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+    ).encode()
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -83,12 +95,12 @@ async def one(host: str, port: int, prompt: list[int], tokens: int) -> list[floa
         elif line.startswith(b"HTTP/1.1") and b" 200 " not in line:
             raise RuntimeError(line + await reader.read())
     writer.close()
-    # The last event says how it ended.
+    # The last event only has the finish reason.
     return times[:tokens]
 
 
 def steps(url: str) -> tuple[float, float]:
-    """Seconds and number of all steps so far, by the worker's device."""
+    """Return seconds and number of all steps so far, by the worker's device."""
     page = urllib.request.urlopen(url, timeout=5).read().decode()
     found = []
     for part in ("sum", "count"):
@@ -109,33 +121,38 @@ async def measure(args: argparse.Namespace, host: str, port: int, metrics: str, 
             answers = await asyncio.gather(*(one(host, port, prompt, args.tokens) for prompt in prompts))
             after = steps(metrics)
         tpot = [(times[-1] - times[0]) / (args.tokens - 1) * 1e3 for times in answers]
-        # Of the time in which all streams decoded.
+        # Use the time in which all streams decoded.
         begun, ended = max(times[0] for times in answers), min(times[-1] for times in answers)
         gaps = [(b - a) * 1e3 for times in answers for a, b in itertools.pairwise(times) if begun <= a and b <= ended]
         print(
-            json.dumps({
-                "streams": streams, "tpot_ms_p50": statistics.median(tpot), "itl_ms_mean": statistics.mean(gaps),
-                "itl_ms_p99": sorted(gaps)[int(len(gaps) * 0.99)],
-                "worker_step_ms_mean": (after[0] - before[0]) / (after[1] - before[1]) * 1e3,
-                "steps": after[1] - before[1], "events": [len(times) for times in answers[:2]],
-            }),
+            json.dumps(
+                {
+                    "streams": streams,
+                    "tpot_ms_p50": statistics.median(tpot),
+                    "itl_ms_mean": statistics.mean(gaps),
+                    "itl_ms_p99": sorted(gaps)[int(len(gaps) * 0.99)],
+                    "worker_step_ms_mean": (after[0] - before[0]) / (after[1] - before[1]) * 1e3,
+                    "steps": after[1] - before[1],
+                    "events": [len(times) for times in answers[:2]],
+                }
+            ),
             flush=True,
-        )  # fmt: skip
+        )
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args(namespace=argparse.Namespace(
-        model=None, dtype="auto", enforce_eager=False, expert_policy="slru", chunk=None
-    ))  # fmt: skip
+    args = parser.parse_args(
+        namespace=argparse.Namespace(model=None, dtype="auto", enforce_eager=False, expert_policy="slru", chunk=None)
+    )
     vocab = SHAPES[args.shape]["vocab_size"]
-    # With an empty Triton cache a worker may be ready after more than a minute.
+    # With an empty Triton cache a worker may take more than a minute to start.
     tests.fleet.CALL_SECONDS = 300.0
     with served(args) as (host, port, metrics):
         asyncio.run(measure(args, host, port, metrics, vocab))

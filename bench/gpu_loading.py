@@ -1,9 +1,10 @@
-"""How fast weights come from safetensors into a GPU, beside the disk alone: a checkpoint of a published shape, cut.
+"""Loading speed of safetensors into a GPU, compared with the disk alone, for part of a published shape.
 
     python bench/gpu_loading.py --directory /tmp/loading [--shape Qwen3-30B-A3B] [--layers 6] [--device cuda]
 
-The files are written first (random values, one file per layer), then dropped from the page cache; read once by plain
-large reads, dropped again; loaded as `moeyard serve` loads them; and loaded once more with the files in memory.
+The script writes the files (random values, one file per layer) and drops them from the page cache. It reads them once
+with plain large reads and drops them again. Then it loads them as `moeyard serve` does, and once more with the files in
+memory.
 """
 
 import argparse
@@ -29,7 +30,7 @@ _READ = 16 << 20
 
 
 def write(directory: Path, shape: str, layers: int) -> int:
-    """A checkpoint with weights of chance; its bytes."""
+    """Write a checkpoint with random weights and return its bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     config = shape_config(shape, layers)
     (directory / "config.json").write_text(json.dumps(config))
@@ -51,7 +52,7 @@ def write(directory: Path, shape: str, layers: int) -> int:
 
 
 def drop(directory: Path) -> None:
-    """Have the files read from the disk when they are next read."""
+    """Drop the files from the page cache."""
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -59,7 +60,7 @@ def drop(directory: Path) -> None:
 
 
 def read(directory: Path) -> float:
-    """Seconds that plain reads of all files take, one after the other."""
+    """Return the seconds of plain reads of all files, in sequence."""
     buffer, begun = bytearray(_READ), time.perf_counter()
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -69,11 +70,15 @@ def read(directory: Path) -> float:
 
 
 def load(directory: Path, device: str) -> tuple[float, float | None, int]:
-    """Seconds of a worker's load, the bytes per second that it says the files gave, and the bytes."""
+    """Return the seconds of a worker's load, its reported bytes per second from files, and the bytes."""
     config = EngineConfig(
-        model_path=str(directory), device=device, page_size=64 if device != "cpu" else 16, kv_memory=1 << 28,
-        max_model_len=1024, enforce_eager=device != "cpu",
-    )  # fmt: skip
+        model_path=str(directory),
+        device=device,
+        page_size=64 if device != "cpu" else 16,
+        kv_memory=1 << 28,
+        max_model_len=1024,
+        enforce_eager=device != "cpu",
+    )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     try:
         worker.connect([worker.endpoints()["mesh"]])
@@ -88,9 +93,9 @@ def load(directory: Path, device: str) -> tuple[float, float | None, int]:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
-    parser.add_argument("--directory", type=Path, required=True, help="where to write; stays there")
+    parser.add_argument("--directory", type=Path, required=True, help="folder of the files, which are kept")
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", default="cuda")

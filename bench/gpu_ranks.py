@@ -4,25 +4,29 @@
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
         [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512 24x256-8192] [--profile]
 
-Real workers in processes of their own (tests/fleet.py), with weights of chance; this process is their client, as a
-router would be, and clocks what it is told. `--streams`: so many requests on every rank at once, with distinct random
-prompts; TPOT is each request's mean behind its first token, ITL between tokens. `--uneven`: rows per rank, comma
-separated. `--prefill CxN`: C prompts of N tokens on every rank. `--mixed N`: the last rank gets prompts of N tokens one
-behind the other while the others decode 8 streams each, whose ITL is told, for each of the `--budgets` of prompt rows
-beside output. `--check`: prompts answered on one rank, then spread among strangers: tokens and log-probability bits
-must be the same. `--arrivals RxN`, or RxM-N: R prompts of N tokens, or of M to N, a second arrive by chance, dealt to
-all ranks, while each decodes 8 streams: TTFT of these and ITL of those, with each step planned when it is due, and as
-soon as there is room (`engine/loop/pacing.py`).
-`--drafts`: how many are made and verified behind every token, where the
-shape has a layer for that; with weights of chance hardly any is right, so that ITL is what such a step takes. From the
-ranks' own metrics: the device's time per step, the wait for plans, what crossed between ranks and how long a layer's
-dispatch and combine took; and how many steps were replayed. `--profile` runs each once more and lists the first rank's
-kernels by time.
+Real workers run in their own processes (tests/fleet.py), with random weights. This process is their client, in place of
+a router, and records the time of each message.
 
-`--residency`: slots for such a share of each rank's experts. `--fetch`: a fleet for each, one behind the other, whose
-ranks read what they miss each alone or for each other; then also tokens/s of the last against the first, of each rank
-the MB that it missed and read for others while decoding, and the ms in which what it missed was on its way, in all. By
-how much copies can be faster at most `bench/shared_links.py` says.
+- `--streams`: concurrent requests per rank, with distinct random prompts. TPOT is each request's mean after its first
+  token, ITL the time between tokens.
+- `--uneven`: rows per rank, comma separated.
+- `--prefill CxN`: C prompts of N tokens on every rank.
+- `--mixed N`: the last rank gets prompts of N tokens in sequence, while the others decode 8 streams each. The output is
+  the ITL of these streams, for each of the `--budgets` of prompt rows beside output.
+- `--check`: prompts answered on one rank, then spread among others: tokens and log-probability bits must be equal.
+- `--arrivals RxN` or `RxM-N`: R prompts per second of N tokens, or of M to N, arrive at random at all ranks, while each
+  rank decodes 8 streams. The output is TTFT of the prompts and ITL of the streams. It has two lines: each step planned
+  when it is due, and as soon as there is room (`engine/loop/pacing.py`).
+- `--drafts`: drafts per token, if the shape has an MTP layer. With random weights hardly any is right, so ITL is the
+  time of such a step.
+- `--profile`: run each case once more and list the first rank's kernels by time.
+- `--residency`: slots for this share of each rank's experts.
+- `--fetch`: one fleet for each value, in sequence. Ranks read missed experts alone or for each other. The output then
+  has the tokens/s of the last fleet relative to the first. For each rank it has the MB missed and read for others while
+  decoding, and the total ms of reads in flight. `bench/shared_links.py` has the upper bound of the gain.
+
+The ranks' metrics give the device time per step, the wait for plans and the bytes between ranks. They also give the
+time of a layer's dispatch and combine, and the number of replayed steps.
 """
 
 import argparse
@@ -50,13 +54,13 @@ from tests.fleet import Client, Fleet, ProcessPool, start_fleet
 
 METRICS = ("step_seconds", "step_device_seconds", "lockstep_wait_seconds")
 METRICS += ("exchange_seconds dispatch", "exchange_seconds combine")
-# Of experts without a slot: what is printed, of which counter, in which unit.
+# Figures of experts without a slot: printed name, counter, unit.
 FETCHED = (
     ("experts missed", "expert_cache_misses decode_total", 1),
     ("slots filled (MB)", "expert_cache_bytes to_slot_total", 1e-6),
     ("read for peers (MB)", "expert_cache_bytes for_peers_total", 1e-6),
     ("read by peers (MB)", "expert_cache_bytes by_peers_total", 1e-6),
-    ("on their way (ms)", "expert_copy_seconds_total", 1e3),
+    ("in flight (ms)", "expert_copy_seconds_total", 1e3),
 )
 SAMPLE = re.compile(
     r'moeyard_(\w+)_(sum|count|total)\{(?:direction="(\w+)",)?model_name="[^"]*",(?:phase="(\w+)",)?rank="\d+"\} (\S+)'
@@ -64,7 +68,7 @@ SAMPLE = re.compile(
 
 
 class Clocked(Client):
-    """Notes when each token was told."""
+    """Records when each token arrived."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -83,11 +87,23 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     arriving = [(rows, max(longest + 8, args.prompt + 600)) for _, _, longest in args.arrivals]
     lengths += [length for _, length in arriving]
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape=args.shape, num_layers=args.layers, device=args.device,
-        num_workers=args.ranks, exchange=args.exchange, max_num_seqs=rows, max_model_len=max(lengths), kv_memory=1,
-        prefix_caching=False, enforce_eager=args.enforce_eager, step_deadline=20.0,
-        speculate="mtp" if args.drafts else None, draft_tokens=args.drafts or None, **usual,
-    )  # fmt: skip
+        model_path=None,
+        load_format="dummy",
+        shape=args.shape,
+        num_layers=args.layers,
+        device=args.device,
+        num_workers=args.ranks,
+        exchange=args.exchange,
+        max_num_seqs=rows,
+        max_model_len=max(lengths),
+        kv_memory=1,
+        prefix_caching=False,
+        enforce_eager=args.enforce_eager,
+        step_deadline=20.0,
+        speculate="mtp" if args.drafts else None,
+        draft_tokens=args.drafts or None,
+        **usual,
+    )
     model = served_model(config)
     page = config.page_size
     page_bytes = page * model.state_spec(DTYPE_BYTES[model.served_dtype(config.dtype)]).bytes_per_token
@@ -99,7 +115,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def scraped(fleet: Fleet) -> list[dict[str, float]]:
-    """Of each rank its counters, and sums and counts of its histograms."""
+    """Return each rank's counters, and the sums and counts of its histograms."""
     found = []
     for endpoint in fleet.endpoints:
         with urllib.request.urlopen(endpoint["metrics_url"], timeout=10) as response:
@@ -120,7 +136,7 @@ def milliseconds(values: list[float]) -> dict[str, float]:
 
 
 class Bench:
-    """One fleet and what is asked of it."""
+    """One fleet and its workloads."""
 
     def __init__(self, fleet: Fleet, args: argparse.Namespace, vocab: int) -> None:
         self.fleet, self.client, self.args, self.vocab = fleet, fleet.client, args, vocab
@@ -171,7 +187,7 @@ class Bench:
         return scraped(self.fleet), self.fleet.call("graphs")
 
     def profile(self, go: Callable[[], None]) -> None:
-        """Run it once more, with the first rank's launches recorded."""
+        """Run it once more and record the first rank's launches."""
         if self.args.profile:
             self.fleet.ranks[0].call("profile", self.args.device)
             go()
@@ -192,7 +208,7 @@ class Bench:
         figures["tokens_per_s"] = round(sum(begin < at <= end for t in of_all for at in t) / (end - begin), 1)
         for rank in sorted({rank for rank, _ in names}):
             times = [self.times[name] for of, name in names if of == rank]
-            # While all decode: from the last first token to the first last one.
+            # While all streams decode: from the latest first token to the earliest last one.
             first, last = max(t[0] for t in times), min(t[-1] for t in times)
             gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a >= first and b <= last]
             figures[f"tpot_ms rank {rank}"] = round(
@@ -202,7 +218,8 @@ class Bench:
         self.say(f"decode {','.join(map(str, rows))}", begun, before, **figures)
 
     def prefill(self, count: int, length: int) -> None:
-        # Drawn ahead: 4096 ids take this process a millisecond, in which the ranks would be at work for the first.
+        # Draw the prompts beforehand. 4096 ids take this process a millisecond, in which the ranks would already run
+        # the first prompt.
         prompts = [(rank, self.prompt(length)) for _ in range(count) for rank in range(self.args.ranks)]
         before, begun = self.before(), time.perf_counter()
         names = [self.submit(rank, prompt, 1) for rank, prompt in prompts]
@@ -226,11 +243,14 @@ class Bench:
         self.client.wait(*names, timeout=120)
         gaps = [(a, b - a) for name in names for a, b in itertools.pairwise(self.times[name])]
         self.say(
-            f"8 rows each beside prompts of {length} on rank {last}, {budget} rows a step", begun, before,
+            f"8 rows each beside prompts of {length} on rank {last}, {budget} rows a step",
+            begun,
+            before,
             itl_quiet_ms=milliseconds([gap for at, gap in gaps if at < loud][50:]),
             itl_ms=milliseconds([gap for at, gap in gaps if loud <= at < quiet]),
-            prompt_tokens_per_s=round(num * length / (quiet - loud)), prompts=num,
-        )  # fmt: skip
+            prompt_tokens_per_s=round(num * length / (quiet - loud)),
+            prompts=num,
+        )
 
     def arrivals(self, rate: int, shortest: int, longest: int, paced: bool) -> None:
         for rank in self.fleet.ranks:
@@ -243,7 +263,7 @@ class Bench:
         at = time.perf_counter()
         while min(len(self.times[name]) for name in streams) < 560 and len(asked) < 400:
             at += chance.expovariate(rate)
-            # As many between 1000 and 2000 as between 2000 and 4000.
+            # Lengths are log-uniform: as many between 1000 and 2000 as between 2000 and 4000.
             prompt = self.prompt(round(shortest * (longest / shortest) ** chance.random()))
             while (left := at - time.perf_counter()) > 0:
                 self.client.pump(left)
@@ -253,13 +273,15 @@ class Bench:
         gaps = [b - a for name in streams for a, b in itertools.pairwise(self.times[name]) if loud[0] <= a < loud[1]]
         self.say(
             f"{rate} prompts of {shortest} to {longest} a second, planned {'when due' if paced else 'at once'}",
-            begun, before,
+            begun,
+            before,
             ttft_ms=milliseconds([self.times[name][0] - then for name, then in asked.items()]),
-            itl_ms=milliseconds(gaps), prompts=len(asked),
-        )  # fmt: skip
+            itl_ms=milliseconds(gaps),
+            prompts=len(asked),
+        )
 
     def check(self) -> None:
-        """The same prompts on the first rank by themselves, and spread among strangers."""
+        """Compare prompts that run alone on the first rank with the same prompts among others."""
         asked: dict[str, Any] = {
             "temperature": 0.0,
             "max_tokens": self.args.output // 2,
@@ -296,7 +318,7 @@ def arrival(text: str) -> tuple[int, int, int]:
 
 
 def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -> list[dict[str, Any]]:
-    """Everything that is asked for, of one fleet."""
+    """Run all requested workloads on one fleet."""
     begun = time.perf_counter()
     with start_fleet(pool, config) as fleet:
         report = fleet.reports[0]
@@ -309,7 +331,7 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
         while args.wait_for is not None and not args.wait_for.exists():
             time.sleep(0.2)
         bench = Bench(fleet, args, served_model(config).vocab_size)
-        bench.decode([1] * args.ranks)  # what is launched for the first time
+        bench.decode([1] * args.ranks)  # first launches
         bench.rows.clear()
         if args.check:
             bench.check()
@@ -319,7 +341,7 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
         for rows in args.uneven:
             bench.decode(rows)
         for count, length in args.prefill:
-            # How long such steps take is not known before: the second of the first ones would be planned at once.
+            # The durations of such steps are not known before. Without this, the second one would be planned at once.
             bench.prefill(1, length)
             bench.rows.pop()
             bench.prefill(count, length)
@@ -337,7 +359,9 @@ def main() -> int:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=tuple(DEVICE_DEFAULTS), default="cuda", help="cpu: to try it out")
+    parser.add_argument(
+        "--device", choices=tuple(DEVICE_DEFAULTS), default="cuda", help="cpu: for a trial without GPUs"
+    )
     parser.add_argument("--exchange", default="auto")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--uneven", type=lambda text: [int(n) for n in text.split(",")], nargs="*", default=[])
@@ -346,13 +370,13 @@ def main() -> int:
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
     parser.add_argument("--arrivals", type=arrival, nargs="*", default=[])
     parser.add_argument("--drafts", type=int, default=0)
-    parser.add_argument("--residency", type=float, help="share of the experts in slots (default: as many as fit)")
+    parser.add_argument("--residency", type=float, help="share of the experts in slots (default: all that fit)")
     parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--wait-for", type=Path, help="begin when this file is there: for runs that load together")
+    parser.add_argument("--wait-for", type=Path, help="start when this file exists, so that several runs load together")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Clients that never finish their requests: `python bench/half_open.py [--connections 1500] [--url URL]`.
+"""Open connections that never finish their requests: `python bench/half_open.py [--connections 1500] [--url URL]`.
 
-A third of the connections send nothing, a third half a head, a third half a body. While they stand, whole requests are
-asked one after the other. Printed are how long those took before and meanwhile, when the half-open ones were cut and
-with what, and the router's memory and files before, with them and after. Exit code 1 if a whole request failed, one of
-the half-open ones was cut too early, too late or without a 408, or files are left.
+A third of the connections send nothing, a third half a head, a third half a body. Meanwhile whole requests are sent one
+after the other. The output shows how long those took before and meanwhile, when the half-open connections were closed
+and with which status, and the router's memory and files before, during and after. The exit code is 1 if a whole request
+failed, a half-open connection was closed too early, too late or without a 408, or files are left.
 
-Without --url there is a router before a paced rank (bench/paced.py), with --header-timeout and --body-timeout.
+Without --url a router stands in front of a paced rank (bench/paced.py), with --header-timeout and --body-timeout.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from overload import paced_fleet
 from paced import Pace
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-# What never becomes a request: nothing, half a head, a head with a part of its body.
+# Incomplete requests: nothing, half a head, a head with part of its body.
 HALVES = (b"", HEAD + b"X-Half: ", HEAD + b'Content-Length: 100\r\n\r\n{"prompt": [5, ')
 ASK = {"prompt": [300, 301, 302], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-# A timer on a busy machine, and 1,500 answers one after the other.
+# Allowance for timers on a busy machine, and for 1,500 answers in sequence.
 SLACK_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class Cut:
-    """One half-open connection: what of HALVES it sent and when, when it was begun and cut, and what it was told."""
+    """One half-open connection: its index in HALVES, the times of connect, send and close, and the server's answer."""
 
     half: int
     made: float
@@ -48,7 +48,7 @@ class Cut:
 
 
 async def hold(url: str, half: int, patience: float) -> Cut:
-    """Connect, send a half, and wait for the end."""
+    """Connect, send an incomplete request, and wait for the end."""
     split = urlsplit(url)
     cut = Cut(half, time.monotonic())
     reader, writer = await asyncio.open_connection(split.hostname, split.port)
@@ -63,7 +63,7 @@ async def hold(url: str, half: int, patience: float) -> Cut:
 
 
 async def ask_until(url: str, over: asyncio.Event) -> tuple[list[float], Counter[int]]:
-    """(seconds of each, statuses) of whole requests, one after the other, each on a connection of its own."""
+    """Send whole requests in sequence, each on a new connection. Return (seconds of each, statuses)."""
     seconds, statuses = [], Counter[int]()
     while not over.is_set():
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -75,20 +75,21 @@ async def ask_until(url: str, over: asyncio.Event) -> tuple[list[float], Counter
 
 
 def size(router: psutil.Process | None) -> tuple[int, int]:
-    """(bytes of memory, open files) of the router."""
+    """Return the router's (bytes of memory, open files)."""
     return (0, 0) if router is None else (router.memory_info().rss, router.num_fds())
 
 
 def of(seconds: Sequence[float]) -> str:
-    """Median and most, in ms."""
-    return f"median {1e3 * statistics.median(seconds):.0f} ms, most {1e3 * max(seconds):.0f} ms"
+    """Describe median and maximum in ms."""
+    return f"median {1e3 * statistics.median(seconds):.0f} ms, max {1e3 * max(seconds):.0f} ms"
 
 
 def wrong_cuts(cuts: Sequence[Cut], limits: tuple[float, float]) -> list[str]:
-    """What is wrong with how they were cut, by kind; `limits` are seconds for a head and for a body."""
+    """Count connections that were not closed as they should be, by kind. `limits` are seconds for a head and a body."""
     wrong = Counter[str]()
     for cut in cuts:
-        # Whoever is so slow itself that its head is late has a head's time; the drill may share its cores with many.
+        # A client whose head is late gets the time of a head, because the drill may share its cores with many
+        # processes.
         limit, lasted = limits[cut.half == 2], cut.ended - cut.made
         least = min(limits) if cut.sent - cut.made > limits[0] - 0.1 else limit
         if not cut.ended or lasted > limit + SLACK_SECONDS:
@@ -101,7 +102,7 @@ def wrong_cuts(cuts: Sequence[Cut], limits: tuple[float, float]) -> list[str]:
 
 
 async def drill(url: str, router: psutil.Process | None, count: int, limits: tuple[float, float]) -> list[str]:
-    """Run it; what is wrong."""
+    """Run the drill and return what is wrong."""
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(2.0, over.set)
     before, _ = await ask_until(url, over)
@@ -121,23 +122,23 @@ async def drill(url: str, router: psutil.Process | None, count: int, limits: tup
         lasted = [cut.ended - cut.made for cut in cuts if cut.half == half and cut.ended]
         print(f"{name}: {len(lasted)} cut after {min(lasted, default=0):.2f} to {max(lasted, default=0):.2f} s")
     told = [f"{memory >> 20} MB and {files} files" for memory, files in (was, during, after)]
-    print(f"router: {told[0]} before, {told[1]} with them, {told[2]} after")
+    print(f"router: {told[0]} before, {told[1]} during, {told[2]} after")
     wrong = wrong_cuts(cuts, limits)
     if set(statuses) != {200}:
         wrong.append(f"whole requests were answered with {dict(statuses)}")
     if after[1] > was[1] + 2:
-        wrong.append(f"{after[1] - was[1]} files are left")
+        wrong.append(f"{after[1] - was[1]} files remain")
     return wrong
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--connections", type=int, default=1500)
     add("--url")
-    add("--header-timeout", type=float, default=10.0, help="seconds, as the router has it (default %(default)g)")
-    add("--body-timeout", type=float, default=15.0, help="seconds, as the router has it (default %(default)g)")
+    add("--header-timeout", type=float, default=10.0, help="seconds, must equal the router's (default %(default)g)")
+    add("--body-timeout", type=float, default=15.0, help="seconds, must equal the router's (default %(default)g)")
     args = parser.parse_args()
     limits = (args.header_timeout, args.body_timeout)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -39,8 +39,8 @@ from triton.runtime.errors import OutOfResources
 
 from moeyard_kernels.common import tuning
 
-# Each has `cases() -> Iterator[Case]`, and `model_cases(models, rows)` where steps of models launch it; inputs live
-# only while their case is at hand.
+# Each module has `cases() -> Iterator[Case]`, and `model_cases(models, rows)` if steps of models launch its ops. Inputs
+# live only while their case runs.
 MODULES = (
     *("elementwise", "rope", "reduce", "linear", "head_linear", "topk_gate", "moe", "expert_cache"),
     *("peer_exchange", "expert_fetch"),
@@ -56,15 +56,15 @@ MODULES = (
     ),
 )
 
-# What one process takes of a GPU, of the table and of models: the largest case's tensors, and torch.
+# GPU memory of one process, for the table and for models: the largest case's tensors, and torch.
 CASE_BYTES, MODEL_BYTES = 6 << 30, 10 << 30
-# Of a row these are told, and the others go on.
+# A row with one of these errors is reported, and the others continue.
 RED = (AssertionError, OutOfResources, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Ops (all if none is named) of the table or, if `models` are named, of their steps of so many rows."""
+    """The requested ops (all if `ops` is empty), of the table or of steps of `models` with `rows` rows."""
 
     ops: Sequence[str] = ()
     models: Sequence[str] = ()
@@ -75,13 +75,13 @@ class Asked:
         return tuple(model for name, model in MODELS.items() if {name, "all"} & set(self.models))
 
     def arguments(self) -> list[str]:
-        """The command line that asks for the same."""
+        """Return the command line of the same request."""
         named = {"op": self.ops, "model": self.models, "rows": self.rows if self.models else ()}
         return [f"--{name}={value}" for name, values in named.items() for value in values]
 
 
 def all_cases(asked: Asked) -> Iterator[Case]:
-    """Cases that are asked for, made one after the other; what several models launch is there once."""
+    """Yield the requested cases, made one at a time. A launch that several models share comes once."""
     seen = set()
     for name in MODULES:
         module = importlib.import_module(f"kernel_cases.{name}")
@@ -102,7 +102,7 @@ def all_cases(asked: Asked) -> Iterator[Case]:
 
 
 def describe(target: Target | None) -> str:
-    """The target in words for the table."""
+    """Describe the target for the table."""
     if target is None:
         return ""
     words = {"copy": "{:.0%} of copy", "us": "<= {:g} us", "tflops": ">= {:g} TFLOP/s", "speedup": ">= {:g}x"}
@@ -115,7 +115,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def row_of(case: Case, timer: Timer) -> list[str]:
-    """Prove, time and judge one case. Raises AssertionError where the proof fails."""
+    """Prove, time and judge one case. Raises AssertionError if the proof fails."""
     case.prove()
     seconds = timer.seconds(case.run, case.num_bytes, early=case.early)
     baseline = timer.seconds(case.baseline, case.num_bytes, early=False) if case.baseline else None
@@ -146,7 +146,7 @@ def row_of(case: Case, timer: Timer) -> list[str]:
 
 
 def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> int:
-    """Print the table as it grows, merge it into `csv_file`, hold it against earlier runs. Returns the exit status."""
+    """Print the table as it grows, merge it into `csv_file`, compare it with earlier runs. Return the exit status."""
     before = read(csv_file) if csv_file and csv_file.exists() else []
     for run in (*before, *earlier):
         check_device(torch.cuda.get_device_name(), run.facts)
@@ -182,12 +182,12 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
     return 0 if good and not red else 1
 
 
-# A config is stored in place of what runs if it takes so much of its time, or less.
+# A config replaces the served one if it takes at most this share of its time.
 _WORTH = 0.98
 
 
 def tune(asked: Asked) -> int:
-    """Time every variant that gives the default's bits; store the fastest of each shape class if it is worth it."""
+    """Time all variants that give the default's bits. Store the fastest of each shape class if it is enough faster."""
     compile_all(asked, "--tune")
     timer = Timer()
     name = torch.cuda.get_device_name()
@@ -197,7 +197,7 @@ def tune(asked: Asked) -> int:
     for case in all_cases(asked):
         if not case.variants or case.tune_key is None:
             continue
-        # Over copies: what an op writes in place is as it was for the next.
+        # Run on copies, because an op that writes in place must not change the next run's inputs.
         wanted = with_own_tensors(case.run)()
         timed, now = [], timer.seconds(case.run, case.num_bytes)
         for config, run in case.variants:
@@ -212,7 +212,7 @@ def tune(asked: Asked) -> int:
             continue
         timed.sort(key=lambda pair: pair[0])
         op, shape_class = case.tune_key
-        # Once more, as a chip that gets hot makes whoever comes later slower.
+        # Time it again, because a chip that gets hot makes later runs slower.
         now = min(now, timer.seconds(case.run, case.num_bytes))
         if timed[0][0] < _WORTH * now:
             table.setdefault(op, {})[shape_class] = timed[0][1].as_dict()
@@ -224,7 +224,7 @@ def tune(asked: Asked) -> int:
 
 
 def compile_all(asked: Asked, *more: str) -> None:
-    """Fill Triton's cache from several processes at once: one at a time takes minutes."""
+    """Fill Triton's cache from several processes at once, because one at a time takes minutes."""
     room = torch.cuda.mem_get_info()[0] // (MODEL_BYTES if asked.models else CASE_BYTES)
     count = max(1, min((os.cpu_count() or 1) - 1, room))
     command = [sys.executable, __file__, *asked.arguments(), *more]
@@ -235,7 +235,7 @@ def compile_all(asked: Asked, *more: str) -> None:
 
 
 def compile_part(asked: Asked, part: str, *, variants: bool) -> int:
-    """Run every `count`-th variant, or what proves and times a case, once, from the `index`-th on ("index/count")."""
+    """Run every `count`-th variant, or the launches of a case, once, from the `index`-th on ("index/count")."""
     index, count = map(int, part.split("/"))
     n = 0
     for case in all_cases(asked):
@@ -248,15 +248,15 @@ def compile_part(asked: Asked, part: str, *, variants: bool) -> int:
 
 
 def _prove_and_run(case: Case) -> None:
-    with suppress(*RED):  # boundary: only compiled here, and told where the row is timed
+    with suppress(*RED):  # boundary: this process only compiles; the timed run reports it
         case.prove()
         case.run()
 
 
 def merge(parser: argparse.ArgumentParser, into: Path | None, source: Path) -> int:
-    """Take the rows of one file over into another, which need not exist."""
+    """Copy the rows of one file to another, which need not exist."""
     if into is None:
-        parser.error("--merge takes rows over into the file of --csv")
+        parser.error("--merge copies rows to the file of --csv")
     runs = read(into) if into.exists() else []
     for run in read(source):
         runs = merged(runs, run)
@@ -266,19 +266,21 @@ def merge(parser: argparse.ArgumentParser, into: Path | None, source: Path) -> i
 
 
 def main() -> int:
-    """Command line of the bench."""
+    """Run the command line of the bench."""
     parser = argparse.ArgumentParser(prog="python bench/kernel_times.py", description="time the kernels on this GPU")
     parser.add_argument("--op", action="append", default=[], help="only this op (may be repeated)")
-    parser.add_argument("--model", action="append", default=[], choices=[*MODELS, "all"], help="what its steps launch")
-    parser.add_argument("--rows", action="append", type=int, default=[], choices=ROWS, help="of steps of so many rows")
-    parser.add_argument("--csv", type=Path, help="write the table there too, beside other rows that the file has")
-    parser.add_argument("--merge", type=Path, metavar="FILE", help="take the rows of this file over into that of --csv")
-    parser.add_argument("--against", type=Path, help="compare with what --csv wrote earlier on this device")
+    parser.add_argument(
+        "--model", action="append", default=[], choices=[*MODELS, "all"], help="the launches of its steps"
+    )
+    parser.add_argument("--rows", action="append", type=int, default=[], choices=ROWS, help="rows of the steps")
+    parser.add_argument("--csv", type=Path, help="write the table to this file, which keeps its other rows")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="copy the rows of this file to that of --csv")
+    parser.add_argument("--against", type=Path, help="compare with an earlier --csv file of this device")
     parser.add_argument("--tune", action="store_true", help="choose and store configs for this device")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rows and not args.model:
-        parser.error("--rows is of the steps of a --model")
+        parser.error("--rows needs a --model")
     if args.merge:
         return merge(parser, args.csv, args.merge)
     if not torch.cuda.is_available():

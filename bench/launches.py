@@ -1,10 +1,10 @@
-"""Where the time of an op goes, launch by launch, as CUPTI saw it (through torch's profiler).
+"""Time of each launch of an op, as CUPTI measured it (through torch's profiler).
 
     python bench/launches.py --op kda_chunk_prefill --variants
 
-Of cases of the kernels' bench, with --variants under each of their configs. Launches are in their order, medians of
-five calls, whose inputs lie in the L2 where they fit. Nothing is proven here: `kernel_times.py` does. Of whole
-models `moeyard bench engine --profile` has the same.
+It runs cases of the kernel bench, with --variants under each of their configs. Launches are in order, with medians of
+five calls whose inputs lie in the L2 if they fit. Nothing is proven here: `kernel_times.py` does that. `moeyard bench
+engine --profile` has the same for whole models.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CALLS = 5
 
 
 def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """(kernel, microseconds) of all launches of CALLS calls, in their order, after two that are not counted."""
+    """Return (kernel, microseconds) of all launches of CALLS calls, in order, after two calls that are not counted."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def of_ops(ops: list[str], variants: bool) -> None:
-    """A line for each case, and with `variants` for each of its configs."""
+    """Print a line for each case, and with `variants` for each of its configs."""
     for case in all_cases(Asked(ops=ops)):
         for config, run in [("", case.run), *(case.variants if variants else ())]:
             found = launches(with_own_tensors(run))
@@ -46,10 +46,10 @@ def of_ops(ops: list[str], variants: bool) -> None:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--op", action="append", required=True, help="an op of the kernels' bench (may be repeated)")
-    parser.add_argument("--variants", action="store_true", help="with each config of its cases")
+    parser.add_argument("--variants", action="store_true", help="run each config of its cases")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     of_ops(args.op, args.variants)

@@ -1,12 +1,12 @@
-"""What the compilers made of a kernel, without a GPU: registers, spills, instructions by kind, loops, ptxas's notes.
+"""Machine code of a kernel, without a GPU: registers, spills, instructions by kind, loops, ptxas's notes.
 
     python bench/machine_code.py --op kda_chunk_prefill --op gdn_chunk_prefill [--variants] [--keep FOLDER]
 
-The kernels of the bench's cases, as an H200 would run them (`tests/kernels/compile_for_hopper.py`), each launch once. A
-loop is a line of its own, inner ones are in the outer. What an SM has to issue is instructions x warps / 4 a program,
-each loop as often as it turns; loads of 2 bytes (U16) where 16 were meant, calls of slow divisions and roots, and
-exponentials (MUFU) beyond one of each value are what cost most so far (docs/kernels.md, "Linear attention"). --keep:
-PTX, TTGIR and SASS of each.
+It compiles the kernels of the bench's cases as for an H200 (`tests/kernels/compile_for_hopper.py`), each launch once.
+Each loop has its own line, and outer loops include inner ones. An SM issues instructions x warps / 4 per program, and a
+loop counts once per iteration. Three findings cost most so far (docs/kernels.md, "Linear attention"). They are loads of
+2 bytes (U16) in place of 16, calls of slow divisions and roots, and repeated exponentials (MUFU) of one value. The flag
+`--keep` writes PTX, TTGIR and SASS of each.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from typing import Any
 from tests.kernels import compile_for_hopper as build
 from triton.runtime.jit import JITFunction
 
-# Of all else a column says nothing.
+# Columns of the table; other instructions have none.
 KINDS = ("HGMMA", "HMMA", "LDG", "LDGSTS", "STG", "LDS", "LDSM", "STS", "LDL", "STL", "BAR", "MUFU", "CALL", "SHFL")
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 
 
 def sass(cubin: bytes) -> str:
-    """The machine code as text."""
+    """Return the machine code as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -36,7 +36,7 @@ def sass(cubin: bytes) -> str:
 
 
 def notes(ptx: str) -> list[str]:
-    """What ptxas says of registers, spills and of products that wait."""
+    """Return ptxas's notes on registers, spills and waiting products."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -46,7 +46,7 @@ def notes(ptx: str) -> list[str]:
 
 
 def counted(instructions: list[str]) -> str:
-    """How many, and how many of each of KINDS; loads of 2 bytes apart."""
+    """Count all instructions, those of each of KINDS, and loads of 2 bytes."""
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0] for text in instructions]
     kinds = Counter(name.split(".")[0] for name in names)
     words = [f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind]]
@@ -55,24 +55,24 @@ def counted(instructions: list[str]) -> str:
 
 
 def report(name: str, kernel: Any) -> None:
-    """Lines of one kernel."""
+    """Print the lines of one kernel."""
     text = sass(kernel.asm["cubin"])
     lines = [(int(at, 16), what) for at, what in LINE.findall(text)]
     print(f"{name}: {kernel.metadata.shared} bytes shared; {'; '.join(notes(kernel.asm['ptx']))}")
     print(f"    {counted([what for _, what in lines])}")
     for at, what in lines:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", what)
-        # A program's last instruction branches to itself.
+        # The last instruction of a program branches to itself.
         if target and int(target[1], 16) < at:
             body = [here for place, here in lines if int(target[1], 16) <= place <= at]
             print(f"    loop of {counted(body)}", flush=True)
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--op", action="append", required=True, help="an op of the kernels' bench (may be repeated)")
-    parser.add_argument("--variants", action="store_true", help="with each config of its cases")
+    parser.add_argument("--variants", action="store_true", help="compile each config of its cases")
     parser.add_argument("--keep", type=Path, help="write PTX, TTGIR and SASS there")
     args = parser.parse_args()
     launch, seen = JITFunction.run, set[str]()

@@ -1,12 +1,13 @@
-"""Two hosts whose network is cut and healed, as root: `sudo python bench/netcut.py [--rounds 3] [--deadline 2]`.
+"""Cut and heal the network between two hosts, as root: `sudo python bench/netcut.py [--rounds 3] [--deadline 2]`.
 
-Each host is a network namespace, with a veth pair between them: no packet of one reaches the other while a side is
-down, and no connection is told so. A rank of the bundled model runs in each, without Ray (tests/fleet.py), behind TCP
-and CURVE as between hosts; this process is on the first host, in the place of router and launcher. In every round
-requests run on both ranks, the link goes down in the middle of their decoding, and stays down for three deadlines.
-Printed are the seconds after which each side named the other, and whether it then stood still. When the link is up
-again the rank on the other side is fenced, replaced by a new process, and the sequences go on; every token and
-log-probability must be the one of an undisturbed run. Exit code 1 if one was not, or a side was late.
+Each host is a network namespace, and a veth pair connects them. While a side is down, no packet passes, and no
+connection is notified. Each host runs one rank of the bundled model, without Ray (tests/fleet.py), over TCP and CURVE
+as between real hosts. This process is on the first host and acts as router and launcher.
+
+In every round requests run on both ranks. The link goes down during their decoding and stays down for three deadlines.
+The output shows after how many seconds each side named the other, and whether it then stood still. When the link is up
+again, the rank on the other side is fenced and replaced by a new process, and the sequences continue. Every token and
+log-probability must equal those of an undisturbed run. The exit code is 1 if one did not, or a side was late.
 """
 
 import argparse
@@ -33,18 +34,18 @@ WIRES = tuple(f"my{os.getpid()}{side}" for side in "ab")
 HOSTS = ("10.213.7.1", "10.213.7.2")
 PROMPTS = 6
 TOKENS = 160
-# A side hears nothing for a deadline, notices at the next heartbeat, and agrees with whom it can reach.
+# A side hears nothing for a deadline, notices at the next heartbeat, and agrees with the peers that it can reach.
 SLACK_SECONDS = 2.5
 
 
 def ip(*arguments: str, check: bool = True) -> None:
-    """The command of that name."""
+    """Run the `ip` command."""
     subprocess.run(["ip", *arguments], check=check, stderr=None if check else subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
 def hosts() -> Iterator[None]:
-    """Both namespaces and the pair of wires between them."""
+    """Create both namespaces and the veth pair between them."""
     try:
         for name in NAMES:
             ip("netns", "add", name)
@@ -60,7 +61,7 @@ def hosts() -> Iterator[None]:
 
 
 def enter(name: str) -> None:
-    """Be on that host: this thread, and the threads and processes that it starts."""
+    """Enter a host's namespace with this thread, and with the threads and processes that it starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -68,25 +69,25 @@ def enter(name: str) -> None:
 
 
 def serve_on(connection: Connection, name: str) -> None:
-    """A rank's process on a host."""
+    """Run a rank's process on a host."""
     enter(name)
     serve(connection)
 
 
 def make_rank(rank: int) -> RankProcess:
-    """On its host."""
+    """Start a rank on its host."""
     return RankProcess(serve_on, NAMES[rank])
 
 
 class Processes:
-    """Stands in ProcessPool's place."""
+    """Replaces ProcessPool."""
 
     def take(self, count: int) -> list[RankProcess]:
-        """New ones."""
+        """Return new processes."""
         return [make_rank(rank) for rank in range(count)]
 
     def keep(self, ranks: Sequence[RankProcess]) -> None:
-        """They end with their fleet."""
+        """End the processes with their fleet."""
         for rank in ranks:
             rank.hang_up()
         for rank in ranks:
@@ -94,7 +95,7 @@ class Processes:
 
 
 def ask(fleet: Fleet, name: str) -> list[str]:
-    """Requests on both ranks; their names."""
+    """Submit requests on both ranks and return their names."""
     names = []
     for number in range(PROMPTS):
         names.append(f"{name}-{number}")
@@ -105,12 +106,12 @@ def ask(fleet: Fleet, name: str) -> list[str]:
 
 
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
-    """All that must be the same."""
+    """Return everything that must be equal."""
     return [(tuple(each.token_ids), tuple(each.logprobs), each.end.finish_reason) for each in answers if each.end]
 
 
 def cut(fleet: Fleet, names: Sequence[str], deadline: float) -> tuple[list[float], list[dict[str, Any]], bool]:
-    """Take the link down for a while; (seconds until each side named the other, their words, whether both stood)."""
+    """Take the link down for a while. Return (seconds until each side named the other, reports, whether both stood)."""
     answers = [fleet.client.answers[name] for name in names]
     fleet.client.wait_for(lambda: all(len(answer.token_ids) > TOKENS // 8 for answer in answers))
     for rank in fleet.ranks:
@@ -121,7 +122,7 @@ def cut(fleet: Fleet, names: Sequence[str], deadline: float) -> tuple[list[float
     for rank in fleet.ranks:
         losses.append(rank.result())
         seconds.append(time.monotonic() - began)
-    # What was on its way is here; from now on nothing comes.
+    # Read everything that was in flight. Nothing must come after that.
     while fleet.client.pump(0.2):
         pass
     before = [len(answer.token_ids) for answer in answers]
@@ -133,7 +134,7 @@ def cut(fleet: Fleet, names: Sequence[str], deadline: float) -> tuple[list[float
 
 
 def heal(fleet: Fleet, losses: list[dict[str, Any]], names: Sequence[str]) -> list[Answer]:
-    """Fence the rank on the other side, put another in its place, and let its sequences go on here."""
+    """Fence the rank on the other side, replace it, and let its sequences continue here."""
     process = fleet.ranks[1].process
     process.kill()
     process.join()
@@ -143,7 +144,7 @@ def heal(fleet: Fleet, losses: list[dict[str, Any]], names: Sequence[str]) -> li
 
 
 def drill(args: argparse.Namespace) -> bool:
-    """All rounds; whether each was survived."""
+    """Run all rounds and return whether each was survived."""
     config = EngineConfig(model_path=str(MODEL), num_workers=2, exchange="zmq-tcp", step_deadline=args.deadline)
     survived = True
     with start_fleet(Processes(), config, hosts=HOSTS, make=make_rank) as fleet:
@@ -169,7 +170,7 @@ def drill(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=2.0, help="the step deadline, in seconds")

@@ -1,15 +1,16 @@
-"""The exchange over NVLink on real GPUs, one process each: equal first, then timed.
+"""The exchange over NVLink on real GPUs, one process each: first proven equal, then timed.
 
     python bench/nvlink.py --ranks 2 [--parts times,faults] [--out FOLDER] [--seconds 300]
 
-Every part has a time limit of its own and is reported when it fails. FOLDER gets two files: `nvlink.json`, all that was
-measured, and `nvlink.txt`, what was printed; the logs of ranks lie in /tmp/nvlink-logs, their ends are printed when a
-part fails.
-Equality is with the oracle (references of `moeyard_kernels.ops`), which every process runs for all ranks on its CPU:
-launch by launch with uneven steps; in graphs of other sizes on every rank of a step; and thousands of replays with
-ranks held up at random, whose results must not change. Then a rank that does not send: named in time, by a limit and by
-the host's word, the device usable afterwards. Times are of a graph of 20 exchanges, the median of the slowest rank's
-replays. `--simulate` runs the same on CPUs in Triton's interpreter, without times.
+Every part has its own time limit, and a failure is reported. FOLDER gets two files: `nvlink.json` with all
+measurements, and `nvlink.txt` with the output. The logs of ranks are in /tmp/nvlink-logs, and their ends are printed if
+a part fails.
+
+Results must equal the oracle (references of `moeyard_kernels.ops`), which every process runs for all ranks on its CPU.
+The comparison covers uneven steps launch by launch, graphs of different sizes on the ranks of a step, and thousands of
+replays with random delays of ranks. Then one rank does not send: a limit and the host must name it in time, and the
+device must stay usable. Times are of a graph of 20 exchanges, the median of the slowest rank's replays. `--simulate`
+runs the same on CPUs in Triton's interpreter, without times.
 """
 
 import argparse
@@ -48,7 +49,7 @@ LOGS = Path("/tmp/nvlink-logs")
 
 @dataclass
 class Rank:
-    """One process: where it is, and how it meets the others."""
+    """One process: its device, and its connection to the others."""
 
     number: int
     world: int
@@ -67,7 +68,7 @@ class Rank:
         print(f"[{time.strftime('%H:%M:%S')} rank {self.number}]", *words, flush=True)
 
     def name(self) -> str:
-        """The next name, the same on all ranks, who ask alike."""
+        """The next name, the same on all ranks, which call this in the same order."""
         self.names += 1
         return f"n{self.names}"
 
@@ -78,7 +79,7 @@ class Rank:
         self.store.add(name, 1)
         while self.store.add(name, 0) < self.world:
             if time.monotonic() > limit:
-                raise TimeoutError("a rank did not come to the meeting")
+                raise TimeoutError("a rank did not arrive at the barrier")
             time.sleep(0.0005)
 
     def synchronize(self) -> None:
@@ -86,7 +87,7 @@ class Rank:
             torch.cuda.synchronize(self.device)
 
     def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """Shared memory, in the way that was found to work."""
+        """Return shared memory, allocated in the way that works here."""
         name = self.name()
         if self.simulated:
             files = [Path(f"/dev/shm/moeyard-nvlink-{os.getppid()}-{name}-{r}") for r in range(self.world)]
@@ -134,13 +135,13 @@ class Rank:
                 continue
             shared = torch.UntypedStorage._new_shared_cuda(*pickle.loads(self.store.get(f"{name}-{r}")))
             theirs = torch.empty(0, dtype=torch.uint8, device=shared.device).set_(shared)[:num_bytes]
-            # The copy lets this device reach the other.
+            # The copy enables this device's access to the peer.
             torch.empty(1, dtype=torch.uint8, device=self.device).copy_(theirs[:1])
             out.append(theirs)
         return out
 
     def agreed(self, value: object) -> str:
-        """The first rank's value, on all."""
+        """Return the first rank's value on all ranks."""
         name = self.name()
         if self.number == 0:
             self.store.set(name, str(value))
@@ -177,7 +178,7 @@ class Rank:
 
 
 def experts(world: int) -> dict[str, list[int]]:
-    """Where experts are: contiguous shards."""
+    """Return the place of experts: contiguous shards."""
     share = NUM_EXPERTS // world
     return {"owner": [e // share for e in range(NUM_EXPERTS)], "local": [e % share for e in range(NUM_EXPERTS)]}
 
@@ -187,14 +188,14 @@ def shape_of(world: int, hidden: int, max_tokens: int) -> PeerShape:
 
 
 def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
-    """A result [R * K, H] of each (row, k), any bits, by row, expert, rank and k."""
+    """Return a result [R * K, H] for each (row, k): arbitrary bits that depend on row, expert, rank and k."""
     words = rows.contiguous().view(torch.int16)[:, None, :] ^ (here * 37 + rank * 11 + 5).to(torch.int16)[:, :, None]
     words = words ^ (torch.arange(here.shape[1], dtype=torch.int16, device=here.device)[:, None] * 301)
     return words.view(rows.dtype).flatten(0, 1)
 
 
 def mixed(home: torch.Tensor) -> torch.Tensor:
-    """The next layer's rows [T, H]: all K results of each, in their order."""
+    """Return the next layer's rows [T, H]: all K results of each row, in order."""
     words = home.view(torch.int16)
     out = words[:, 0]
     for k in range(1, words.shape[1]):
@@ -203,7 +204,7 @@ def mixed(home: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(seed: str, rank: int, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and ids of one rank, the same in every process."""
+    """Return random rows and ids of one rank, the same in every process."""
     g = torch.Generator().manual_seed(random.Random(f"{seed} {rank}").getrandbits(40))
     x = torch.randint(-(2**15), 2**15, (count, hidden), generator=g).to(torch.int16).view(torch.bfloat16)
     return x, torch.rand(count, NUM_EXPERTS, generator=g).argsort(1)[:, :TOP_K].contiguous()
@@ -223,7 +224,7 @@ class Oracle:
     def exchange(
         self, xs: list[torch.Tensor], ids: list[torch.Tensor], most: int
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(rows, ids, home) of each rank."""
+        """Return (rows, ids, home) of each rank."""
         at: dict[str, Any] = {"layer": 0, "max_rows": most}
         for send in (True, False):
             got = [
@@ -252,7 +253,7 @@ def check_fault(window: PeerWindow) -> None:
 
 
 def equal_eager(rank: Rank) -> str:
-    """Uneven steps, launch by launch, six layers without the host in between."""
+    """Compare uneven steps launch by launch, six layers without the host in between."""
     hidden, most, steps = (64, 6, 3) if rank.simulated else (7168, 64, 30)
     window, wanted = rank.window(hidden, most), Oracle(rank.world, hidden, most)
     for step in range(steps):
@@ -266,7 +267,7 @@ def equal_eager(rank: Rank) -> str:
         seen = []
         for layer, (x, ids) in enumerate(mine):
             rows, here = rank.dispatch(x, ids, window, layer=layer, max_rows=bound)
-            # What lies here is valid until the combine has ended.
+            # The data here is valid until the combine has ended.
             here = here.clone()
             kept = rows.masked_fill((here < 0).all(1)[:, None], 0)
             out = answers(rows, here, rank.number)
@@ -286,7 +287,7 @@ def equal_eager(rank: Rank) -> str:
 
 
 class Chain:
-    """A step of several layers as a graph: each layer's rows follow from the results of the one before."""
+    """A step of several layers as a graph. Each layer's rows follow from the previous layer's results."""
 
     def __init__(self, rank: Rank, window: PeerWindow, count: int, bound: int, layers: int) -> None:
         self.rank, self.window, self.count, self.bound, self.layers = rank, window, count, bound, layers
@@ -308,7 +309,7 @@ class Chain:
         self.wrong += (x.view(torch.int16) != self.expected.view(torch.int16)).any().long()
 
     def capture(self) -> None:
-        """The warm run is a step that all ranks take."""
+        """Capture the graph. The warm run is a step that all ranks take."""
         if self.rank.simulated:
             return
         self.graph = torch.cuda.CUDAGraph()
@@ -323,7 +324,7 @@ class Chain:
 
 
 def equal_graphs(rank: Rank) -> str:
-    """Graphs of other sizes on every rank of a step; then thousands of replays with ranks held up at random."""
+    """Compare graphs of different sizes on the ranks of a step, then thousands of replays with random delays."""
     hidden, most, layers, steps, replays = (64, 4, 2, 2, 3) if rank.simulated else (2048, 64, 4, 40, 3000)
     window, wanted = rank.window(hidden, most), Oracle(rank.world, hidden, most)
     sizes = (0, 1, 8, 64) if not rank.simulated else (0, 1, 4)
@@ -351,7 +352,7 @@ def equal_graphs(rank: Rank) -> str:
         for layer in range(layers):
             results = wanted.exchange(xs, [i for _, i in drawn_by[layer]], max(bounds))
             xs = [mixed(home) if len(home) else x for x, (_, _, home) in zip(xs, results, strict=True)]
-        # Ranks need not name the same bound either.
+        # Ranks may name different bounds.
         able = [b for b in bounds if b >= max(counts)]
         chain = chains[counts[rank.number], random.Random(f"{seed} {rank.number}").choice(able)]
         chain.x.copy_(drawn_by[0][rank.number][0])
@@ -378,11 +379,11 @@ def equal_graphs(rank: Rank) -> str:
     check_fault(window)
     assert not int(chain.wrong), f"{int(chain.wrong)} of {replays} replays differ"
     rank.meet()
-    return f"{len(chains)} graphs, {steps} mixed steps, {replays} replays held up at random"
+    return f"{len(chains)} graphs, {steps} mixed steps, {replays} replays with random delays"
 
 
 def faults(rank: Rank) -> str:
-    """The last rank does not send: the others name it, and all go on afterwards."""
+    """Let the last rank not send. The others must name it, and all must continue afterwards."""
     hidden, victim, said = 2048, rank.world - 1, []
     for limit, abort_after in ((0.5, None), (30.0, 0.3)):
         window = rank.window(hidden, 8, seconds=limit)
@@ -408,7 +409,7 @@ def faults(rank: Rank) -> str:
             assert record == [1, fields.DISPATCH, 17, 1 << victim, 4, fields.SILENT], record
             assert spent < limit + 1, what
             assert abort_after is None or spent < told + 1, what
-            said.append(what if abort_after is not None else f"by itself after {spent:.2f} s of {limit}")
+            said.append(what if abort_after is not None else f"by the limit after {spent:.2f} s of {limit}")
         rank.meet()
         window.reset()
         rank.meet()
@@ -418,20 +419,18 @@ def faults(rank: Rank) -> str:
         check_fault(window)
         assert window.state[:3].tolist() == [1, 1, 0]
         rank.meet()
-    return "; ".join(said) or "the silent one"
+    return "; ".join(said) or "the silent rank"
 
 
 def times(rank: Rank) -> str:
-    """Microseconds of dispatch + combine, by hidden size, rows of each rank and programs: what runs by itself first.
+    """Measure microseconds of dispatch + combine by hidden size, rows per rank and programs, the default first.
 
-    Options that are left when the part's time is nearly over are left out.
+    Options that remain when the part's time is nearly over are skipped.
     """
     table, left_out = rank.results.setdefault("table", []), 0
     end = time.monotonic() + rank.seconds - 5
     windows = {hidden: rank.window(hidden, most) for hidden, most in ((7168, 1024), (2048, 2048))}
-    places = [
-        (hidden, count) for hidden, w in windows.items() for count in (1, 8, 64, 256, w.shape.max_tokens)
-    ]  # fmt: skip
+    places = [(hidden, count) for hidden, w in windows.items() for count in (1, 8, 64, 256, w.shape.max_tokens)]
     for wanted in ("auto", "options"):
         for hidden, count in places:
             x, ids = (each.to(rank.device) for each in drawn("times", rank.number, count, hidden))
@@ -443,14 +442,14 @@ def times(rank: Rank) -> str:
                 us = timed(rank, windows[hidden], x, ids, out, count, first, second)
                 table.append({"hidden": hidden, "tokens": count, "dispatch": first, "combine": second, "us": us})
             del x, ids, out
-    return f"{len(table)} rows, {left_out} left out for want of time"
+    return f"{len(table)} rows, {left_out} skipped for lack of time"
 
 
 Packets = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
 def options(count: int) -> list[Packets]:
-    """Programs and warps of both kernels to try for `count` rows."""
+    """Return the programs and warps of both kernels to try for `count` rows."""
     if count > 64:
         return [((p, w), (p, w)) for p in (32, 64, 128, 256) for w in (4, 8, 16)]
     first = [((p, w), None) for p in (1, 4, 16, 64) if p <= 2 * count for w in (4, 8)]
@@ -459,8 +458,8 @@ def options(count: int) -> list[Packets]:
 
 
 def show_times(table: list[dict[str, Any]]) -> None:
-    """By place: what runs by itself, and the best there is."""
-    print("\n| hidden | tokens per rank | by itself, us | best, us | of (programs, warps): dispatch, combine |")
+    """Print, by case, the default and the best option."""
+    print("\n| hidden | tokens per rank | default, us | best, us | of (programs, warps): dispatch, combine |")
     print("|---|---|---|---|---|")
     for hidden, tokens in dict.fromkeys((row["hidden"], row["tokens"]) for row in table):
         rows = [row for row in table if (row["hidden"], row["tokens"]) == (hidden, tokens)]
@@ -472,14 +471,20 @@ def show_times(table: list[dict[str, Any]]) -> None:
 
 
 def packet(wanted: tuple[int, int] | None) -> peer_exchange.PacketConfig | None:
-    """Programs and warps."""
+    """Return the config of programs and warps."""
     return None if wanted is None else peer_exchange.PacketConfig(PROGRAMS=wanted[0], num_warps=wanted[1])
 
 
 def timed(
-    rank: Rank, window: PeerWindow, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, count: int,
-    first: tuple[int, int] | None, second: tuple[int, int] | None,
-) -> float:  # fmt: skip
+    rank: Rank,
+    window: PeerWindow,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    count: int,
+    first: tuple[int, int] | None,
+    second: tuple[int, int] | None,
+) -> float:
     def body() -> None:
         for layer in range(PAIRS_IN_GRAPH):
             rank.dispatch(x, ids, window, layer=layer, max_rows=count, config=packet(first))
@@ -507,7 +512,7 @@ def timed(
 
 
 def links(rank: Rank) -> str:
-    """What one copy to a peer reaches, and what a launch of nothing takes in a graph."""
+    """Measure the speed of a copy to a peer, and the time of an empty launch in a graph."""
     memory = rank.memory(256 << 20)
     peer = memory[(rank.number + 1) % rank.world]
     source = torch.empty_like(memory[rank.number])
@@ -525,7 +530,7 @@ def links(rank: Rank) -> str:
 
 
 def probe(rank: Rank) -> str:
-    """Whether memory is shared at all: every rank writes a word to every rank's memory."""
+    """Check that memory is shared: every rank writes a word to every rank's memory."""
     memory = rank.memory(1 << 20)
     for r in range(rank.world):
         memory[r][4 * rank.number : 4 * rank.number + 4] = 7 + 10 * rank.number + r
@@ -546,7 +551,7 @@ PARTS: dict[str, tuple[Callable[[Rank], str], float]] = {
 
 
 def run_rank(number: int, world: int, way: str, port: int, part: str, seconds: float, simulate: bool) -> None:
-    """One process of a part."""
+    """Run one process of a part."""
     log = open(LOGS / f"{part}-{way}-rank{number}.log", "w", buffering=1)  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -572,7 +577,7 @@ def run_rank(number: int, world: int, way: str, port: int, part: str, seconds: f
         log.flush()
         os._exit(1)
     log.flush()
-    # Nobody waits for what the interpreter would tidy up.
+    # Skip the interpreter's cleanup.
     os._exit(0)
 
 
@@ -581,13 +586,13 @@ def results_of(part: str, rank: int) -> Path:
 
 
 def fleet(world: int, way: str, part: str, seconds: float, simulate: bool) -> tuple[bool, list[dict[str, Any]]]:
-    """Run a part on all ranks within a time; whether all succeeded, and the results of each."""
+    """Run a part on all ranks within a time limit. Return whether all succeeded, and each rank's results."""
     for r in range(world):
         results_of(part, r).unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     ranks = [
-        # A rank has its time from where it stands: less for what its start takes.
+        # A rank's own limit is shorter by its start-up time.
         context.Process(target=run_rank, args=(r, world, way, store.port, part, max(5.0, seconds - 8), simulate))
         for r in range(world)
     ]
@@ -621,7 +626,7 @@ def fleet(world: int, way: str, part: str, seconds: float, simulate: bool) -> tu
 
 
 class Twice(io.TextIOBase):
-    """What is printed, in a file too."""
+    """Writes the output to a file too."""
 
     def __init__(self, file: Path) -> None:
         self.both = (sys.stdout, file.open("w"))
@@ -634,11 +639,11 @@ class Twice(io.TextIOBase):
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="the exchange over NVLink: equal, then timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "/tmp/nvlink")))
-    parser.add_argument("--seconds", type=float, default=320, help="of all parts together")
+    parser.add_argument("--seconds", type=float, default=320, help="limit of all parts together")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS) + "; a probe always runs")
     parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()
@@ -668,7 +673,7 @@ def main() -> int:
         if good:
             break
     else:
-        print("no way to share memory works here")
+        print("no method of shared memory works here")
         return 1
     summary["way"] = way
     failed = 0
@@ -682,7 +687,7 @@ def main() -> int:
         failed += not good
         summary[part] = {"ok": good, "ranks": found}
         if found[0].get("table"):
-            # The slowest rank's time, which all know.
+            # The slowest rank's time, which all ranks know.
             summary[part] = {"ok": good, "said": found[0].get("said"), "table": found[0]["table"]}
             show_times(found[0]["table"])
         (args.out / "nvlink.json").write_text(json.dumps(summary))

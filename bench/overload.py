@@ -1,16 +1,22 @@
-"""What more than it can do makes of a fleet: `python bench/overload.py [--url URL] [--factor 10] [--seconds 60]`.
+"""A fleet under more load than it can serve: `python bench/overload.py [--url URL] [--factor 10] [--seconds 60]`.
 
-Five phases, prompts of --prompt tokens and answers of --output: closed loop (what the fleet can do), a quiet open loop
-(--quiet of that), 0.9 of it, as many at once as there are places before an idle fleet, and the flood (--factor times
-that); Poisson, but for the first and the fourth. Who is refused comes back once, after the time that Retry-After says,
-up to --patience seconds after the flood. Printed are requests per second that came whole, the time to the first token
-of those admitted, who was refused and with what, how many of those that came back were admitted, and the router's
-memory, CPU and own histograms. "connected" and "refused within" show how late this client itself is: on a busy machine
-only the router's own figures count. With --keys the flood comes under one API key, and --light of the capacity under
-another.
+Prompts have --prompt tokens and answers --output. There are five phases, with Poisson arrivals in the second, third and
+fifth:
 
-Without --url the fleet is a router before paced ranks (bench/paced.py): their steps last as long as a step does,
-whatever else the machine has to do. --direct lets everything wait at the workers, as without a waiting room.
+1. a closed loop, which measures the capacity
+2. a quiet open loop (--quiet of the capacity)
+3. 0.9 of the capacity
+4. as many requests at once as an idle fleet has places
+5. the flood (--factor times the capacity)
+
+A refused client retries once after Retry-After, up to --patience seconds after the flood. The output has complete
+requests per second, the time to the first token of admitted requests, refusals by status, and how many retries were
+admitted. It also has the router's memory, CPU and own histograms. "connected" and "refused within" show how late this
+client itself is: on a busy machine only the router's own figures count. With --keys the flood uses one API key, and
+--light of the capacity another.
+
+Without --url the fleet is a router in front of paced ranks (bench/paced.py). Their steps have a fixed duration,
+whatever else the machine does. With --direct all requests wait at the workers, without the router's queue.
 """
 
 import argparse
@@ -51,7 +57,7 @@ KEYS = {"flood": "flood-key-1", "light": "light-key-1"}
 
 @dataclass(slots=True)
 class Asked:
-    """One request: times are `time.perf_counter` seconds."""
+    """One request. Times are `time.perf_counter` seconds."""
 
     due: float
     sent: float = 0.0
@@ -65,12 +71,12 @@ class Asked:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from its sending, a new connection included."""
+        """Seconds from its start to the first token, a new connection included."""
         return None if self.first is None else self.first - self.sent
 
 
 class Exchange(asyncio.Protocol):
-    """One request on one connection, read with as little as possible."""
+    """One request on one connection, read with minimal work."""
 
     def __init__(self, request: bytes, asked: Asked) -> None:
         self._request, self._asked = request, asked
@@ -78,13 +84,13 @@ class Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         self._asked.connected = time.perf_counter()
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none of its subclasses
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of it
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Look for the first event and the last."""
+        """Find the first event and the last."""
         asked = self._asked
         if asked.first is None and b"data: " in data:
             asked.first = time.perf_counter()
@@ -92,20 +98,20 @@ class Exchange(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: a header."""
+        """Take a header (httptools)."""
         if name.lower() == b"retry-after":
             self._asked.retry_after = float(value)
 
     def on_headers_complete(self) -> None:
-        """httptools: the status is known."""
+        """Take the status (httptools)."""
         self._asked.status = self._parser.get_status_code()
 
     def on_message_complete(self) -> None:
-        """httptools: that was all."""
+        """Take the end of the answer (httptools)."""
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
+        """Note the end of the connection."""
         self._asked.ended = time.perf_counter()
         if not self.ended.done():
             self.ended.set_result(None)
@@ -113,7 +119,7 @@ class Exchange(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Client:
-    """Asks for streams; prompts are token ids, so that the router's work is that of admission."""
+    """Sends streamed requests. Prompts are token ids, so that the router's work is admission."""
 
     url: str
     prompt: int
@@ -132,7 +138,7 @@ class Client:
         return (head + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n").encode() + data
 
     async def ask(self, due: float | None = None, *, retry_until: float = 0.0) -> Asked:
-        """One request, and another if it is refused and told to come back before `retry_until`."""
+        """Send one request, and another if it is refused with a Retry-After before `retry_until`."""
         now = time.perf_counter()
         asked = Asked(due=now if due is None else due, sent=now)
         split = urlsplit(self.url)
@@ -150,7 +156,7 @@ class Client:
 
 
 async def closed_loop(client: Client, concurrency: int, seconds: float) -> list[Asked]:
-    """So many at once, for so long; what ends in the second half counts."""
+    """Keep `concurrency` requests in flight for `seconds`. Requests that end in the second half count."""
     done: list[Asked] = []
     end = time.perf_counter() + seconds
 
@@ -163,7 +169,7 @@ async def closed_loop(client: Client, concurrency: int, seconds: float) -> list[
 
 
 async def open_loop(client: Client, rate: float, seconds: float, *, seed: int, patience: float = 0.0) -> list[Asked]:
-    """Poisson arrivals."""
+    """Send requests with Poisson arrivals."""
     begun = time.perf_counter()
     tasks = []
     for at in itertools.takewhile(lambda at: at < seconds, arrivals(rate, 1.0, seed)):
@@ -173,13 +179,13 @@ async def open_loop(client: Client, rate: float, seconds: float, *, seed: int, p
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of them lie; nan for none."""
+    """Return the value below which `share` of them lie, nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
 def row(name: str, asked: list[Asked], seconds: float) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     ttft = [a.ttft for a in asked if a.whole and a.ttft is not None]
     refused = [a for a in asked if a.status == 429]
     told = [a.retry_after for a in refused if a.retry_after is not None]
@@ -198,14 +204,14 @@ def row(name: str, asked: list[Asked], seconds: float) -> str:
 
 
 HEAD = (
-    "| phase | requests | whole/s | TTFT p50, ms | p99, ms | 429 | Retry-After median / most, s | back: admitted "
+    "| phase | requests | whole/s | TTFT p50, ms | p99, ms | 429 | Retry-After median / max, s | retries admitted "
     "| other | connected late p99, ms | refused within, ms |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def buckets(page: str, name: str) -> dict[float, float]:
-    """The cumulative counts of a histogram without labels of interest."""
+    """Return the cumulative counts of a histogram, summed over its labels."""
     found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -215,7 +221,7 @@ def buckets(page: str, name: str) -> dict[float, float]:
 
 
 def bounds(before: dict[float, float], after: dict[float, float]) -> str:
-    """Upper bounds of median and 99th percentile of what was observed in between, in ms."""
+    """Return upper bounds, in ms, of median and 99th percentile of the observations in between."""
     counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     total = counts[float("inf")]
     at = [next((b for b, count in counts.items() if count >= share * total), float("nan")) for share in (0.5, 0.99)]
@@ -223,7 +229,7 @@ def bounds(before: dict[float, float], after: dict[float, float]) -> str:
 
 
 class Watch:
-    """The router while a phase runs: memory, CPU, and how many wait."""
+    """Samples the router during a phase: memory, CPU, and waiting requests."""
 
     def __init__(self, url: str, router: psutil.Process | None, key: str | None) -> None:
         self._url, self._router = url, router
@@ -233,7 +239,7 @@ class Watch:
         self.cpu = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sample until cancelled."""
         before = self._cpu()
         async with httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=30) as client:
             while True:
@@ -258,7 +264,7 @@ class Watch:
 
 
 async def drill(args: argparse.Namespace, url: str, router: psutil.Process | None) -> None:
-    """All phases."""
+    """Run all phases."""
     flood_key, light_key = (KEYS["flood"], KEYS["light"]) if args.keys else (args.api_key, args.api_key)
 
     def client(key: str | None, seed: int) -> Client:
@@ -276,7 +282,7 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
     print(row(f"quiet, {args.quiet:g}x", quiet, args.calm))
     busy = await open_loop(client(light_key, 3), 0.9 * capacity, args.calm, seed=args.seed + 1)
     print(row("0.9x", busy, args.calm), flush=True)
-    # What filling all places costs without a flood: that is the first thing that the flood does.
+    # Fill all places without a flood first, because a flood begins with that.
     begun = time.perf_counter()
     burst = await asyncio.gather(*(client(light_key, 100 + i).ask() for i in range(args.places)))
     print(row("burst, all places", burst, time.perf_counter() - begun), flush=True)
@@ -291,11 +297,11 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
         light = open_loop(client(light_key, 5), args.light * capacity, args.seconds, seed=args.seed + 3)
         flooded, lit = await asyncio.gather(flood, light)
         print(row(f"flood, {args.factor:g}x", flooded, args.seconds))
-        print(row(f"beside it, {args.light:g}x", lit, args.seconds))
+        print(row(f"light load, {args.light:g}x", lit, args.seconds))
     else:
         flooded = await flood
         print(row(f"flood, {args.factor:g}x", flooded, args.seconds))
-    # Until then it fills the places that were free, whose prompts take what they take.
+    # Until then the flood fills free places, and these prompts take their own time.
     since = min(asked.due for asked in flooded) + 1.0
     print(row("after its first second", [asked for asked in flooded if asked.due >= since], args.seconds - 1.0))
     watching.cancel()
@@ -307,19 +313,25 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
 
 
 def run_router_process(endpoints: list[str], sock: socket.socket, fields: dict[str, Any], pipe: Connection) -> None:
-    """Process of the router."""
+    """Run the router's process."""
     workers = tuple(WorkerAddress(rank=i, endpoint=endpoint) for i, endpoint in enumerate(endpoints))
     config = RouterConfig(
-        model_name="paced", model_path=MODEL, workers=workers, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-        port=sock.getsockname()[1], prefix_caching=False, **fields,
-    )  # fmt: skip
+        model_name="paced",
+        model_path=MODEL,
+        workers=workers,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        port=sock.getsockname()[1],
+        prefix_caching=False,
+        **fields,
+    )
     sock.listen(4096)
     run_router(RouterServer(config, sock, on_ready=lambda: pipe.send("ready")))
 
 
 @contextlib.contextmanager
 def paced_fleet(num_workers: int, pace: Pace, fields: dict[str, Any]) -> Iterator[tuple[str, psutil.Process]]:
-    """A router before paced ranks, each a process; its URL and its process."""
+    """Start a router in front of paced ranks, each in its own process. Yield its URL and its process."""
     spawn = multiprocessing.get_context("spawn")
     processes, endpoints = [], []
 
@@ -341,16 +353,16 @@ def paced_fleet(num_workers: int, pace: Pace, fields: dict[str, Any]) -> Iterato
 
 
 def parse() -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--url", help="a fleet that runs (default: a paced one)")
+    add("--url", help="URL of a running fleet (default: a paced one)")
     add("--api-key", help="for --url")
     add("--workers", type=int, default=2)
-    add("--places", type=int, default=64, help="sequences that the fleet runs at once (default %(default)s)")
+    add("--places", type=int, default=64, help="concurrent sequences of the fleet (default %(default)s)")
     add("--factor", type=float, default=10.0)
     add("--seconds", type=float, default=60.0)
-    add("--calm", type=float, default=10.0, help="seconds of each other phase")
+    add("--calm", type=float, default=10.0, help="seconds of every other phase")
     add("--quiet", type=float, default=0.3)
     add("--light", type=float, default=0.3)
     add("--patience", type=float, default=60.0)
@@ -364,7 +376,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the drill."""
     args = parse()
     with contextlib.ExitStack() as stack:
         url, router = args.url, None

@@ -1,7 +1,7 @@
-"""A rank that computes nothing: the real scheduler and the real frontend, and steps that last as long as they are told.
+"""A rank that computes nothing: the real scheduler and frontend, with steps of a fixed duration.
 
-For drills of what stands before a worker, on machines too small or too busy to compute beside them. A step lasts
-`base` + `per_row` for every row; output token i of a request has the id 300 + i, modulo.
+It serves drills of the router on machines that are too small or too busy to compute. A step lasts `base` + `per_row`
+for every row. Output token i of a request has the id 300 + i, modulo.
 """
 
 import time
@@ -23,7 +23,7 @@ SNAPSHOT_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How a rank goes: sequences at once, and seconds of a step and of each of its rows."""
+    """The pace of a rank: concurrent sequences, and seconds of a step and of each of its rows."""
 
     max_num_seqs: int = 32
     base: float = 0.010
@@ -54,7 +54,7 @@ class PacedRank:
         self._said_at = 0.0
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Run until the process ends."""
         scheduler = self._scheduler
         while True:
             if not scheduler.has_work():
@@ -99,16 +99,26 @@ class PacedRank:
         rank, world_size = self._identity
         scheduler = self._scheduler
         return Snapshot(
-            rank=rank, world_size=world_size, epoch=0, step=self._step, state="ready", failure=None,
-            num_running=scheduler.num_running, num_waiting=scheduler.num_waiting,
-            num_waiting_tokens=scheduler.num_waiting_tokens, kv_pages_total=scheduler.pool.num_pages,
-            kv_pages_free=scheduler.pool.num_free, page_size=16, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
+            rank=rank,
+            world_size=world_size,
+            epoch=0,
+            step=self._step,
+            state="ready",
+            failure=None,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            kv_pages_total=scheduler.pool.num_pages,
+            kv_pages_free=scheduler.pool.num_free,
+            page_size=16,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
             generation_tokens=scheduler.stats.generation_tokens,
-        )  # fmt: skip
+        )
 
 
 def run_paced(rank: int, world_size: int, pace: Pace, pipe: Connection) -> None:
-    """Process of one rank; sends its endpoint."""
+    """Run the process of one rank and send its endpoint."""
     each = PacedRank(rank, world_size, pace)
     pipe.send(each.endpoint)
     each.run()

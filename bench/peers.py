@@ -1,18 +1,18 @@
-"""Other routers beside ours: `python bench/peers.py [--streams 64] [--rounds 3] [--of moeyard vllm-router litellm]`.
+"""Compare routers: `python bench/peers.py [--streams 64] [--rounds 3] [--of moeyard vllm-router litellm]`.
 
-Every engine gives each stream a token each --step milliseconds. Ours stands before a scripted engine that sends ids
-over ZMQ. vllm-router and litellm's proxy (each in a virtual environment below --venvs, made on the first run) stand
-before an engine that speaks OpenAI's API, of one kind or both:
+Every engine gives each stream a token every --step milliseconds. Our router is in front of a scripted engine that sends
+ids over ZMQ. vllm-router and litellm's proxy each have a virtual environment below --venvs, made on the first run. They
+are in front of an engine with OpenAI's API, of one kind or both:
 
-- `--events made`: the scripted engine that ours has too, and an API server process that detokenizes its ids and makes
-  each event when the ids arrive, as vLLM V1 has it. The work between ids and the client's bytes is then that of ours.
-- `--events ready`: an engine whose events were made beforehand. The row shows what the router itself adds.
+- `--events made`: the same scripted engine, and an API server process that detokenizes its ids and makes each event
+  when the ids arrive, as in vLLM V1. The work between ids and the client's bytes then equals ours.
+- `--events ready`: an engine with prepared events. The row shows the cost of the router itself.
 
-One client with bare sockets reads the streams of each in turn, --rounds times (of litellm behind the others), and of
-the HTTP engines without a router, which shows what engine and client cost. Printed are medians of the rounds: tokens/s
-that arrived, how long after its step a token came, CPU time per token of the router (all its processes) and of the API
-server behind it, and each round's p99. Every token is four characters long, so that one event with two tokens counts as
-two.
+One client with bare sockets reads the streams of each router in turn, --rounds times (litellm last). It also reads the
+HTTP engines without a router, which shows the cost of engine and client. The output has medians over rounds of tokens/s
+that arrived, and of the delay from a token's step to its arrival. It also has the CPU time per token of the router (all
+its processes) and of its API server, and each round's p99. Every token has four characters, so that one event with two
+tokens counts as two.
 """
 
 import argparse
@@ -43,15 +43,15 @@ OURS, PROXY, LITELLM = "moeyard", "vllm-router", "litellm"
 
 
 class Processes:
-    """What this program started: Python's processes, which send a word when they are ready, and the peers'."""
+    """The processes of this program: Python processes, which report when they are ready, and the peers'."""
 
     def __init__(self) -> None:
         self._spawn, self._mine = multiprocessing.get_context("spawn"), []
         self.peers: list[subprocess.Popen[bytes]] = []
-        self.passing: list[subprocess.Popen[bytes]] = []  # of peers that are started anew for each round
+        self.passing: list[subprocess.Popen[bytes]] = []  # peers that restart for each round
 
     def start(self, target: Callable[..., None], *more: Any) -> tuple[Any, psutil.Process]:
-        """Run it with a pipe as its last argument; what it sent, and the process."""
+        """Run `target` with a pipe as its last argument. Return its message and the process."""
         mine, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=target, args=(*more, theirs))
         process.start()
@@ -61,7 +61,7 @@ class Processes:
         return mine.recv(), psutil.Process(process.pid)
 
     def end(self) -> None:
-        """End all."""
+        """End all processes."""
         end(self.peers + self.passing)
         for process in reversed(self._mine):
             process.terminate()
@@ -69,7 +69,7 @@ class Processes:
 
 
 def make_targets(args: argparse.Namespace, scratch: Path, processes: Processes) -> list[Target]:
-    """All that is to be measured, in order, with whatever stands behind it."""
+    """Return all routers to measure, in order, with the engines behind them."""
     step = args.step / 1e3
     endpoint, _ = processes.start(run_timed_engine, step, scratch / "ids")
     ids = Clock(scratch / "ids")
@@ -107,11 +107,11 @@ def make_targets(args: argparse.Namespace, scratch: Path, processes: Processes) 
 
 
 def measure(targets: list[Target], count: int, args: argparse.Namespace, numbers: "itertools.count[int]") -> None:
-    """The rounds of one number of streams, the targets in turn, and the table."""
+    """Run the rounds of one number of streams, the targets in turn, and print the table."""
     seen: dict[str, list[Seen]] = {target.name: [] for target in targets}
     loads = []
-    # A litellm that could not follow works on what it has for minutes after its clients have left: it is started anew
-    # for each round, and nobody is measured beside it.
+    # A litellm that fell behind works on its backlog for minutes after its clients have left. It is restarted for each
+    # round, and no other router is measured meanwhile.
     turns = [t for _ in range(args.rounds) for t in targets if t.renew is None]
     for target in turns + [t for t in targets if t.renew is not None] * args.rounds:
         if target.renew is not None:
@@ -120,32 +120,37 @@ def measure(targets: list[Target], count: int, args: argparse.Namespace, numbers
         loads.append(os.getloadavg()[0])
         print(f"  {target.name}: {seen[target.name][-1]}", file=sys.stderr, flush=True)
         time.sleep(0.5)
-    print(f"{count} streams, a token each {args.step:g} ms: {count / args.step * 1e3:.0f} tokens/s asked for; "
-          f"medians of {args.rounds}, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores")  # fmt: skip
+    print(
+        f"{count} streams, a token every {args.step:g} ms: {count / args.step * 1e3:.0f} tokens/s requested; "
+        f"medians of {args.rounds}, load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores"
+    )
     print(f"{'':34}{'streams':>8}{'tokens/s':>9}{'late ms':>9}{'p99 ms':>9}{'router us':>10}{'API us':>8}  each p99")
     for target in targets:
         rounds = seen[target.name]
         begun, rate, median, p99, cpu, behind = (
             statistics.median(getattr(s, k) for s in rounds) for k in Seen.__slots__
         )
-        print(f"{target.name:34}{begun:8.0f}{rate:9.0f}{median:9.2f}{p99:9.2f}"
-              f"{f'{cpu:.1f}' if target.process else '':>10}{f'{behind:.1f}' if target.behind else '':>8}  "
-              + " ".join(f"{s.p99:.2f}" for s in rounds), flush=True)  # fmt: skip
+        print(
+            f"{target.name:34}{begun:8.0f}{rate:9.0f}{median:9.2f}{p99:9.2f}"
+            f"{f'{cpu:.1f}' if target.process else '':>10}{f'{behind:.1f}' if target.behind else '':>8}  "
+            + " ".join(f"{s.p99:.2f}" for s in rounds),
+            flush=True,
+        )
 
 
 def main() -> None:
-    """Run it."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--of", nargs="+", choices=(OURS, PROXY, LITELLM), default=(OURS, PROXY, LITELLM))
     parser.add_argument("--events", nargs="+", choices=("ready", "made"), default=("ready", "made"))
-    parser.add_argument("--routers", type=int, nargs="+", default=[1], help="processes of ours that share a port")
+    parser.add_argument("--routers", type=int, nargs="+", default=[1], help="moeyard router processes on one port")
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--step", type=float, default=15.0, metavar="MS")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venvs", type=Path, default=Path("/tmp/moeyard-clients"))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what it started ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # child processes end with this one
     processes, numbers = Processes(), itertools.count(FIRST_LIMIT + 1)
     with tempfile.TemporaryDirectory() as scratch:
         try:

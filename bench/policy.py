@@ -1,10 +1,10 @@
-"""The router's choice of rank, tried on traces: `python bench/policy.py`. No fleet is needed and none is started.
+"""Simulate the router's choice of rank on traces: `python bench/policy.py`. It needs no fleet and starts none.
 
-A fleet in lockstep is simulated: every step takes as long as its fullest rank needs, a rank computes prompts in chunks
-beside its decode rows, and keeps pages of prompts in a prefix cache that forgets the least recently used. The times are
-those of Qwen3-30B-A3B on one H200 (docs/journal.md): TPOT of 2.6 to 15.3 ms at 1 to 64 rows, 60,000 prompt tokens/s.
-The comparison is of `moeyard_router.fleet.policy.choose_rank` over `PrefixMap`, as the router calls them, with taking
-turns and with the fewest sequences.
+The simulated fleet is in lockstep: every step takes as long as its fullest rank needs. A rank computes prompts in
+chunks with its decode rows, and keeps prompt pages in an LRU prefix cache. Times are those of Qwen3-30B-A3B on one H200
+(docs/journal.md): TPOT of 2.6 to 15.3 ms at 1 to 64 rows, 60,000 prompt tokens/s. The comparison is between
+`moeyard_router.fleet.policy.choose_rank` over `PrefixMap`, as the router calls them, round robin, and the fewest
+sequences.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROW_SECONDS = 0.2e-3
 TOKEN_SECONDS = 1 / 60_000
 CHUNK = 2048
 MAX_ROWS = 64
-KV_PAGES = 4096  # of one rank: 262,144 tokens
+KV_PAGES = 4096  # per rank: 262,144 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Running:
     asked: Asked
     number: int
     rank: int = 0
-    expected: int = 0  # tokens that the router thinks cached
+    expected: int = 0  # tokens that the router expects in the cache
     left: int = 0  # prompt tokens to compute
     first: float = 0.0
     end: float = 0.0
-    blocks: list[PromptBlock] = field(default_factory=list)  # as the router sees the prompt
+    blocks: list[PromptBlock] = field(default_factory=list)  # the prompt as the router sees it
 
     def __post_init__(self) -> None:
         begin, size = 0, 1
@@ -79,7 +79,7 @@ Chooser = Callable[[Running], int]
 
 
 class Simulation:
-    """`num_ranks` ranks in lockstep, and what the router knows of them."""
+    """`num_ranks` ranks in lockstep, and the router's knowledge of them."""
 
     def __init__(self, num_ranks: int, policy: str) -> None:
         self.ranks = [Rank() for _ in range(num_ranks)]
@@ -92,7 +92,7 @@ class Simulation:
         self.step = 0
 
     def run(self, trace: Sequence[Asked]) -> list[Running]:
-        """Every request of the trace, ended."""
+        """Run the trace and return its requests, all ended."""
         ended: list[Running] = []
         coming = deque(Running(asked, i) for i, asked in enumerate(trace))
         while coming or any(rank.sequences for rank in self.ranks):
@@ -185,12 +185,12 @@ class Simulation:
 
 
 def need(request: Running) -> int:
-    """Pages of a whole sequence."""
+    """Return the pages of a whole sequence."""
     return math.ceil((request.asked.prompt_tokens + request.asked.output_tokens) / PAGE)
 
 
 def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
-    """Times of a Poisson process of `rate` per second."""
+    """Yield times of a Poisson process of `rate` per second."""
     now = 0.0
     while True:
         now += rng.expovariate(rate)
@@ -198,7 +198,7 @@ def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
 
 
 def asked(at: float, shared: tuple[str, int], own: tuple[str, int], output: int, client: str = "") -> Asked:
-    """A request whose prompt begins with a text that others have too. Texts are (name, tokens)."""
+    """Return a request whose prompt begins with a shared text. Texts are (name, tokens)."""
     pages = [hash((shared[0], i)) for i in range(shared[1] // PAGE)]
     total = shared[1] + own[1]
     pages += [hash((own[0], i)) for i in range(len(pages), total // PAGE)]
@@ -206,7 +206,7 @@ def asked(at: float, shared: tuple[str, int], own: tuple[str, int], output: int,
 
 
 def shared_prefixes(rng: random.Random, count: int, rate: float) -> list[Asked]:
-    """64 system prompts of 1,000 to 6,000 tokens, chosen alike, with a question of their own each."""
+    """Return requests with 64 system prompts of 1,000 to 6,000 tokens, equally likely, each with its own question."""
     sizes = [rng.randrange(1000, 6000) for _ in range(64)]
     times = arrivals(rng, rate)
     return [
@@ -221,7 +221,7 @@ def shared_prefixes(rng: random.Random, count: int, rate: float) -> list[Asked]:
 
 
 def one_hot_prefix(rng: random.Random, count: int, rate: float) -> list[Asked]:
-    """Four of five requests share one system prompt of 4,000 tokens: sending them all to one rank overloads it."""
+    """Return requests, four in five with the same system prompt of 4,000 tokens. One rank cannot serve all of them."""
     times = arrivals(rng, rate)
     return [
         asked(
@@ -235,7 +235,7 @@ def one_hot_prefix(rng: random.Random, count: int, rate: float) -> list[Asked]:
 
 
 def skewed_lengths(rng: random.Random, count: int, rate: float) -> list[Asked]:
-    """Nothing shared; lengths from 16 to 32,768 tokens, most of them short."""
+    """Return requests that share nothing, of 16 to 32,768 tokens, most of them short."""
     times = arrivals(rng, rate)
     return [
         asked(
@@ -249,7 +249,7 @@ def skewed_lengths(rng: random.Random, count: int, rate: float) -> list[Asked]:
 
 
 def conversations(rng: random.Random, count: int, rate: float) -> list[Asked]:
-    """Clients of 8 turns each, every turn resending what was said; half of them name themselves."""
+    """Return conversations of 8 turns that resend earlier turns. Half of the clients name themselves."""
     turns: list[Asked] = []
     times = arrivals(rng, rate / 8)
     for client in range(count // 8):
@@ -264,12 +264,12 @@ def conversations(rng: random.Random, count: int, rate: float) -> list[Asked]:
 
 
 def even(rng: random.Random, count: int, rate: float) -> list[Asked]:
-    """Nothing shared and all alike: nothing to gain, so nothing may be lost."""
+    """Return equal requests that share nothing. No policy can gain here, and none may lose."""
     times = arrivals(rng, rate)
     return [asked(next(times), ("", 0), (f"prompt {i}", rng.randrange(400, 600)), 128) for i in range(count)]
 
 
-# A trace's requests per second for one rank: about three quarters of what taking turns can serve.
+# Each trace with its requests per second and rank: about three quarters of the capacity of round robin.
 TRACES: tuple[tuple[Callable[[random.Random, int, float], list[Asked]], float], ...] = (
     (shared_prefixes, 10.0),
     (one_hot_prefix, 10.0),
@@ -282,7 +282,7 @@ POLICIES = ("turns", "fewest", "score")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What clients of a trace saw, in milliseconds, and the prompt tokens that were computed, as a share."""
+    """Latencies of a trace in milliseconds, and the share of prompt tokens that were computed."""
 
     ttft: float
     ttft_p99: float
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--load", type=float, default=1.0, help="times the traces' own rates")
+    parser.add_argument("--load", type=float, default=1.0, help="factor of the traces' rates")
     args = parser.parse_args()
     ratios: dict[str, list[float]] = {"turns": [], "fewest": []}
     print("| trace | ranks | policy | TTFT mean | p99 | TPOT mean | latency mean | prompt tokens computed |")

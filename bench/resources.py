@@ -1,10 +1,10 @@
-"""What `moeyard serve` of the demo costs: time until ready, CPU while idle, memory of each worker.
+"""Resources of an idle `moeyard serve` of the demo: time until ready, CPU, memory of each worker.
 
     python bench/resources.py [--workers 2] [--idle-seconds 20] [--json FILE]
 
-The time runs from the start of the process to its ready line, Ray included. Idle CPU is the CPU time of all
-processes of a group over the idle window, in percent of one core: the fleet (workers and the process with the router),
-and Ray's own daemons beside it. Memory is a worker's unique set (USS) less the bytes of the weights it loaded.
+The time runs from the start of the process to its ready line, Ray included. Idle CPU is the CPU time of all processes
+of a group over the idle window, in percent of one core. The groups are the fleet (workers and the router's process) and
+Ray's own daemons. Memory is a worker's unique set (USS) without the bytes of its weights.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SETTLE_SECONDS = 15.0
 
 
 def weight_bytes(workers: int) -> int:
-    """Bytes of weights of the first (largest) rank, as stored."""
+    """Return the bytes of the first (largest) rank's weights, as stored."""
     config = load_model_config(MODEL)
     checkpoint = check_checkpoint(open_index(MODEL), config)
     num_experts = len(partition(config.num_experts, workers)[0]) * len(config.moe_layers)
@@ -35,12 +35,12 @@ def weight_bytes(workers: int) -> int:
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
-    """User and system time so far."""
+    """Return user and system time so far."""
     return sum(sum(p.cpu_times()[:2]) for p in processes)
 
 
 def measure(workers: int, idle_seconds: float) -> dict[str, float]:
-    """Start, wait, look, stop."""
+    """Start a server, wait, measure and stop it."""
     begun = time.perf_counter()
     command = [sys.executable, "-m", "moeyard", "serve", str(MODEL), "--workers", str(workers), "--port", "0"]
     serve = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -78,7 +78,7 @@ def measure(workers: int, idle_seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--idle-seconds", type=float, default=20.0)
@@ -88,8 +88,8 @@ def main() -> None:
     fleet = figures["idle_workers_percent"] + figures["idle_router_percent"]
     print(f"ready after                 {figures['ready_seconds']:.1f} s")
     print(f"idle fleet                  {fleet:.2f} % of a core (workers and router)")
-    print(f"idle Ray daemons beside it  {figures['idle_ray_percent']:.2f} %")
-    print(f"worker beyond its weights   {figures['worker_mb_beyond_weights']:.0f} MB")
+    print(f"idle Ray daemons            {figures['idle_ray_percent']:.2f} %")
+    print(f"worker without its weights  {figures['worker_mb_beyond_weights']:.0f} MB")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 

@@ -1,9 +1,9 @@
-"""What the router costs per token: `python bench/router.py [--streams 64] [--workers 1] [--routers 1]`.
+"""The router's cost per token: `python bench/router.py [--streams 64] [--workers 1] [--routers 1]`.
 
-Scripted engines speak the workers' protocol from a process of their own and emit a token for every sequence each
---step milliseconds; a client with bare sockets reads the streams. Printed are the router's CPU time per token (user and
-system, from its process), the tokens per second that arrived, and how late tokens came: the time between a token's
-step and its arrival, median and 99th percentile, over the seconds in the middle of the run.
+Scripted engines in another process speak the workers' protocol and emit a token for every sequence every --step
+milliseconds. A client with bare sockets reads the streams. The output covers the middle seconds of the run. It has the
+router's CPU time per token (user and system), and the tokens per second that arrived. It also has the delay from a
+token's step to its arrival (median and 99th percentile).
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Sequence:
 
 
 class Engine:
-    """A worker that computes nothing: every step each sequence gets the token whose id is its position, modulo."""
+    """A worker that computes nothing. In every step each sequence gets the token whose id is its position, modulo."""
 
     def __init__(self, rank: int, world_size: int, step_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -53,13 +53,24 @@ class Engine:
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._running: dict[str, Sequence] = {}
         self._snapshot = Snapshot(
-            rank=rank, world_size=world_size, epoch=0, step=0, state="ready", failure=None, num_running=0,
-            num_waiting=0, num_waiting_tokens=0, kv_pages_total=100_000, kv_pages_free=100_000, page_size=16,
-            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-        )  # fmt: skip
+            rank=rank,
+            world_size=world_size,
+            epoch=0,
+            step=0,
+            state="ready",
+            failure=None,
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            kv_pages_total=100_000,
+            kv_pages_free=100_000,
+            page_size=16,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+        )
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Run until the process ends."""
         due = time.monotonic()
         while True:
             wait = max(0, int((due - time.monotonic()) * 1000))
@@ -107,19 +118,24 @@ class Engine:
 
 
 def run_engine(rank: int, world_size: int, step_seconds: float, pipe: Connection) -> None:
-    """Process of one engine; sends its endpoint."""
+    """Run the process of one engine and send its endpoint."""
     engine = Engine(rank, world_size, step_seconds)
     pipe.send(engine.endpoint)
     engine.run()
 
 
 def run_routers(endpoints: list[str], sock: socket.socket, count: int, pipe: Connection) -> None:
-    """Process of the router, or of the one that starts several; says when they are ready."""
+    """Run the router's process, or the one that starts several, and report when they are ready."""
     workers = tuple(WorkerAddress(rank=i, endpoint=endpoint) for i, endpoint in enumerate(endpoints))
     config = RouterConfig(
-        model_name="stub", model_path=MODEL, workers=workers, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-        max_inflight=4096, port=sock.getsockname()[1],
-    )  # fmt: skip
+        model_name="stub",
+        model_path=MODEL,
+        workers=workers,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        max_inflight=4096,
+        port=sock.getsockname()[1],
+    )
     if count == 1:
         sock.listen(1024)
         run_router(RouterServer(config, sock, on_ready=lambda: pipe.send("ready")))
@@ -128,7 +144,7 @@ def run_routers(endpoints: list[str], sock: socket.socket, count: int, pipe: Con
 
 
 class Stream(asyncio.Protocol):
-    """One streamed completion, read without parsing: when bytes came and how many events."""
+    """One streamed completion, read without a parser: arrival times and the number of events."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
         body = {"prompt": "Hello there.", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
@@ -140,12 +156,12 @@ class Stream(asyncio.Protocol):
         self.status = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count."""
+        """Count the events."""
         self.status = self.status or data[:12]
         events = data.count(b"data: ")
         self.events += events
@@ -153,7 +169,7 @@ class Stream(asyncio.Protocol):
 
 
 def cpu_seconds(process: psutil.Process) -> tuple[float, float]:
-    """User and system time of a process and those it started."""
+    """Return user and system time of a process and its children."""
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(t.user for t in times), sum(t.system for t in times)
 
@@ -180,17 +196,17 @@ async def read_streams(port: int, count: int, seconds: float, router: psutil.Pro
 
 
 def between(arrivals: list[float], began: float, ended: float) -> Iterator[float]:
-    """Seconds between what arrived within a window."""
+    """Yield the seconds between arrivals within a window."""
     inside = [t for t in arrivals if began <= t <= ended]
     return (b - a for a, b in itertools.pairwise(inside))
 
 
 def main() -> None:
-    """Run it."""
+    """Run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--routers", type=int, default=1, help="processes that share a port")
+    parser.add_argument("--routers", type=int, default=1, help="router processes on one port")
     parser.add_argument("--step", type=float, default=15.0, metavar="MS")
     parser.add_argument("--seconds", type=float, default=8.0)
     args = parser.parse_args()

@@ -5,18 +5,22 @@
     python bench/serving.py --base REV ...
 
 The checkpoint is random (Qwen3-MoE architecture, or that of --family, hidden 512, 8 layers, 32 experts top-4).
-Workloads: 16 concurrent requests of mixed prompt and output length, for which transformers runs one left-padded static
-batch until its longest member ends (batch); the same prompts with a quarter of the output (short), as transformers
-takes a second for two tokens of linear attention; and one stream alone (single). Tokens per second count the tokens
-that were asked for, of the same requests on both sides. Rounds of both alternate in one run, behind a warm-up (a round
-of moeyard, the same prompts with 4 tokens of transformers); medians and their ratio are printed. transformers gets all
-cores (torch's default threads), moeyard the same cores: --workers ranks of one thread each for the batch, one worker
-for the single stream.
+Workloads:
 
-With --base the tree this file lies in is compared with revision REV of its repository instead of with transformers.
-Both serve at once, each from its own code, and answer in turns; which goes first alternates. A round's ratio is
-new / base in tokens per second; printed are its median and its least and largest value over the rounds, without which
-a ratio says nothing.
+- batch: 16 concurrent requests of mixed prompt and output length. transformers runs one left-padded static batch until
+  its longest member ends.
+- short: the same prompts with a quarter of the output, because transformers takes a second for two tokens of linear
+  attention.
+- single: one stream.
+
+Tokens per second count the requested tokens, of the same requests on both sides. Rounds of both alternate in one run
+after a warm-up (a round of moeyard; the same prompts with 4 tokens of transformers). The output has medians and their
+ratio. Both get the same cores. The framework transformers uses torch's default threads. The batch runs on --workers
+ranks of one thread each, and the single stream on one worker.
+
+With --base the working tree of this file is compared with revision REV of its repository, and not with transformers.
+Both serve at once, each from its own code, and answer in turns; which goes first alternates. A round's ratio is new /
+base in tokens per second. The output has the median, minimum and maximum over the rounds.
 """
 
 import argparse
@@ -46,19 +50,19 @@ FOLDERS = ("worker", "router", "kernels", "deploy")
 VOCAB = 4096
 HIDDEN, LAYERS, EXPERTS, TOP_K, INTERMEDIATE = 512, 8, 32, 4, 512
 READY_SECONDS = 120.0
-# What transformers generates ahead of the first round, and of how many tokens a short answer has one.
+# Tokens of transformers' warm-up, and the divisor of the length of a short answer.
 _WARM_TOKENS, _SHORT = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a workload: its prompt and how many tokens it wants."""
+    """One request of a workload: its prompt and its number of output tokens."""
 
     prompt: list[int]
     num_tokens: int
 
 
-# Sizes of each family's attention and experts; all share the others.
+# Sizes of attention and experts by family. All families share the other sizes.
 _QWEN: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 64, "num_experts": EXPERTS}
 _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 8,
@@ -83,7 +87,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
-    """Write the random checkpoint; the tokenizer knows bytes only, because prompts are token ids."""
+    """Write the random checkpoint. Its tokenizer knows bytes only, because prompts are token ids."""
     torch.manual_seed(0)
     name, sizes = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
@@ -99,7 +103,7 @@ def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
         bos_token_id=None,
         **sizes,
     )
-    # Of Qwen3.5 the text model alone, whose class has a shorter name than its config's.
+    # For Qwen3.5 use the text model alone, whose class has a shorter name than its config's.
     getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).save_pretrained(directory)
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
@@ -109,7 +113,7 @@ def make_checkpoint(directory: Path, dtype: torch.dtype, family: str) -> None:
 
 
 def batch_workload(share: int = 1) -> list[Request]:
-    """16 requests: prompts of 16 to 256 tokens, answers of 32 to 128, or of which only one in `share` tokens."""
+    """Return 16 requests: prompts of 16 to 256 tokens, answers of 32 to 128 tokens divided by `share`."""
     rng = random.Random(1)
     return [
         Request([rng.randrange(1, VOCAB) for _ in range(rng.randint(16, 256))], rng.randint(32, 128) // share)
@@ -118,13 +122,13 @@ def batch_workload(share: int = 1) -> list[Request]:
 
 
 def single_workload() -> list[Request]:
-    """One stream: 64 tokens in, 96 out."""
+    """Return one request of 64 prompt tokens and 96 output tokens."""
     rng = random.Random(2)
     return [Request([rng.randrange(1, VOCAB) for _ in range(64)], 96)]
 
 
 def run_transformers(model: Any, workload: list[Request]) -> float:
-    """Seconds of one static batch."""
+    """Return the seconds of one static batch."""
     longest = max(len(r.prompt) for r in workload)
     ids = torch.zeros(len(workload), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -147,7 +151,7 @@ def run_transformers(model: Any, workload: list[Request]) -> float:
 
 
 async def run_moeyard(client: httpx.AsyncClient, workload: list[Request]) -> float:
-    """Seconds until the last of the concurrent requests has ended."""
+    """Return the seconds until the last of the concurrent requests has ended."""
 
     async def one(request: Request) -> None:
         body = {
@@ -168,13 +172,13 @@ async def run_moeyard(client: httpx.AsyncClient, workload: list[Request]) -> flo
 
 
 class Server:
-    """`moeyard serve` as a process of its own, ready to answer, with the code of the repository at `tree`."""
+    """A `moeyard serve` process with the code of the repository at `tree`, ready to answer."""
 
     def __init__(self, model: Path, workers: int, tree: Path = ROOT) -> None:
         command = [sys.executable, "-m", "moeyard", "serve", str(model), "--workers", str(workers), "--port", "0"]
-        # Every round must compute its prompts: no prefix cache.
+        # Without a prefix cache, because every round must compute its prompts.
         command += ["--served-model-name", "bench", "--no-prefix-caching"]
-        # Before whatever is installed, in this process and in the ranks, which inherit its environment.
+        # First in the path, for this process and for the ranks, which inherit its environment.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / folder) for folder in FOLDERS)}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # see check_runs_from
         self.process = subprocess.Popen(
@@ -192,7 +196,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: Path, workers: int, tree: Path = ROOT) -> Iterator[str]:
-    """The URL of a server that ends with the block."""
+    """Start a server and yield its URL. It ends with the block."""
     server = Server(model, workers, tree)
     try:
         yield server.url
@@ -202,7 +206,7 @@ def serving(model: Path, workers: int, tree: Path = ROOT) -> Iterator[str]:
 
 @contextlib.contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """The repository at `revision`, in a folder that goes with the block. Raises CalledProcessError, git says why."""
+    """Check out `revision` in a temporary folder. Raises CalledProcessError; git prints the reason."""
     with tempfile.TemporaryDirectory() as root:
         tree = Path(root) / "base"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -214,16 +218,16 @@ def worktree(revision: str) -> Iterator[Path]:
 
 
 def check_runs_from(tree: Path) -> None:
-    """Raise RuntimeError unless ranks have loaded the kernels of a fresh `tree`, which nobody but ranks imports.
+    """Raise RuntimeError unless ranks have loaded the kernels of a fresh `tree`.
 
-    Its modules were compiled there when they were first imported.
+    Only ranks import these modules, and the first import compiles them there.
     """
     if not list((tree / "kernels").rglob("*.pyc")):
         raise RuntimeError(f"the ranks of the base do not run the code in {tree}")
 
 
 async def alternate(urls: tuple[str, str], workload: list[Request], rounds: int) -> list[tuple[float, float]]:
-    """Seconds of both in each round; which goes first alternates, and a round before them warms up."""
+    """Return the seconds of both in each round, after a warm-up round. The first one of a round alternates."""
     seconds = []
     open_client = functools.partial(httpx.AsyncClient, timeout=600)
     async with open_client(base_url=urls[0]) as a, open_client(base_url=urls[1]) as b:
@@ -237,7 +241,7 @@ async def alternate(urls: tuple[str, str], workload: list[Request], rounds: int)
 def measure_base(
     name: str, path: Path, tree: Path, workload: list[Request], workers: int, rounds: int
 ) -> dict[str, Any]:
-    """Rounds of the base (the code in `tree`) and of this tree in turns, on one workload."""
+    """Alternate rounds of the base (the code in `tree`) and of this tree on one workload."""
     tokens = sum(r.num_tokens for r in workload)
     with serving(path, workers, tree) as base, serving(path, workers) as new:
         seconds = asyncio.run(alternate((base, new), workload, rounds))
@@ -254,7 +258,7 @@ def measure_base(
 
 
 def measure(name: str, model: Any, path: Path, workload: list[Request], workers: int, rounds: int) -> dict[str, Any]:
-    """Alternate rounds of both on one workload, behind a warm-up."""
+    """Alternate rounds of both on one workload, after a warm-up."""
     tokens = sum(r.num_tokens for r in workload)
     theirs, ours = [], []
     server = Server(path, workers)
@@ -276,7 +280,7 @@ def measure(name: str, model: Any, path: Path, workload: list[Request], workers:
 
 
 def workload_of(name: str, workers: int) -> tuple[list[Request], int]:
-    """The requests of a workload and its number of workers, which `workers` says for the batch."""
+    """Return the requests of a workload and its number of workers. `workers` is that of the batch."""
     if name == "single":
         return single_workload(), 1
     return batch_workload(_SHORT if name == "short" else 1), workers
@@ -322,7 +326,7 @@ def compare_with_base(args: argparse.Namespace, root: Path) -> list[dict[str, An
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_moe")
@@ -330,7 +334,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="ranks for the batch workload")
     workloads = ("batch", "short", "single")
     parser.add_argument("--workload", nargs="+", choices=workloads, default=["batch", "single"])
-    parser.add_argument("--base", metavar="REV", help="compare with this revision instead of with transformers")
+    parser.add_argument("--base", metavar="REV", help="compare with this revision, not with transformers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)

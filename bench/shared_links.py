@@ -1,13 +1,13 @@
-"""What ranks would gain if a missed expert came over the links of all of them, and not over its owner's alone.
+"""The gain if missed experts come over the links of all ranks, and not only over the owner's link.
 
     python bench/shared_links.py [--trace tests/experts/data/demo-routing-4] [--ranks 2 4 8] [--share 0.25]
 
-Below full residency a step waits, in each layer, for the rank that misses most. With every rank's link to the host at
-work for whoever misses, it waits for the mean. Each rank's misses are those of the engine's own policy over its shard,
-for decode rows of uniform routing (`--shape`: experts, experts per token, layers) at 1, 8 and 64 rows per rank, and for
-a recorded trace of one rank whose needs are dealt out to shards. Printed: misses of the fullest and of the mean rank
-per layer and step, and their ratio, by which copies would be faster at most. Sharing moves bytes between GPUs besides,
-and the experts' own time stays, so tokens/s gain less.
+Below full residency a step waits, in each layer, for the rank with the most misses. If every rank's link to the host
+helps, it waits for the mean. Each rank's misses are those of the engine's own policy over its shard. Decode rows come
+from uniform routing (`--shape`: experts, experts per token, layers) at 1, 8 and 64 rows per rank. They also come from a
+recorded trace of one rank, whose needs are dealt to shards. The output has misses of the fullest and of the mean rank
+per layer and step. Their ratio is the upper bound of faster copies. Sharing also moves bytes between GPUs, and the
+experts' own time remains, so tokens/s gain less.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from moeyard_worker.config.placement import partition  # noqa: E402
 from moeyard_worker.experts.offline.trace import read_trace  # noqa: E402
 from moeyard_worker.experts.policies import start_policy  # noqa: E402
 
-# Of one rank, in one layer of a step: the experts that decode rows need, ascending.
+# For one rank, in one layer of a step: the experts that decode rows need, ascending.
 Needs = tuple[int, Sequence[int]]
 
 
 def uniform(experts: int, top_k: int, layers: int, rows: int, steps: int) -> Iterator[list[Needs]]:
-    """Steps of `rows` rows, each with top_k experts by chance, in every layer."""
+    """Yield steps of `rows` rows, each with top_k random experts in every layer."""
     rng = random.Random(rows)
     for _ in range(steps):
         yield [
@@ -39,7 +39,7 @@ def uniform(experts: int, top_k: int, layers: int, rows: int, steps: int) -> Ite
 
 
 def recorded(path: Path) -> Iterator[list[Needs]]:
-    """The decode rows of a trace of one rank."""
+    """Yield the decode rows of a trace of one rank."""
     [trace] = read_trace(path)
     for _, accesses in groupby(trace, key=lambda access: access.step):
         yield [(access.layer, access.decode) for access in accesses]
@@ -48,7 +48,7 @@ def recorded(path: Path) -> Iterator[list[Needs]]:
 def misses(
     steps: Iterable[list[Needs]], *, layers: Sequence[int], experts: int, ranks: int, share: float
 ) -> list[list[int]]:
-    """Of every layer of every step [misses of each rank]; slots for `share` of each shard's experts."""
+    """Return [misses of each rank] for every layer of every step, with slots for `share` of each shard's experts."""
     shards = partition(experts, ranks)
     policies = [
         start_policy("slru", layers=layers, experts=shard, num_slots=max(1, int(share * len(shard) * len(layers))))
@@ -66,14 +66,14 @@ def misses(
 
 
 def line(name: str, found: list[list[int]]) -> None:
-    """One row; the first third of a run fills the caches."""
+    """Print one row. The first third of a run fills the caches."""
     found = found[len(found) // 3 :]
     fullest, mean = sum(map(max, found)) / len(found), sum(map(sum, found)) / len(found) / len(found[0])
     print(f"{name:42}{fullest:10.2f}{mean:8.2f}{fullest / mean:8.2f}")
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=ROOT / "tests/experts/data/demo-routing-4")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])

@@ -1,8 +1,8 @@
-"""What a prompt kept in part costs in quality: loss of the text behind it, by what is kept. On a CPU.
+"""The cost of prompt compression in quality: loss of the text after a prompt, by what is kept. On a CPU.
 
-Every text of a file gives its first tokens as a prompt and the next ones as its continuation, which is fed row by row
-behind what is kept of the prompt; with --pieces N a long text gives up to N such pieces, one behind the other. Kept
-are: all, SnapKV's choice, the last positions, and positions of chance with the same window. A text that is too short is
+The first tokens of every text are the prompt, and the next ones its continuation. The continuation is fed row by row
+behind the kept part of the prompt. With --pieces N a long text gives up to N such pieces in sequence. The kept parts
+are: all, SnapKV's choice, the last positions, and random positions with the same window. Texts that are too short are
 left out.
 """
 
@@ -47,7 +47,7 @@ def by_chance(seed: int) -> Choice:
 
 
 def loss(runner: Runner, prompt: tuple[int, ...], behind: tuple[int, ...], *, budget: int, window: int) -> torch.Tensor:
-    """Nats of each token of `behind` but the first."""
+    """Return the nats of each token of `behind` but the first."""
     count, size = len(prompt), runner.page_size
     pages = -(-(count + len(behind)) // size)
     own, copied = tuple(range(pages)), tuple(range(pages, 2 * pages))
@@ -56,15 +56,20 @@ def loss(runner: Runner, prompt: tuple[int, ...], behind: tuple[int, ...], *, bu
     first = Chunk(key=(b"", ""), start=0, token_ids=prompt, pages=own, prompt=True, num_sampled=1, compaction=kept)
     runner.forward(Step(prefill=(first,)))
     rows = Chunk(
-        key=(b"", ""), start=count, token_ids=behind[:-1], pages=copied if dropped else own, prompt=False,
-        num_sampled=len(behind) - 1, dropped=dropped,
-    )  # fmt: skip
+        key=(b"", ""),
+        start=count,
+        token_ids=behind[:-1],
+        pages=copied if dropped else own,
+        prompt=False,
+        num_sampled=len(behind) - 1,
+        dropped=dropped,
+    )
     logits = runner.forward(Step(decode=(rows,)))[: len(behind) - 1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(behind[1:]), reduction="none")
 
 
 def more(found: torch.Tensor, than: torch.Tensor) -> str:
-    """The mean difference over texts, with its standard error."""
+    """Format the mean difference over texts, with its standard error."""
     difference = found - than
     return f"{difference.mean():+.4f} ({difference.std() / len(found) ** 0.5:.4f})"
 
@@ -74,9 +79,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("deploy/demo"))
     parser.add_argument("--texts", type=Path, default=Path("deploy/demo/heldout.jsonl"))
     parser.add_argument("--prompt", type=int, default=768, help="tokens of each prompt")
-    parser.add_argument("--continuation", type=int, default=128, help="tokens behind it")
-    parser.add_argument("--count", type=int, default=32, help="pieces at most")
-    parser.add_argument("--pieces", type=int, default=1, help="of one text at most")
+    parser.add_argument("--continuation", type=int, default=128, help="tokens after it")
+    parser.add_argument("--count", type=int, default=32, help="maximum number of pieces")
+    parser.add_argument("--pieces", type=int, default=1, help="maximum pieces of one text")
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.12], help="budgets, of the prompt")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""How much of shared-prefix traces a rank computes, by the share of KV memory that is for snapshots of state.
+"""The share of prompt tokens that a rank computes, by the share of KV memory for state snapshots.
 
     python bench/snapshots.py [--kv-memory 8GiB] [--model qwen3_next | kimi_linear] [--rule served lru]
 
-The scheduler is the real one, with the sizes of a published model in bfloat16 and as many pages and snapshots as fit;
-steps are not computed. 16 requests at once, answers of 8 tokens (a conversation's next prompt has an answer of its own
-length in it). Printed per trace, share and rule of eviction: prompt tokens that were computed out of all, and what was
-evicted. Share 0 is no reuse. Rules: that which is served (`state/snapshots.py`), and lru to compare it with.
+The scheduler is the real one, with the sizes of a published model in bfloat16 and as many pages and snapshots as fit.
+Steps are not computed. 16 requests run at once, with answers of 8 tokens (the next prompt of a conversation contains
+its own answer of that length). For each trace of shared prefixes, share and eviction rule the output has computed and
+total prompt tokens, and evictions. Share 0 is no reuse. The rules are the served one (`state/snapshots.py`) and LRU.
 """
 
 import argparse
@@ -30,12 +30,12 @@ Trace = Iterator[tuple[int, ...]]
 
 
 def text(rng: random.Random, least: int, most: int) -> tuple[int, ...]:
-    """Tokens of chance, so many."""
+    """Return `least` to `most` random tokens."""
     return tuple(rng.randrange(VOCAB) for _ in range(rng.randint(least, most)))
 
 
 def chats(rng: random.Random) -> Trace:
-    """40 conversations at once, each new one in place of one that ended, 6 turns each, behind one system prompt."""
+    """Return 40 concurrent conversations of 6 turns each, with one system prompt. A new one replaces each that ends."""
     system, open_chats = text(rng, 400, 400), []
     for _ in range(1200):
         while len(open_chats) < 40:
@@ -49,14 +49,14 @@ def chats(rng: random.Random) -> Trace:
 
 
 def system_prompts(rng: random.Random) -> Trace:
-    """60 system prompts of 500 to 4000 tokens, some much liked; a question of its own behind each."""
+    """Return requests with 60 system prompts of 500 to 4000 tokens, some of them popular, and own questions."""
     heads = [text(rng, 500, 4000) for _ in range(60)]
     for _ in range(800):
         yield (*heads[min(int(rng.expovariate(0.08)), 59)], *text(rng, 20, 300))
 
 
 def few_shots(rng: random.Random) -> Trace:
-    """8 sets of examples of 3000 tokens, one after the other: 60 questions each."""
+    """Return 8 sets of examples of 3000 tokens in sequence, with 60 questions each."""
     for _ in range(8):
         head = text(rng, 3000, 3000)
         for _ in range(60):
@@ -64,18 +64,21 @@ def few_shots(rng: random.Random) -> Trace:
 
 
 def distinct(rng: random.Random) -> Trace:
-    """Prompts that share nothing: what snapshots cost in pages and copies for nothing."""
+    """Return prompts that share nothing, for the cost of useless snapshots in pages and copies."""
     for _ in range(300):
         yield text(rng, 100, 3000)
 
 
 TRACES: dict[str, Callable[[random.Random], Trace]] = {
-    "chats": chats, "system_prompts": system_prompts, "few_shots": few_shots, "distinct": distinct,
-}  # fmt: skip
+    "chats": chats,
+    "system_prompts": system_prompts,
+    "few_shots": few_shots,
+    "distinct": distinct,
+}
 
 
 class Lru(SnapshotPool):
-    """The least recently used goes."""
+    """Evicts the least recently used snapshot."""
 
     def _least(self) -> bytes:
         return next(iter(self._held))
@@ -85,11 +88,18 @@ RULES: dict[str, type[SnapshotPool]] = {"served": SnapshotPool, "lru": Lru}
 
 
 def run(trace: Trace, *, pages: int, snapshots: int, rule: str = "served") -> Scheduler:
-    """The scheduler at the end of a trace."""
+    """Run a trace and return the scheduler at its end."""
     config = SchedulerConfig(
-        num_pages=pages, page_size=PAGE, max_model_len=16384, vocab_size=VOCAB, max_num_seqs=SEQS,
-        prefix_caching=snapshots > 0, num_state_slots=SEQS, num_snapshots=snapshots, chunk_alignment=CHUNK,
-    )  # fmt: skip
+        num_pages=pages,
+        page_size=PAGE,
+        max_model_len=16384,
+        vocab_size=VOCAB,
+        max_num_seqs=SEQS,
+        prefix_caching=snapshots > 0,
+        num_state_slots=SEQS,
+        num_snapshots=snapshots,
+        chunk_alignment=CHUNK,
+    )
     with patch.object(holdings, "SnapshotPool", RULES[rule]):
         scheduler = Scheduler(config)
     prompts = deque(enumerate(trace))
@@ -107,7 +117,7 @@ def run(trace: Trace, *, pages: int, snapshots: int, rule: str = "served") -> Sc
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-memory", type=parse_size, default=8 << 30)
     parser.add_argument("--model", choices=tuple(SIZES), default="qwen3_next")

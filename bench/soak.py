@@ -1,14 +1,14 @@
-"""Random load for a long time, and nothing left at its end: `python bench/soak.py [--seconds 900] [--url URL]`.
+"""Run random load for a long time and check that nothing is left: `python bench/soak.py [--seconds 900] [--url URL]`.
 
-Clients do what clients do, drawn from a seed: streams and whole answers, several choices, requests that are wrong, ones
-that are cancelled while they wait or run, readers that are slow or never read, bursts. Then the load ends, and all
-must be given back within --drain seconds: sequences in flight and waiting 0, running and queued on every rank 0, all
-pages free, the router's open files as before. Printed is a table of what was done and how it ended, and what was left;
-the exit code is 1 if anything was.
+Clients act at random, from a seed: streams and whole answers, several choices, invalid requests, cancellation while
+waiting or running, slow readers, readers that never read, bursts. Then the load ends, and the server must release
+everything within --drain seconds. No sequences may be in flight, waiting, running or queued, all pages must be free,
+and the router must have as many open files as before. The output is a table of actions and outcomes, and what was left.
+The exit code is 1 if anything was left.
 
-`ACTIONS` is the list of what can happen: one more kind, such as killing a worker, is one more function and its weight.
+`ACTIONS` lists what can happen. A new kind, such as killing a worker, needs one function and its weight.
 
-Without --url the fleet is a router before paced ranks (bench/paced.py).
+Without --url the fleet is a router in front of paced ranks (bench/paced.py).
 """
 
 import argparse
@@ -35,20 +35,20 @@ from paced import Pace
 
 @dataclass(slots=True)
 class Soak:
-    """One run: where to, with which dice, and what came of it: (action, outcome) -> number."""
+    """One run: address, random source, and results as (action, outcome) -> number."""
 
     url: str
     rng: random.Random
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def body(self, **given: Any) -> bytes:
-        """A request of random size."""
+        """Return a request of random size."""
         ids = [self.rng.randrange(5, 390) for _ in range(self.rng.randint(1, 50))]
         asked = {"prompt": ids, "max_tokens": self.rng.randint(1, 80), "ignore_eos": True, **given}
         return json.dumps(asked).encode()
 
     async def open(self, body: bytes, *, buffer: int = 65536) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which a request has been sent; at most `buffer` bytes of its answer are taken up unread."""
+        """Send a request on a new connection. At most `buffer` bytes of its answer are buffered unread."""
         split = urlsplit(self.url)
         assert split.hostname is not None
         reader, writer = await asyncio.open_connection(split.hostname, split.port, limit=buffer)
@@ -58,7 +58,7 @@ class Soak:
 
 
 async def read_all(reader: asyncio.StreamReader, *, pause: float = 0.0) -> str:
-    """The status of an answer that is read to its end, and whether a stream came whole."""
+    """Read an answer to its end. Return its status, and whether a stream is complete."""
     begin = end = b""
     while part := await reader.read(4096):
         begin, end = begin or part, (end + part)[-16:]
@@ -68,21 +68,21 @@ async def read_all(reader: asyncio.StreamReader, *, pause: float = 0.0) -> str:
 
 
 async def stream(soak: Soak) -> str:
-    """A stream that is read."""
+    """Read a stream."""
     reader, writer = await soak.open(soak.body(stream=True))
     with contextlib.closing(writer):
         return await read_all(reader)
 
 
 async def whole(soak: Soak) -> str:
-    """An answer in one piece, of several choices."""
+    """Read a whole answer of several choices."""
     reader, writer = await soak.open(soak.body(n=soak.rng.randint(1, 4)))
     with contextlib.closing(writer):
         return await read_all(reader)
 
 
 async def leave(soak: Soak) -> str:
-    """A client that leaves at any moment, with or without a farewell."""
+    """Leave at any moment, with a close or an abort."""
     _, writer = await soak.open(soak.body(stream=True, n=soak.rng.randint(1, 3)))
     await asyncio.sleep(soak.rng.expovariate(5.0))
     (writer.close if soak.rng.random() < 0.5 else writer.transport.abort)()
@@ -90,7 +90,7 @@ async def leave(soak: Soak) -> str:
 
 
 async def wrong(soak: Soak) -> str:
-    """A request that is none."""
+    """Send an invalid request."""
     body = soak.rng.choice(
         [b"{", b'{"prompt": []}', b'{"prompt": "x", "n": 0}', b'{"prompt": [99999999]}', b"\xff" * 99]
     )
@@ -100,14 +100,14 @@ async def wrong(soak: Soak) -> str:
 
 
 async def slow(soak: Soak) -> str:
-    """A stream that is read, in pauses."""
+    """Read a stream with pauses."""
     reader, writer = await soak.open(soak.body(stream=True, logprobs=5), buffer=1024)
     with contextlib.closing(writer):
         return await read_all(reader, pause=0.05)
 
 
 async def never(soak: Soak) -> str:
-    """A reader that never reads, and leaves after a while if it is not cut off before."""
+    """Never read, and leave after a while if the server has not closed the connection."""
     _, writer = await soak.open(soak.body(stream=True, logprobs=20, n=4, max_tokens=200), buffer=1024)
     await asyncio.sleep(soak.rng.uniform(0.5, 5.0))
     gone = writer.transport.is_closing()
@@ -116,21 +116,27 @@ async def never(soak: Soak) -> str:
 
 
 async def burst(soak: Soak) -> str:
-    """Many at once."""
+    """Send many requests at once."""
     answers = await asyncio.gather(*(stream(soak) for _ in range(soak.rng.randint(20, 100))))
     for answer in answers[1:]:
         soak.outcomes["burst", answer] += 1
     return answers[0]
 
 
-# What may happen, and how often.
+# Actions and their weights.
 ACTIONS: tuple[tuple[Callable[[Soak], Awaitable[str]], float], ...] = (
-    (stream, 10.0), (whole, 4.0), (leave, 4.0), (wrong, 2.0), (slow, 1.0), (never, 0.5), (burst, 0.1),
-)  # fmt: skip
+    (stream, 10.0),
+    (whole, 4.0),
+    (leave, 4.0),
+    (wrong, 2.0),
+    (slow, 1.0),
+    (never, 0.5),
+    (burst, 0.1),
+)
 
 
 async def act(soak: Soak, action: Callable[[Soak], Awaitable[str]]) -> None:
-    """Do it, and count how it ended."""
+    """Run an action and count its outcome."""
     try:
         outcome = await action(soak)
     except OSError as error:
@@ -139,7 +145,7 @@ async def act(soak: Soak, action: Callable[[Soak], Awaitable[str]]) -> None:
 
 
 async def load(soak: Soak, *, rate: float, seconds: float) -> None:
-    """Actions as they come, `rate` a second on average; returns when the last has ended."""
+    """Start `rate` actions per second on average. Return when the last one has ended."""
     begun = time.monotonic()
     actions, weights = zip(*ACTIONS, strict=True)
     async with asyncio.TaskGroup() as group:
@@ -149,7 +155,7 @@ async def load(soak: Soak, *, rate: float, seconds: float) -> None:
 
 
 async def left_over(client: httpx.AsyncClient) -> list[str]:
-    """What the fleet still holds, in words."""
+    """Return descriptions of what the fleet still holds."""
     fleet = (await client.get("/v1/fleet")).json()
     found = [f"{fleet[name]} {name}" for name in ("inflight", "waiting") if fleet[name]]
     for worker in fleet["workers"]:
@@ -162,10 +168,10 @@ async def left_over(client: httpx.AsyncClient) -> list[str]:
 
 
 async def run(soak: Soak, router: psutil.Process | None, args: argparse.Namespace) -> list[str]:
-    """Load, then wait; what was left at the end."""
+    """Run the load, wait, and return what is left at the end."""
     url = soak.url
     async with httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-        await load(soak, rate=args.rate, seconds=min(2.0, args.seconds / 4))  # so that what is made once is made
+        await load(soak, rate=args.rate, seconds=min(2.0, args.seconds / 4))  # creates everything that is created once
         await settle(client, router, files=10**9, seconds=args.drain)
         files, memory = (router.num_fds(), router.memory_info().rss) if router else (0, 0)
         await load(soak, rate=args.rate, seconds=args.seconds)
@@ -176,11 +182,11 @@ async def run(soak: Soak, router: psutil.Process | None, args: argparse.Namespac
 
 
 async def settle(client: httpx.AsyncClient, router: psutil.Process | None, *, files: int, seconds: float) -> list[str]:
-    """Wait until all is given back, for so long; what is not."""
+    """Wait up to `seconds` until everything is released, and return what is not."""
     end = time.monotonic() + seconds
     while True:
         found = await left_over(client)
-        # The connection that asks is one of them.
+        # The connection of this check counts too.
         if router is not None and router.num_fds() > files + 1:
             found.append(f"{router.num_fds()} open files, {files} before")
         if not found or time.monotonic() > end:
@@ -189,14 +195,16 @@ async def settle(client: httpx.AsyncClient, router: psutil.Process | None, *, fi
 
 
 def main() -> int:
-    """Run it."""
+    """Run the soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--url", help="a fleet that runs (default: a paced one)")
+    add("--url", help="URL of a running fleet (default: a paced one)")
     add("--seconds", type=float, default=900.0)
     add("--rate", type=float, default=12.0, help="actions per second (default %(default)s)")
     add("--drain", type=float, default=15.0)
-    add("--send-timeout", type=float, default=2.0, help="of the paced fleet's router (default %(default)s)")
+    add(
+        "--send-timeout", type=float, default=2.0, help="send timeout of the paced fleet's router (default %(default)s)"
+    )
     add("--workers", type=int, default=2)
     add("--seed", type=int, default=1)
     args = parser.parse_args()

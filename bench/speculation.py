@@ -2,8 +2,8 @@
 
     python bench/speculation.py [--model DIR] [--streams 1,8] [--drafts 0,1,2,3] [--rounds 5] [--tokens N] [--device D]
 
-Every round runs all depths in turn over prompts of its own, so that what else the machine does falls on all alike; the
-ratio to the plain run is that of the same round, and medians are shown. The answers are compared, too.
+Every round runs all depths in turn over its own prompts, so that other load affects all alike. The ratio to the plain
+run is that of the same round, and the output has medians. The answers are compared too.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from moeyard_worker.config.cpu_config import set_cpu_environment
 
 set_cpu_environment()
 
-from moeyard_worker.config.engine_config import EngineConfig  # noqa: E402 - loads torch, behind its settings
+from moeyard_worker.config.engine_config import EngineConfig  # noqa: E402 - loads torch, which reads the settings above
 from moeyard_worker.config.worker_spec import WorkerSpec  # noqa: E402
 from moeyard_worker.engine.assembly.worker import Worker  # noqa: E402
 from moeyard_worker.engine.steps.in_flight import LaunchedStep  # noqa: E402
@@ -33,7 +33,7 @@ PROMPT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What one run gave: tokens of each stream, seconds behind the prompts (of this process' CPU, too), the counts."""
+    """One run: tokens of each stream, seconds after the prompts (also CPU seconds of this process), draft counts."""
 
     tokens: list[list[int]]
     seconds: float
@@ -43,11 +43,15 @@ class Course:
 
 
 def load(model: Path, drafts: int | None, device: str) -> Worker:
-    """A worker that verifies up to `drafts` drafts; 0: none, None: as many as it finds worth it."""
+    """Return a worker that verifies up to `drafts` drafts. 0: none, None: as many as pay."""
     config = EngineConfig(
-        model_path=str(model), kv_memory=32 << 20, device=device, async_scheduling=device != "cpu",
-        speculate=None if drafts == 0 else "mtp", draft_tokens=drafts or None,
-    )  # fmt: skip
+        model_path=str(model),
+        kv_memory=32 << 20,
+        device=device,
+        async_scheduling=device != "cpu",
+        speculate=None if drafts == 0 else "mtp",
+        draft_tokens=drafts or None,
+    )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
@@ -55,8 +59,8 @@ def load(model: Path, drafts: int | None, device: str) -> Worker:
 
 
 def run(worker: Worker, prompts: list[list[int]], num_tokens: int, temperature: float) -> Course:
-    """All prompts at once, timed from the step behind the last prompt's."""
-    # One for all runs of a worker: what it has learned of depths stays.
+    """Run all prompts at once, timed from the step after the last prompt's."""
+    # All runs of a worker share it, so that it keeps its measurements of depths.
     scheduler = worker.scheduler
     before = [*scheduler.stats.drafts, *scheduler.stats.accepted]
     for i, prompt in enumerate(prompts):
@@ -88,11 +92,11 @@ def run(worker: Worker, prompts: list[list[int]], num_tokens: int, temperature: 
 
 
 def main() -> int:
-    """Command line; 1 when an answer differs."""
+    """Run the command line. Return 1 if an answer differs."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--streams", default="1,8")
-    parser.add_argument("--drafts", default="0,1,2,3", help="0 first; auto: as many as are worth it")
+    parser.add_argument("--drafts", default="0,1,2,3", help="0 first; auto: by measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: two steps in flight, graphs")
@@ -124,7 +128,7 @@ def main() -> int:
 
 
 def show(streams: int, depth: str, courses: list[Course], plain: list[Course], num_tokens: int) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     rates = [streams * num_tokens / course.seconds for course in courses]
     ratios = [before.seconds / course.seconds for course, before in zip(courses, plain, strict=True)]
     by_cpu = [before.cpu_seconds / course.cpu_seconds for course, before in zip(courses, plain, strict=True)]

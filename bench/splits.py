@@ -1,10 +1,10 @@
-"""What splits of other lengths would take of decode attention: few sequences want short ones, many want long ones.
+"""Decode attention with other split lengths: few sequences favour short splits, many favour long ones.
 
     python bench/splits.py [--sequences 1 8 64] [--lengths 256 512 1024 2048 8192 32768]
 
-A line for each shape, microseconds by the length of a split in positions, the merge included; a star is what runs. The
-length is part of the answer (`types/decode_tables.py`), so that one is chosen for all batches. Nothing is proven here:
-`kernel_times.py` does.
+A line for each shape has microseconds by the length of a split in positions, merge included. A star marks the served
+length. The length is part of the answer (`types/decode_tables.py`), so one is chosen for all batches. Nothing is proven
+here: `kernel_times.py` does that.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LATENT, GROUPED = (16, 64, 128), ((32, 4), (64, 4), (32, 8))
 
 
 def runs(sequences: int, length: int) -> Iterator[tuple[str, partial[Any], int, int]]:
-    """(name, launches, bytes, split that runs) of each model's attention of one row of each sequence."""
+    """Yield (name, launches, bytes, served split) of each model's attention of one row per sequence."""
     for heads in LATENT:
         case = mla_decode.decode_case(heads, sequences, 1, length, None)
         yield f"mla_decode {case.shape}", case.run, case.num_bytes, mla_split(heads)
@@ -34,7 +34,7 @@ def runs(sequences: int, length: int) -> Iterator[tuple[str, partial[Any], int, 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 8192, 32768])

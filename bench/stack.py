@@ -1,11 +1,11 @@
-"""The Compose stack under faults, without Docker: does it heal, and do its health checks see what is wrong?
+"""Inject faults into the Compose stack, without Docker: does it heal, and do its health checks notice?
 
     sudo python bench/stack.py [--workers 2] [--only NAME ...] [--patience 120] [--json FILE]
 
-Head, workers and router run by docker-compose.yml's own commands, environment and restart policy, each in namespaces
-of its own (drilling/containers.py). First the router asks for one rank more than there are workers: it must wait for
-that worker, not start again and again. Then one process after the other is killed, and every container. After each the
-router must be ready again and answer as before, without a person.
+Head, workers and router run with the commands, environment and restart policy of docker-compose.yml, each in its own
+namespaces (drilling/containers.py). First the router asks for one rank more than there are workers. It must wait for
+that worker and not restart repeatedly. Then single processes are killed, and every container. After each fault the
+router must become ready again and give the same answer, without operator action.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 from drilling.containers import NETWORK, Container, enter_private_network, services
 
-# (container, what of it is ended, signal): each must heal.
+# (container, process to end, signal). The stack must heal after each.
 FAULTS = (
     ("worker-1", "RankActor", "kill"),
     ("worker-1", "RankActor", "suspend"),
@@ -39,7 +39,7 @@ BODY = {"model": "demo", "prompt": [500, 600, 700], "max_tokens": 24, "temperatu
 
 @dataclass(slots=True, kw_only=True)
 class Healing:
-    """What became of one fault. `seconds` is None if it did not heal; `seen` are the health checks that failed."""
+    """The result of one fault. `seconds` is None if it did not heal; `seen` lists the failed health checks."""
 
     fault: str
     seconds: float | None = None
@@ -49,7 +49,7 @@ class Healing:
 
     @property
     def healed(self) -> bool:
-        """Ready again, with the same answer."""
+        """Whether it is ready again, with the same answer."""
         return self.seconds is not None and self.same
 
 
@@ -67,7 +67,7 @@ class Stack:
         self.containers: dict[str, Container] = {}
 
     def start(self, name: str) -> Container:
-        """Begin with one more container."""
+        """Start one more container."""
         self.containers[name] = Container(
             name,
             self._services[name.rpartition("-")[0] if name.startswith("worker") else name],
@@ -78,27 +78,27 @@ class Stack:
         return self.containers[name]
 
     def ready(self) -> bool:
-        """Whether the router takes requests."""
+        """Return whether the router accepts requests."""
         try:
             return httpx.get(f"{self.url}/readyz", timeout=3).status_code == 200
         except httpx.HTTPError:
             return False
 
     def answer(self) -> object:
-        """What it answers to BODY, or the error."""
+        """Return the answer to BODY, or the error."""
         try:
             return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60).json().get("choices")
         except (httpx.HTTPError, ValueError) as error:
             return str(error)
 
     def stop(self) -> None:
-        """The router first, as Compose does."""
+        """Stop the router first, as Compose does."""
         for name in reversed(self.containers):
             self.containers[name].stop()
 
 
 def wait(what: str, condition: Callable[[], bool], seconds: float) -> float:
-    """Seconds until it is so; raises TimeoutError."""
+    """Wait for a condition and return the seconds. Raises TimeoutError."""
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > seconds:
@@ -108,7 +108,7 @@ def wait(what: str, condition: Callable[[], bool], seconds: float) -> float:
 
 
 def bring_up(stack: Stack, workers: int, patience: float) -> int:
-    """Start in Compose's order, the last worker late; returns how often the router was started until then."""
+    """Start in Compose's order, with the last worker late. Return how often the router had started by then."""
     head = stack.start("ray-head")
     print(f"ray-head healthy after {wait('ray-head', lambda: head.healthy()[0], patience):.1f} s", flush=True)
     for i in range(workers - 1):
@@ -118,21 +118,21 @@ def bring_up(stack: Stack, workers: int, patience: float) -> int:
     wait("the router waits", lambda: "waiting for the cluster" in router.log.read_text(), patience)
     time.sleep(10.0)  # longer than a loop of restarts would take
     starts = len(router.starts)
-    print(f"with a worker too few: router started {starts} times, {router.healthy()[1][:100]}", flush=True)
+    print(f"with one worker missing: router started {starts} times, {router.healthy()[1][:100]}", flush=True)
     stack.start(f"worker-{workers}")
     print(f"ready {wait('ready', stack.ready, patience):.1f} s after the last worker came", flush=True)
     return starts
 
 
 def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, patience: float) -> Healing:
-    """One fault and what follows."""
+    """Inject one fault and follow its effects."""
     healing = Healing(fault=f"{how} {what} of {name}" if what != "container" else f"{how} container {name}")
     starts = {n: len(c.starts) for n, c in stack.containers.items()}
-    # Others serve again before the one that the last fault has cost is back.
+    # Others may serve again before the victim of the previous fault is back.
     until = time.monotonic() + patience
     while (victim := stack.containers[name].find(what)) is None:
         if time.monotonic() > until:
-            healing.seen.append("there was no such process")
+            healing.seen.append("no such process")
             return healing
         time.sleep(0.2)
     begun = time.monotonic()
@@ -145,7 +145,7 @@ def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, p
             break
         ill = ill or not ready
         if not ill and time.monotonic() - quiet > 90.0:
-            healing.seconds = 0.0  # it was never missed
+            healing.seconds = 0.0  # the router never missed it
             break
         for each in {name, "router"} - {seen.split(":")[0] for seen in healing.seen}:
             well, words = stack.containers[each].healthy()
@@ -158,10 +158,10 @@ def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, p
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, metavar="N")
-    parser.add_argument("--only", nargs="+", metavar="WORD", default=[], help="faults with one of these words")
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[], help="only faults with one of these words")
     parser.add_argument("--patience", type=float, default=120.0, metavar="S")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the containers' logs there")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,8 +1,8 @@
-"""What stands between two replays of a decode step: `python bench/step_gaps.py --model Qwen3.5-35B-A3B:8`, on a GPU.
+"""The time between two replays of a decode step: `python bench/step_gaps.py --model Qwen3.5-35B-A3B:8`, on a GPU.
 
-A worker copies a step's inputs to the device, replays its graph and copies tokens and their logits back, all in one
-stream and without waiting. Each line adds or changes one of these; the difference to the graph alone is what it costs a
-step. Rows and layers are those of `stored_configs.py`; contents are the last step's, again and again.
+A worker copies a step's inputs to the device, replays its graph and copies tokens and their logits back, in one stream
+and without waiting. Each line adds or changes one of these. The difference to the graph alone is its cost per step.
+Rows and layers are those of `stored_configs.py`, and every step repeats the last one's contents.
 """
 
 import argparse
@@ -23,7 +23,7 @@ STEPS, TURNS = 100, 7
 
 @triton.jit
 def _copy_kernel(p_from, p_to, N, BLOCK: tl.constexpr):
-    """N words of 4 bytes from one place to another, of which either may be pinned memory of the host. Grid: (1,)."""
+    """Copy N words of 4 bytes. Either side may be pinned memory of the host. Grid: (1,)."""
     for i in range(0, N, BLOCK):
         o = i + tl.arange(0, BLOCK)
         tl.store(p_to + o, tl.load(p_from + o, mask=o < N), mask=o < N)
@@ -31,7 +31,7 @@ def _copy_kernel(p_from, p_to, N, BLOCK: tl.constexpr):
 
 @torch.inference_mode()
 def measure(model: str, rows: Sequence[int]) -> None:
-    """Print the milliseconds of a step of each number of rows with each kind of company."""
+    """Print the milliseconds of a step for each number of rows with each addition."""
     shape, layers = model.split(":")
     worker, runner = stored_configs.load(shape, int(layers), max(rows), 4, "cuda")
     sampler = stored_configs.sampler_of(runner, max(rows))
@@ -46,7 +46,7 @@ def measure(model: str, rows: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) -> None:
-    """The lines of one captured step."""
+    """Print the lines of one captured step."""
     rows = variant._rows
     staging, side, ids = variant._inputs._staging, torch.cuda.Stream(), sampler.last_ids[:rows]
     words = staging._block.view(torch.int32)
@@ -90,7 +90,7 @@ def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) 
         "events before and after": [event, replay, event],
         "inputs": [send, replay],
         "inputs by a kernel that reads the host": [by_kernel(stage, words), replay],
-        # As if there were two blocks on the device: the replay before still reads this one.
+        # As with two blocks on the device: the previous replay still reads this one.
         "inputs in a second stream": [send_aside, replay],
         "chosen logits": [replay, chosen],
         "tokens to the host": [replay, lambda: to_host(ids)],
@@ -119,7 +119,7 @@ def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="Qwen3.5-35B-A3B:8", help="shape:layers")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])

@@ -1,10 +1,10 @@
-"""What a line in the table of stored configs is worth in a decode step: graphs with and without it, in one process.
+"""The gain of a stored config in a decode step: graphs with and without it, in one process.
 
-    python bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 --line \
+    python bench/stored_configs.py --model Qwen3-30B-A3B:12 --streams 1 8 --line \\
         'rope_gqa_decode / M8 D128 few / {"kernel": "one", "BM": 16, "TAIL": 4, "num_warps": 8, "num_stages": 3}'
 
-Each --line is one variant, or several lines joined by ';'. All of them decode the same rows greedily, --steps tokens
-behind --context positions of zeros; any difference in a bit of their logits ends the run. Then replays are timed in
+Each --line is one variant, or several lines joined by ';'. All variants decode the same rows greedily, --steps tokens
+behind --context positions of zeros. Any difference in a bit of their logits ends the run. Then replays are timed in
 turns.
 """
 
@@ -40,7 +40,7 @@ _AS_STORED = tuning.stored
 
 
 def lines_of(text: str) -> Lines:
-    """{op: {shape class: fields}} of 'op / class / {fields}; ..'."""
+    """Parse {op: {shape class: fields}} from 'op / class / {fields}; ..'."""
     found: dict[str, dict[str, Any]] = {}
     for line in text.split(";"):
         op, shape, fields = (part.strip() for part in line.split("/", 2))
@@ -49,7 +49,7 @@ def lines_of(text: str) -> Lines:
 
 
 def with_lines(lines: Lines) -> Callable[[str], Lines]:
-    """`tuning.stored` with these lines in place of the stored ones."""
+    """Return a `tuning.stored` with these lines in place of the stored ones."""
 
     def stored(name: str) -> Lines:
         table = dict(_AS_STORED(name))
@@ -61,12 +61,21 @@ def with_lines(lines: Lines) -> Callable[[str], Lines]:
 
 
 def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tuple[Worker, Runner]:
-    """A worker that captures nothing by itself, and its model."""
+    """Return a worker that captures nothing by itself, and its model."""
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
-        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=pages * PAGE,
-        kv_memory=(1 if pages <= 8 else 8) << 30, enforce_eager=True,
-    )  # fmt: skip
+        model_path=None,
+        load_format="dummy",
+        shape=shape,
+        num_layers=layers,
+        device=device,
+        page_size=PAGE,
+        max_num_seqs=streams,
+        max_batch_tokens=2048,
+        prefill_chunk=2048,
+        max_model_len=pages * PAGE,
+        kv_memory=(1 if pages <= 8 else 8) << 30,
+        enforce_eager=True,
+    )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
@@ -75,7 +84,7 @@ def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tupl
 
 
 def sampler_of(runner: Runner, rows: int) -> StepSampler:
-    """A sampler of up to so many rows, without edits."""
+    """Return a sampler of up to `rows` rows, without edits."""
     assert isinstance(runner.backend, CudaBackend)
     return StepSampler(
         runner.backend, max_rows=rows, max_requests=0, vocab=runner.config.vocab_size, eos_token_ids=(), verifies=True
@@ -106,7 +115,7 @@ class Variant:
         self._sampler.last_ids[: self._rows] = ops.sample(logits).ids
 
     def chain(self, steps: int) -> torch.Tensor:
-        """Logits [rows, V] of the last of so many greedy steps, the first of which reads tokens of chance."""
+        """Return the logits [rows, V] of the last of `steps` greedy steps. The first step reads random tokens."""
         chance = random.Random(5)
         first = [chance.randrange(self._runner.config.vocab_size) for _ in range(self._rows)]
         if self._slots:
@@ -114,30 +123,40 @@ class Variant:
         for i in range(steps):
             chunks = [
                 Chunk(
-                    key=(b"", str(row)), start=self._context + i, token_ids=(first[row] if i == 0 else 0,),
-                    pages=self._pages[row], prompt=False, num_sampled=1, fed=None if i == 0 else row,
+                    key=(b"", str(row)),
+                    start=self._context + i,
+                    token_ids=(first[row] if i == 0 else 0,),
+                    pages=self._pages[row],
+                    prompt=False,
+                    num_sampled=1,
+                    fed=None if i == 0 else row,
                     state_slot=row if self._slots else -1,
                 )
                 for row in range(self._rows)
-            ]  # fmt: skip
+            ]
             self._inputs.fill(Step(decode=tuple(chunks)))
             self.replay()
         return self._sampler.logits[: self._rows].clone()
 
     def _begin(self) -> None:
-        """Slots as one token behind their beginning leaves them, whatever chain was there before."""
+        """Set slots to their state after one token, whatever chain ran before."""
         chunks = [
             Chunk(
-                key=(b"", str(row)), start=0, token_ids=(0,), pages=self._pages[row], prompt=True, num_sampled=1,
+                key=(b"", str(row)),
+                start=0,
+                token_ids=(0,),
+                pages=self._pages[row],
+                prompt=True,
+                num_sampled=1,
                 state_slot=row,
             )
             for row in range(self._rows)
-        ]  # fmt: skip
+        ]
         self._runner.exchange.steps.set_rows(PeerRows(self._rows, (self._rows,)))
         self._runner.forward(Step(prefill=tuple(chunks)))
 
     def milliseconds(self) -> float:
-        """Of one replay, of the step that was filled last, over REPLAYS back to back."""
+        """Return the milliseconds of one replay of the last filled step, over REPLAYS back to back."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(REPLAYS):
@@ -149,7 +168,7 @@ class Variant:
 
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> int:
-    """Print a line for each number of streams and variant; 1 if any bit differed."""
+    """Print a line for each number of streams and variant. Return 1 if any bit differed."""
     shape, layers = args.model.split(":")
     pages = -(-(args.context + args.steps) // PAGE)
     worker, runner = load(shape, int(layers), max(args.streams), pages, args.device)
@@ -170,14 +189,15 @@ def measure(args: argparse.Namespace) -> int:
             print(
                 f"{args.model} {rows:3} rows behind {args.context} {statistics.median(found):.4f} ms "
                 f"({min(found):.4f} to {max(found):.4f}), "
-                f"{'the same' if equal[i] else 'OTHER'} logits: {name}", flush=True
-            )  # fmt: skip
+                f"{'the same' if equal[i] else 'OTHER'} logits: {name}",
+                flush=True,
+            )
     worker.stop()
     return 1 if differ else 0
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="Qwen3-30B-A3B:12", help="shape:layers")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])

@@ -2,12 +2,12 @@
 
     python bench/structured.py [--schemas 200] [--streams 1 16] [--tokens 128] [--ambiguous 8] [--vocabulary 151936]
 
-One worker is driven in process, as `moeyard bench engine` does. First every schema gets an answer of at most 600
-tokens, greedy and sampled in turn, sixteen at once: each that ends by itself must parse, and validate by the library
-jsonschema. Those that ran out of tokens are counted, and as many more schemas are drawn.
+One worker runs in process, as in `moeyard bench engine`. First every schema gets an answer of at most 600 tokens,
+greedy and sampled in turn, sixteen at once. Each answer that ends by itself must parse, and validate by the library
+jsonschema. Answers that ran out of tokens are counted, and as many more schemas are drawn.
 
 Then it measures tokens/s with and without a grammar, and the pace of a stream beside requests with an ambiguous
-grammar. Last it times masks and compilations, in this vocabulary and in a made-up one of the size of Qwen3's.
+grammar. Last it times masks and compilations, with this vocabulary and with a made-up one of the size of Qwen3's.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from moeyard_worker.config.worker_spec import WorkerSpec
 set_cpu_environment()
 
 from moeyard_worker.engine.assembly.worker import Worker  # noqa: E402
-from moeyard_worker.engine.sampling.grammars import Grammars  # noqa: E402 - after its settings
+from moeyard_worker.engine.sampling.grammars import Grammars  # noqa: E402 - reads the settings above
 from moeyard_worker.protocol import Done, Grammar, SamplingParams, Submit, Tokens  # noqa: E402
 from moeyard_worker.scheduling.scheduler import Scheduler  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 PROMPT = "Here is what the captain wrote down of it: "
 MAX_TOKENS = 600
-# An answer to this never ends, so that every run has as many tokens as it is given.
+# An answer to this never ends, so that every run uses all its tokens.
 ENDLESS = {
     "type": "array",
     "minItems": 100_000,
@@ -65,7 +65,7 @@ FORMATS = ("date", "time", "uuid", "ipv4", "email")
 
 
 def random_schema(seed: int) -> Any:
-    """A schema by chance, of what clients write: objects, arrays, enums, anyOf, patterns, ranges, references."""
+    """Return a random schema of usual parts: objects, arrays, enums, anyOf, patterns, ranges, references."""
     rng = random.Random(seed)
     schema = _object(rng, 3)
     if rng.random() < 0.2:
@@ -148,7 +148,7 @@ def _nullable(rng: random.Random, _: int) -> Any:
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request, and the times in seconds at which its messages came."""
+    """The answer to one request, and the arrival times of its messages in seconds."""
 
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -160,9 +160,12 @@ class Bench:
 
     def __init__(self, directory: Path = DEMO, *, streams: int = 16, max_model_len: int = 1024) -> None:
         config = EngineConfig(
-            model_path=str(directory), kv_memory=64 << 20, max_model_len=max_model_len, max_num_seqs=streams,
+            model_path=str(directory),
+            kv_memory=64 << 20,
+            max_model_len=max_model_len,
+            max_num_seqs=streams,
             prefix_caching=False,
-        )  # fmt: skip
+        )
         self.worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
         self.worker.connect([self.worker.endpoints()["mesh"]])
         self.worker.load(1)
@@ -172,7 +175,7 @@ class Bench:
         self._steps = 0
 
     def run(self, asked: Sequence[SamplingParams], *, deep: int = 1) -> tuple[list[Answer], float]:
-        """All answers, and the seconds that steps took."""
+        """Return all answers, and the seconds of the steps."""
         scheduler = Scheduler(replace(self.worker.scheduler.config, max_in_flight=deep, max_waiting=len(asked)))
         prompt = tuple(self.tokenizer.encode(PROMPT).ids)
         answers = {str(i): Answer() for i in range(len(asked))}
@@ -205,7 +208,7 @@ class Bench:
         return list(answers.values()), time.perf_counter() - begun
 
     def text(self, answer: Answer) -> str:
-        """An answer as a client reads it."""
+        """Return an answer as a client reads it."""
         return self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
 
     def close(self) -> None:
@@ -214,13 +217,13 @@ class Bench:
 
 
 def asked_for(seed: int, schema: Any) -> SamplingParams:
-    """Greedy and sampled in turn."""
+    """Return parameters that are greedy and sampled in turn."""
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     return SamplingParams(max_tokens=MAX_TOKENS, temperature=float(seed % 2), seed=seed, grammar=grammar)
 
 
 def fault(schema: Any, text: str) -> str | None:
-    """What is wrong with an answer that ended by itself."""
+    """Return the error of an answer that ended by itself, or None."""
     try:
         draft = jsonschema.Draft202012Validator
         draft(schema, format_checker=draft.FORMAT_CHECKER).validate(json.loads(text))
@@ -230,14 +233,16 @@ def fault(schema: Any, text: str) -> str | None:
 
 
 def check_schemas(bench: Bench, count: int) -> int:
-    """Draw schemas until `count` answers have ended by themselves, and say how many of them hold; the number that do
-    not. Those cut at the length limit are a beginning of something that holds, and count apart."""
+    """Draw schemas until `count` answers have ended by themselves. Return the number of invalid ones.
+
+    Answers that the length limit cut are valid beginnings, and count separately.
+    """
     lengths: list[int] = []
     ended = cut = wrong = 0
     while ended < count:
         seeds = range(ended + cut, cut + count)
         if seeds.start > 2 * count:
-            raise SystemExit(f"{cut} of {seeds.start} answers were cut: far more than end")
+            raise SystemExit(f"{cut} of {seeds.start} answers were cut, too many to continue")
         schemas = [random_schema(seed) for seed in seeds]
         answers, _ = bench.run([asked_for(seed, schema) for seed, schema in zip(seeds, schemas, strict=True)])
         for seed, schema, answer in zip(seeds, schemas, answers, strict=True):
@@ -261,7 +266,7 @@ def check_schemas(bench: Bench, count: int) -> int:
 
 
 def rates(bench: Bench, streams: int, tokens: int) -> None:
-    """Tokens/s without and with a grammar, in alternation; the best of each, as others may use the machine."""
+    """Print tokens/s without and with a grammar, in alternation: the best of each, because of other load."""
     grammar = Grammar(kind="json_schema", text=json.dumps(ENDLESS))
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(8):
@@ -301,7 +306,7 @@ def pace_beside(bench: Bench, count: int, tokens: int) -> None:
 
 
 def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> None:
-    """Measure seconds of compiling, and of each mask along an answer that a client might get."""
+    """Measure seconds of compiling, and of each mask along a typical answer."""
     compiled, masks = [], []
     for seed in range(count):
         begun = time.perf_counter()
@@ -324,7 +329,7 @@ def costs(grammars: Grammars, tokenizer: Tokenizer, name: str, count: int) -> No
 
 
 def large_tokenizer(vocabulary: int) -> str:
-    """A byte-level tokenizer.json of so many tokens, made up of pieces of ASCII words and JSON's signs."""
+    """Return a byte-level tokenizer.json of `vocabulary` tokens, composed of pieces of ASCII words and JSON's signs."""
     rng, alphabet = random.Random(0), sorted(ByteLevel.alphabet())
     vocab, merges = {sign: i for i, sign in enumerate(alphabet)}, []
     letters = [c for c in alphabet if c.isascii() and (c.isalnum() or c in '{}[]":,.-_')] + ["Ġ"]
@@ -348,11 +353,11 @@ def large_tokenizer(vocabulary: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemas", type=int, default=200, help="answers that are to end; 0 for none")
+    parser.add_argument("--schemas", type=int, default=200, help="answers that must end by themselves; 0 for none")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ambiguous", type=int, default=8, help="requests beside a stream of 600 tokens; 0 for none")
-    parser.add_argument("--vocabulary", type=int, default=151936, help="of the made-up tokenizer; 0 for none")
+    parser.add_argument("--vocabulary", type=int, default=151936, help="size of the made-up tokenizer; 0 for none")
     args = parser.parse_args()
     bench = Bench()
     try:

@@ -1,11 +1,11 @@
-"""What a step that verifies k drafts of each sequence costs over a plain one on a GPU, and what drafting adds.
+"""The cost of a step that verifies k drafts of each sequence, relative to a plain step on a GPU, and of drafting.
 
     python bench/verify_steps.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6 Kimi-K2:4] [--streams 1 8 64] [--device cuda]
 
-Graphs as a `GpuRunner` replays them: k + 1 rows per sequence of random tokens behind 128 others, greedy (with
---no-prompts behind 128 positions of zeros: what the prompts' kernels take to compile is saved). Where
-the architecture has a layer for multi-token prediction its passes are timed, too. The acceptance at which k drafts
-break even is the q with 1 + q + .. + q^k = the ratio; where q is above 1 they never do.
+It replays graphs like a `GpuRunner`: k + 1 rows per sequence of random tokens behind 128 others, greedy. With
+--no-prompts they are behind 128 positions of zeros, which saves the compilation of the prompts' kernels. If the
+architecture has an MTP layer, its passes are timed too. The break-even acceptance of k drafts is the q with 1 + q + ..
++ q^k = the ratio. If q is above 1, drafts never pay.
 """
 
 import argparse
@@ -37,15 +37,25 @@ FILLS, REPLAYS = 4, 6
 
 
 def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner, bool]:
-    """A worker that captures nothing by itself; its model, and whether that drafts."""
+    """Return a worker that captures nothing by itself, its model, and whether the model drafts."""
     drafts = shape_model(shape).num_mtp_layers > 0
-    assert drafts or not shape_model(shape).has_slots, "slots of state behind drafts come with a layer that makes them"
+    assert drafts or not shape_model(shape).has_slots, "state slots for drafts need an MTP layer"
     config = EngineConfig(
-        model_path=None, load_format="dummy", shape=shape, num_layers=layers, device=device, page_size=PAGE,
-        max_num_seqs=streams, max_batch_tokens=2048, prefill_chunk=2048, max_model_len=4 * PAGE,
-        kv_memory=1 << 30, enforce_eager=True, speculate="mtp" if drafts else None,
+        model_path=None,
+        load_format="dummy",
+        shape=shape,
+        num_layers=layers,
+        device=device,
+        page_size=PAGE,
+        max_num_seqs=streams,
+        max_batch_tokens=2048,
+        prefill_chunk=2048,
+        max_model_len=4 * PAGE,
+        kv_memory=1 << 30,
+        enforce_eager=True,
+        speculate="mtp" if drafts else None,
         draft_tokens=DRAFTS if drafts else None,
-    )  # fmt: skip
+    )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
@@ -54,14 +64,14 @@ def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Ru
 
 
 def chunk(runner: Runner, stream: int, **fields: Any) -> Chunk:
-    """Rows of a stream, which has slots of its own where the model keeps state per sequence."""
+    """Return rows of a stream, which has its own slots if the model keeps state per sequence."""
     ring = 1 + DRAFTS
     slot = stream * ring if runner.config.has_slots else -1
     return Chunk(key=(b"", str(stream)), state_slot=slot, state_ring=ring, **fields)
 
 
 def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bool) -> list[tuple[int, ...]]:
-    """The pages of as many prompts, computed or not."""
+    """Return the pages of `streams` prompts, computed or not."""
     pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(streams)]
     if not computed:
         return pages
@@ -69,17 +79,22 @@ def prompts(runner: Runner, streams: int, chance: random.Random, *, computed: bo
     for begin in range(0, streams, each):
         some = [
             chunk(
-                runner, i, start=0, pages=pages[i], prompt=True, num_sampled=1,
+                runner,
+                i,
+                start=0,
+                pages=pages[i],
+                prompt=True,
+                num_sampled=1,
                 token_ids=tuple(chance.randrange(runner.config.vocab_size) for _ in range(CONTEXT)),
             )
             for i in range(begin, min(begin + each, streams))
-        ]  # fmt: skip
+        ]
         runner.forward(Step(prefill=tuple(some)))
     return pages
 
 
 def fill(inputs: StepInputs, pages: list[tuple[int, ...]], runner: Runner, chance: random.Random) -> None:
-    """Other tokens."""
+    """Fill the inputs with other tokens."""
     queries = inputs.size.queries
     chunks = [
         chunk(
@@ -97,7 +112,7 @@ def fill(inputs: StepInputs, pages: list[tuple[int, ...]], runner: Runner, chanc
 
 
 def milliseconds(run: Callable[[], Any], refill: Callable[[], None]) -> float:
-    """Of one run: the median over fills of the mean over replays."""
+    """Return the milliseconds of one run: the median over fills of the mean over replays."""
     found = []
     for _ in range(FILLS):
         refill()
@@ -113,7 +128,7 @@ def milliseconds(run: Callable[[], Any], refill: Callable[[], None]) -> float:
 
 
 def breaks_even(ratio: float, drafts: int) -> float:
-    """The acceptance at which that many drafts pay for `ratio` plain steps; infinite if even all right ones do not."""
+    """Return the acceptance at which `drafts` drafts pay for `ratio` plain steps, infinite if they never do."""
     if ratio > 1 + drafts:
         return float("inf")
     low, high = 0.0, 1.0
@@ -179,7 +194,7 @@ def _all(runs: list[Callable[[], None]]) -> None:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6", "Kimi-K2:4"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])

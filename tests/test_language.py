@@ -9,6 +9,8 @@ PLACES = (
     ("worker",),
     ("router",),
     ("deploy",),
+    ("bench",),
+    ("examples",),
     (
         "README.md",
         "CONTRIBUTING.md",

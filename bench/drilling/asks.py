@@ -1,22 +1,22 @@
-"""What the streams of a drill ask for: seeded requests of every kind whose answers are certain beforehand."""
+"""Requests of a drill: seeded, of every kind, with answers that are known beforehand."""
 
 import random
 from dataclasses import dataclass
 from typing import Any
 
-# Words that the demo model was trained on the likes of; a prompt is made of them.
+# Words that are frequent in the demo model's training text. Prompts consist of them.
 TEXT = (
     "the of and to a in that was he his it with as had for not but at on her which by she from they all were be this "
     "captain harbour winter letter morning government soldier garden silence river kingdom window sister evening"
 )
-# Ids of ordinary tokens in the demo's vocabulary of 4096: neither its special tokens nor single bytes.
+# Ids of ordinary tokens in the demo's vocabulary of 4096, without special tokens and single bytes.
 FIRST_ID, LAST_ID = 300, 4000
 SHORT, LONG = (4, 48), (320, 640)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: which it is, where it goes and what it says. `prefill`: its prompt takes several steps."""
+    """A request: name, endpoint and body. `prefill`: its prompt takes several steps."""
 
     name: str
     endpoint: str
@@ -25,8 +25,10 @@ class Ask:
 
 
 def make_asks(seed: int, count: int, *, max_tokens: int) -> list[Ask]:
-    """`count` requests: greedy and seeded, chats and completions, text and ids, n of 2, log-probabilities, streams and
-    whole answers, shared beginnings, short and long prompts. `max_tokens` bounds the longest answer.
+    """Return `count` requests whose longest answer has `max_tokens` tokens.
+
+    They mix greedy and seeded sampling, chats and completions, text and ids, n of 2, log-probabilities, streams and
+    whole answers, shared prefixes, short and long prompts.
     """
     rng = random.Random(seed)
     beginning = [rng.randint(FIRST_ID, LAST_ID) for _ in range(96)]
@@ -34,7 +36,7 @@ def make_asks(seed: int, count: int, *, max_tokens: int) -> list[Ask]:
 
 
 def fresh_ask(rng: random.Random, number: int, *, max_tokens: int) -> Ask:
-    """A long prompt of chance that no cache can know, so that it is computed; its reference is taken afterwards."""
+    """Return a long random prompt, which no cache holds, so that it is computed. Its reference is taken afterwards."""
     body = {"prompt": _ids(rng, LONG), "max_tokens": rng.randint(4, max(4, max_tokens // 4)), "logprobs": 1}
     return Ask(f"fresh-{number}", "/v1/completions", {**body, **_sampling(rng), **_streamed()}, prefill=True)
 
@@ -55,7 +57,7 @@ def _ask(rng: random.Random, number: int, beginning: list[int], max_tokens: int)
         body["n"] = 2
         body["logprobs"] = 2
     if kind == "scored":
-        # Of the prompt too, which is told of while it is computed; vLLM and we give these in whole answers only.
+        # Log-probabilities of the prompt, which ranks send during prefill. Only whole answers have them, as in vLLM.
         body |= {"prompt": _ids(rng, (200, 400)), "prompt_logprobs": 2, "logprobs": 1, "return_token_ids": True}
     else:
         body |= _streamed()
@@ -64,7 +66,7 @@ def _ask(rng: random.Random, number: int, beginning: list[int], max_tokens: int)
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
-    """Greedy or seeded; mostly without an end of its own, so that streams are long enough to be hit."""
+    """Return greedy or seeded sampling, mostly with `ignore_eos`, so that streams are long enough to be hit."""
     fields: dict[str, Any] = {"ignore_eos": rng.random() < 0.8}
     if rng.random() < 0.4:
         return {**fields, "temperature": 0}

@@ -1,8 +1,8 @@
-"""Containers without Docker: namespaces of the kernel for processes, mounts, network and names, and a restart policy.
+"""Containers without Docker: kernel namespaces for processes, mounts, network and names, and a restart policy.
 
-Each runs one service of docker-compose.yml, by its command and environment, in a PID namespace of its own (so that the
-end of its first process is the end of all), with its own address on a bridge, its own /tmp and /dev/shm. What is not
-here: images, users, capabilities, memory limits. Needs root; `enter_private_network` keeps all of it off the machine.
+Each runs one service of docker-compose.yml with its command and environment. Its PID namespace ends with its first
+process. It has an address on a bridge, and its own /tmp and /dev/shm. Images, users, capabilities and memory limits are
+not reproduced. This needs root; `enter_private_network` keeps everything off the machine.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from drilling.server import MARKER, ROOT, source_path
 NETWORK = "10.77.0"
 ENTERED = "MOEYARD_DRILL_NETWORK"
 ENTRYPOINT = ROOT / "deploy" / "container" / "entrypoint.sh"
-# Docker waits 100 ms, twice as long each time up to a minute, and begins anew after 10 s of running.
+# Docker waits 100 ms, doubles the pause up to a minute, and resets it after a run of 10 s.
 FIRST_PAUSE, LAST_PAUSE, LONG_ENOUGH = 0.1, 60.0, 10.0
-# What `init: true` puts first: it passes signals on, reaps, and ends with its only child.
+# The process that `init: true` adds: it forwards signals, reaps, and exits with its only child.
 INIT = '"$@" & p=$!; trap "kill -TERM $p" TERM; wait $p; c=$?; [ $c -lt 128 ] || wait $p; exit $c'
 
 
 def enter_private_network() -> None:
-    """Run this program again in namespaces of its own, of which nothing stays; returns inside of them."""
+    """Run this program again inside private namespaces, which leave nothing behind. Return when inside."""
     if os.environ.get(ENTERED) is None:
         os.environ[ENTERED] = "1"
         wrap = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -48,7 +48,7 @@ def enter_private_network() -> None:
 
 
 def services(settings: Mapping[str, str]) -> dict[str, Any]:
-    """The services of docker-compose.yml, with `settings` in the place of the environment and .env."""
+    """Return the services of docker-compose.yml, with `settings` in place of the environment and .env."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match["name"], match["default"]
@@ -60,7 +60,7 @@ def services(settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Container:
-    """One service, started again whenever it ends, until `stop`."""
+    """One service, restarted whenever it ends, until `stop`."""
 
     def __init__(self, name: str, service: Mapping[str, Any], *, address: str, hosts: Path, folder: Path) -> None:
         assert service["restart"] == "unless-stopped"
@@ -98,8 +98,8 @@ class Container:
             subprocess.run(command.split(), check=True)
 
     def _keep(self) -> None:
-        """The restart policy."""
-        # The file of names first: it may lie in the /tmp that is hidden then.
+        """Apply the restart policy."""
+        # Mount the hosts file first, because it may lie in the /tmp that is hidden next.
         inside = (
             f"hostname {self.name}; mount --bind {self._hosts} /etc/hosts; mount -t tmpfs tmpfs /tmp; "
             f"mount -t tmpfs -o size=1g tmpfs /dev/shm; exec bash -c '{INIT}' init \"$@\""
@@ -118,18 +118,18 @@ class Container:
             self._stopped.wait(pause)
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes inside, its first one first."""
+        """Return all live processes inside, the first one first."""
         found = []
         if self._process is not None:
-            with contextlib.suppress(psutil.Error):  # it is being started again
+            with contextlib.suppress(psutil.Error):  # it is restarting
                 found = psutil.Process(self._process.pid).children(recursive=True)
         return found
 
     def find(self, what: str) -> psutil.Process | None:
-        """The process inside with `what` in its command line, of several the innermost; "container" is its first."""
+        """Return the innermost process with `what` in its command line. "container" is the first process."""
         found = None
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended
                 if what == "container":
                     return process
                 if what in " ".join(process.cmdline()) and process.name() not in ("bash", "sh"):
@@ -137,7 +137,7 @@ class Container:
         return found
 
     def healthy(self) -> tuple[bool, str]:
-        """What its health check says now."""
+        """Run the health check. Return its result and output."""
         inside = self.processes()
         if not inside:
             return False, "it is not running"
@@ -145,11 +145,11 @@ class Container:
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=self._environment, timeout=15)
         except subprocess.TimeoutExpired:
-            return False, "the check did not end"
+            return False, "the check timed out"
         return done.returncode == 0, (done.stdout + done.stderr).strip()
 
     def stop(self) -> None:
-        """As `docker stop` does: SIGTERM, and after 10 s SIGKILL."""
+        """Stop like `docker stop`: SIGTERM, and SIGKILL after 10 s."""
         self._stopped.set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(psutil.Error, IndexError):  # it has ended
@@ -158,5 +158,5 @@ class Container:
 
 
 def model() -> str:
-    """The checkpoint that stands at /model."""
+    """Return the checkpoint that appears at /model."""
     return str(ROOT / "deploy" / "demo")

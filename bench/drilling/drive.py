@@ -1,4 +1,4 @@
-"""One fault after the other: its moment, the signals, what became of every request that was there, and of the fleet."""
+"""One fault at a time: its moment, its signals, and its effect on the fleet and on every request in flight."""
 
 import asyncio
 import contextlib
@@ -17,25 +17,25 @@ from drilling.short_memory import short_of_memory
 from drilling.streams import Answer, Difference, compare
 from drilling.watch import SETTLED_SECONDS, Watch, losses_since
 
-# A stopped rank is woken so much later, if it still exists.
+# A stopped rank that still exists is woken after this time.
 STOPPED_SECONDS = 20.0
-# A request's end may take as long as the recovery it waited for and its own tokens behind it.
+# A request may take as long as the recovery that it waited for, plus its own tokens.
 END_SECONDS = 120.0
-# A rank that is stopped is missed at its step deadline; one that is killed at once.
+# Peers notice a stopped rank at its step deadline, and a killed one at once.
 NOTICE_SECONDS = 15.0
-# A rank that computes wants memory within a step.
+# A rank that computes allocates memory within a step.
 STARVE_SECONDS = 10.0
-# Ray's own processes notice the end of their driver half a minute later; workers end at once.
+# Ray's own processes notice the end of their driver half a minute later. Workers end at once.
 ORPHAN_SECONDS = 75.0
-# What ends no rank against the launcher's will, so that no incident tells of a loss.
+# Faults in which the launcher itself ends ranks, so that no incident reports a loss.
 ASKED = ("router", "restart", "scale")
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a fault did. Seconds count from its last signal; None: it never came.
+    """The effect of a fault. Seconds count from its last signal; None: it never came.
 
-    `ranks` are those that were hit, `missed` counts signals that found nobody. `incident` is the server's own record.
+    `ranks` were hit. `missed` counts signals without a target. `incident` is the server's own record.
     """
 
     number: int
@@ -59,15 +59,15 @@ class Outcome:
 
     @property
     def survived(self) -> bool:
-        """Whether it befell the fleet at all, which is whole again, and no request has noticed."""
-        # A router that is killed takes its connections along; then it counts what is left and what comes after.
+        """Whether the fault happened, the fleet is whole again, and no request noticed."""
+        # A killed router also cuts its connections. Then remains and later answers count.
         failed = 0 if self.fault == "router" else self.failed
         harmed = failed or self.lost or self.repeated or self.different
         return self.happened and self.ready_seconds is not None and not harmed
 
     @property
     def happened(self) -> bool:
-        """Whether all that was to be hit was hit, and the server noticed: nothing is survived by who was spared."""
+        """Whether every target was hit and the server noticed. A fault that missed its target is not survived."""
         if self.fault in ASKED:
             return self.fault == "router" or bool(self.ranks)
         hit = self.fault == "exception" or (bool(self.ranks) and not self.missed)
@@ -75,20 +75,20 @@ class Outcome:
 
 
 def hit(outcome: Outcome, rank: int, process: psutil.Process, *, stop: bool = False) -> None:
-    """Stop or kill the process of a rank, if it is still there to be hit."""
+    """Stop or kill the process of a rank if it still exists."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             raise psutil.ZombieProcess(process.pid)
         process.suspend() if stop else process.kill()
     except psutil.NoSuchProcess:
         outcome.missed += 1
-        outcome.note = f"rank {rank} had ended before it was hit"
+        outcome.note = f"rank {rank} had ended before the hit"
     else:
         outcome.ranks.append(rank)
 
 
 class Drill:
-    """Faults on a server under load. `known` are the answers that it gave undisturbed."""
+    """Injects faults into a server under load. `known` are its undisturbed answers."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class Drill:
         self._known, self._rng, self._patience, self._poison = known, rng, patience, poison
         self._moments = Moments(load, rng)
         self._charged: set[Exchange] = set()
-        self._lost_at = float("inf")  # since when there is no fleet
-        self._recovery = 4.0  # what the last one took, for a fault in the middle of the next
+        self._lost_at = float("inf")  # the time from which there is no fleet
+        self._recovery = 4.0  # duration of the last recovery, for a fault in the middle of the next one
 
     async def inflict(self, number: int, fault: Fault) -> Outcome:
-        """One fault, from its moment to the end of every request that it met."""
+        """Inject one fault and follow it to the end of every request that it met."""
         fleet = await self._whole_fleet()
         ranks = self._server.ranks(fleet) if fleet else {}
         order = self._rng.sample(sorted(ranks), len(ranks))
@@ -140,14 +140,14 @@ class Drill:
         )
         if woken is not None:
             outcome.note = await woken
-        # In flight at any time since the fault, so far as it is over.
+        # Requests that were in flight at any time since the fault.
         met = [e for e in self._load.history if e.ended is None or e.ended > first]
         whole = await self._load.ended(met, END_SECONDS if outcome.ready_seconds is not None else 10.0)
         if not whole:
             outcome.note = f"{sum(e.ended is None for e in met)} requests never ended"
         if poisoned is not None and exchange is not None:
             await poisoned
-            outcome.note = f"the request at fault: {exchange.answer.error or 'answered, though it is at fault'}"
+            outcome.note = f"the request at fault: {exchange.answer.error or 'answered in spite of the fault'}"
             outcome.failed += exchange.answer.error is None
         if outcome.ready_seconds is None:
             self._lost_at = first
@@ -155,8 +155,8 @@ class Drill:
         self._time(outcome, first=first, last=last, met=met)
         if outcome.ready_seconds:
             self._recovery = outcome.ready_seconds
-        # The ranks know where in a step it was, the router only that a connection broke.
-        # The latest may be that a rank is given its experts back.
+        # Ranks know where in a step the fault came; the router only knows that a connection broke. The latest incident
+        # may be the return of experts to a rank.
         if losses := losses_since(await self._watch.incidents(), since, outcome.ranks):
             outcome.incident = losses[0]
             if outcome.ready_seconds is not None:
@@ -164,11 +164,11 @@ class Drill:
             if fault.kind == "oom" and outcome.incident["launcher"]:
                 outcome.note = "; ".join(str(lost["process"]) for lost in outcome.incident["launcher"]["lost"])
         elif outcome.ranks:
-            outcome.note = "; ".join(part for part in (outcome.note, "no incident tells of it") if part)
+            outcome.note = "; ".join(part for part in (outcome.note, "no incident reports it") if part)
         return outcome
 
     async def _whole_fleet(self) -> dict[str, Any] | None:
-        """What /v1/fleet says once nobody is away, or has been for too long: all are there to be hit."""
+        """Return /v1/fleet when all ranks are present, or after END_SECONDS."""
         limit = time.monotonic() + END_SECONDS
         while True:
             fleet = await read_json(self._watch.http, "/v1/fleet")
@@ -177,9 +177,9 @@ class Drill:
             await asyncio.sleep(0.1)
 
     async def _ask(self, outcome: Outcome, name: str, order: Sequence[int]) -> None:
-        """One rank or all of them, drained for a moment and restarted; or one or two more, and as many as before again.
+        """Drain and restart one rank or all of them, or scale up by one or two and back.
 
-        Of all its seconds those are told in which no token came, and in which the server was not ready.
+        The result counts the seconds without a token, and the seconds in which the server was not ready.
         """
         first, seconds = time.monotonic(), self._rng.uniform(0, 2)
         if name == "restart":
@@ -217,10 +217,10 @@ class Drill:
         outcome.cause = said
 
     async def _signal(self, outcome: Outcome, kind: str, victims: Sequence[tuple[int, psutil.Process]]) -> None:
-        """Stop or kill the first of `victims`, and a second one at once or while the first is being replaced."""
+        """Stop or kill the first of `victims`, and a second one at once or during the first one's recovery."""
         if not victims:
             outcome.missed += 1
-            outcome.note = "there was no worker to be hit"
+            outcome.note = "there was no worker to hit"
             return
         (rank, process), *others = victims
         if kind == "oom":
@@ -230,7 +230,7 @@ class Drill:
         known = {each.pid for _, each in victims}
         waiting = set[int]()
         if kind == "kill-in-recovery":
-            # With --standby one has been waiting, and is who takes the place; another is started for the next loss.
+            # With --standby one process has been waiting and takes the place. Another is started for the next loss.
             waiting = {each.pid for each in self._server.rank_processes()} - known
         hit(outcome, rank, process, stop=kind == "stop")
         if kind == "kill-two" and others:
@@ -240,29 +240,29 @@ class Drill:
             await asyncio.sleep(pause)
             fresh = [p for p in self._server.rank_processes() if p.pid not in known]
             fresh.sort(key=lambda each: each.pid not in waiting)
-            # The one that takes the dead one's place, or one that had survived so far.
+            # Hit the replacement, or a rank that has survived so far.
             second = (rank, fresh[0]) if fresh and (not others or self._rng.random() < 0.5) else (others or victims)[0]
             outcome.moment += f", again +{1000 * pause:.0f} ms"
             hit(outcome, *second)
 
     async def _starve(self, outcome: Outcome, process: psutil.Process) -> None:
-        """Leave a process to the kernel, which kills it when it next wants memory."""
+        """Let the kernel kill a process when it next allocates memory."""
         with short_of_memory(process.pid):
             deadline = time.monotonic() + STARVE_SECONDS
-            # Its group can be removed once it is reaped.
+            # The control group can be removed only after the process is reaped.
             while process.is_running() and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
 
     async def _wake(self, process: psutil.Process) -> str:
-        """Continue a stopped process after a while, if it is still there."""
+        """Continue a stopped process after a while if it still exists."""
         deadline = time.monotonic() + STOPPED_SECONDS
         while time.monotonic() < deadline:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return "fenced before it woke"
+                return "fenced before it was continued"
             await asyncio.sleep(0.1)
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-        # Time for it to do the harm that it must not do.
+        # Give it time for the harm that it must not do.
         await asyncio.sleep(3.0)
         return "woken"
 
@@ -289,7 +289,7 @@ class Drill:
         outcome.lost, outcome.repeated, outcome.different = total.lost, total.repeated, total.different
 
     async def _expected(self, exchanges: Sequence[Exchange]) -> dict[str, Answer]:
-        """References by name; prompts that were new are asked again of the fleet that has recovered."""
+        """Return references by name. New prompts are sent again to the recovered fleet."""
         found = {e.ask.name: self._known[e.ask.name].answer for e in exchanges if e.ask.name in self._known}
         again = [Exchange(e.ask, time.monotonic()) for e in exchanges if e.ask.name not in self._known]
         await asyncio.gather(*(self._client.run(exchange) for exchange in again))
@@ -303,7 +303,7 @@ class Drill:
             outcome.silence_seconds = max(quiet[1] - first, quiet[1] - quiet[0])
 
     async def _kill_router(self, outcome: Outcome) -> None:
-        """SIGKILL for the launcher: its processes must end by themselves, and a new one must answer as before."""
+        """Kill the launcher. Its processes must end by themselves, and a new one must give the same answers."""
         cut, first = self._load.inflight, time.monotonic()
         self._charged.update(cut)
         self._server.process.kill()
@@ -331,7 +331,7 @@ class Drill:
         self._load.resume()
 
     def beyond(self) -> int:
-        """Answers that were not as they must be, without any fault in their time."""
+        """Count wrong answers that no fault explains."""
         return sum(
             e.answer.error is not None
             or (e.ask.name in self._known and bool(compare(self._known[e.ask.name].answer, e.answer)))

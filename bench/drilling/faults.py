@@ -1,4 +1,4 @@
-"""Which faults a drill has, and when: a seeded plan, and the moments as far as a client can choose them."""
+"""The faults of a drill and their moments: a seeded plan, and moments as far as a client can choose them."""
 
 import asyncio
 import itertools
@@ -12,25 +12,25 @@ from drilling.load import Exchange, Load
 
 KINDS = ("kill", "stop", "kill-two", "kill-in-recovery", "router", "exception", "restart", "scale", "oom")
 MOMENTS = ("prefill", "decode", "exchange", "idle")
-# One round of a drill of every kind: (fault, moment, how often).
+# One round of a full drill: (fault, moment, count).
 ROUND = (
     *(("kill", "prefill", 4), ("kill", "decode", 4), ("kill", "exchange", 5), ("kill", "idle", 2)),
     *(("kill-two", "decode", 2), ("kill-in-recovery", "decode", 2), ("stop", "decode", 1)),
 )
-# What a first token and a step take until this drill has seen some.
+# Durations of a first token and of a step until the drill has measured some.
 GUESSED_TTFT, GUESSED_STEP = 0.5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to the fleet, and in which phase of its work it is begun."""
+    """A fault, and the phase of the fleet's work in which it begins."""
 
     kind: str
     moment: str
 
 
 def plan(seed: int, count: int, *, kind: str | None = None) -> list[Fault]:
-    """`count` faults, of every kind in the proportions of ROUND or all of one kind with the moments in turn."""
+    """Plan `count` faults, of every kind in the proportions of ROUND, or of one kind with each moment in turn."""
     rng = random.Random(seed)
     if kind is None:
         one_round = [Fault(what, moment) for what, moment, times in ROUND for _ in range(times)]
@@ -43,18 +43,18 @@ def plan(seed: int, count: int, *, kind: str | None = None) -> list[Fault]:
 
 
 class Moments:
-    """Waits for the moment of a fault. What it says of it: how long after what the caller goes on.
+    """Waits for the moment of a fault, and describes how long after its condition the caller continues.
 
-    A black box does not tell which phase of a step its ranks are in. So `exchange` is a moment that is even over one
-    step, counted from the arrival of the tokens of the one before; how often that is inside a dispatch or a combine is
-    the share of the step that these take, which the workers' histograms know (`exchange_share`).
+    A client cannot see the phase of a step. `exchange` is therefore a uniformly random moment of one step, counted from
+    the arrival of the previous step's tokens. The chance that it falls inside a dispatch or combine is their share of
+    the step, which the workers' histograms give (`exchange_share`).
     """
 
     def __init__(self, load: Load, rng: random.Random) -> None:
         self._load, self._rng = load, rng
 
     async def wait(self, moment: str, seconds: float) -> str:
-        """Return at a random instant of `moment`, at the latest after so long; in words when that was."""
+        """Return at a random instant of `moment`, at most `seconds` later. The result describes that instant."""
         deadline = time.monotonic() + seconds
         if moment == "idle":
             drained = await self._load.pause(seconds)
@@ -85,29 +85,29 @@ class Moments:
 
 
 def usual_ttft(history: Sequence[Exchange]) -> float:
-    """Median seconds to the first token of the latest long prompts."""
+    """Return the median seconds to the first token of the latest long prompts."""
     times = [e.arrivals[0] - e.begun for e in history[-200:] if e.arrivals and e.ask.name.startswith("fresh")]
     return statistics.median(times) if times else GUESSED_TTFT
 
 
 def usual_step(history: Sequence[Exchange]) -> float:
-    """Median seconds per token of the latest streams of one sequence: one step each."""
-    # Of each the mean: a client that is late reads several tokens at once.
+    """Return the median seconds per token of the latest streams of one sequence: one step each."""
+    # Use the mean of each stream, because a late client reads several tokens at once.
     streams = [e for e in history[-100:] if len(e.arrivals) > 4 and e.ask.body.get("n", 1) == 1]
     means = [(e.arrivals[-1] - e.arrivals[0]) / (len(e.arrivals) - 1) for e in streams]
     return statistics.median(means) if means else GUESSED_STEP
 
 
 def count_arrivals(exchanges: Iterable[Exchange]) -> int:
-    """Pieces with tokens that have come."""
+    """Count the events with tokens that have arrived."""
     return sum(len(exchange.arrivals) for exchange in exchanges)
 
 
 def silence(after: float, arrivals: Iterable[float], *, grace: float = 1.0) -> tuple[float, float] | None:
-    """(begin, end) of the longest time without a token that began within `grace` seconds of `after`; None: no token.
+    """Return (begin, end) of the longest gap between tokens that began within `grace` seconds of `after`.
 
-    Tokens of steps that had ended before the fault still come for some milliseconds, so the first one after it is
-    not the first one of the fleet that goes on.
+    None means that no token came. Tokens of steps that ended before the fault still arrive for some milliseconds, so
+    the first token after it is not the first one of the recovered fleet.
     """
     times = [after, *sorted(at for at in arrivals if at > after)]
     gaps = [(b - a, a, b) for a, b in itertools.pairwise(times) if a <= after + grace]

@@ -1,4 +1,4 @@
-"""Streams that never stop asking: each takes the next request, reads its answer and notes when each token came."""
+"""Streams of endless requests: each sends the next one, reads its answer and records the time of every token."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ import httpx
 from drilling.asks import Ask, fresh_ask
 from drilling.streams import Answer, error_message
 
-# One request in so many has a prompt that no cache knows.
+# One request in this many has a new prompt, which no cache holds.
 FRESH_EVERY = 4
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """A request on its way, or answered. Times are monotonic seconds; `arrivals` has one for each piece with tokens."""
+    """A request, in flight or answered. Times are monotonic seconds; `arrivals` has one for each event with tokens."""
 
     ask: Ask
     begun: float
@@ -29,14 +29,14 @@ class Exchange:
 
 
 class Client:
-    """Requests to one server. `seconds` bounds the silence of a stream."""
+    """Sends requests to one server. `seconds` bounds the silence of a stream."""
 
     def __init__(self, url: str, *, seconds: float) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(seconds, connect=10.0), limits=limits)
 
     async def run(self, exchange: Exchange) -> None:
-        """Send it and read its answer to the end; what fails is in the answer's `error`."""
+        """Send a request and read its answer to the end. Failures go to the answer's `error`."""
         answer = exchange.answer
         try:
             if exchange.ask.body.get("stream"):
@@ -74,7 +74,7 @@ class Client:
 
 
 class Load:
-    """`streams` requests at once until it is closed. `history` has every exchange, in the order they were begun."""
+    """`streams` concurrent requests until it is closed. `history` has every exchange in the order of their start."""
 
     def __init__(self, client: Client, asks: Sequence[Ask], *, streams: int, seed: int, max_tokens: int) -> None:
         self.history: list[Exchange] = []
@@ -87,7 +87,7 @@ class Load:
 
     @property
     def inflight(self) -> list[Exchange]:
-        """What has been begun and not ended."""
+        """Exchanges that have begun and not ended."""
         return [exchange for exchange in self.history if exchange.ended is None]
 
     async def _stream(self) -> None:
@@ -102,18 +102,18 @@ class Load:
             await self._client.run(exchange)
             self._changed.set()
             if exchange.answer.error is not None:
-                # A server that refuses is not asked a thousand times a second.
+                # Do not send a thousand requests per second to a server that refuses them.
                 await asyncio.sleep(0.5)
 
     async def changed(self, seconds: float) -> None:
-        """Wait until a request begins or ends, at most so long."""
+        """Wait up to `seconds` until a request begins or ends."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
     async def ended(self, exchanges: Sequence[Exchange], seconds: float) -> bool:
-        """Wait until these have ended; False if one has not by then."""
+        """Wait until these have ended. Return False if the time runs out first."""
         deadline = time.monotonic() + seconds
         while any(exchange.ended is None for exchange in exchanges):
             if time.monotonic() > deadline:
@@ -122,16 +122,16 @@ class Load:
         return True
 
     async def pause(self, seconds: float) -> bool:
-        """Begin nothing more and wait for what runs; False if it has not ended by then."""
+        """Start no more requests and wait for those in flight. Return False if the time runs out first."""
         self._going.clear()
         return await self.ended(self.inflight, seconds)
 
     def resume(self) -> None:
-        """Ask again."""
+        """Start requests again."""
         self._going.set()
 
     async def close(self, seconds: float) -> None:
-        """Begin nothing more, give what runs so long to end, and leave."""
+        """Start no more requests, wait up to `seconds` for those in flight, and stop."""
         await self.pause(seconds)
         for task in self._tasks:
             task.cancel()
@@ -139,7 +139,10 @@ class Load:
 
 
 async def references(client: Client, asks: Sequence[Ask], *, streams: int) -> dict[str, Exchange]:
-    """Every request once, so many at a time, by name. Raises RuntimeError for one that is not answered whole."""
+    """Send every request once, `streams` at a time, and return the exchanges by name.
+
+    Raises RuntimeError if an answer is not complete.
+    """
     found: dict[str, Exchange] = {}
     waiting = list(reversed(asks))
 

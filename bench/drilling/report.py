@@ -1,4 +1,4 @@
-"""A drill's lines and tables, for people and as JSON."""
+"""Lines and tables of a drill, as text and JSON."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ COLUMNS = (
 
 
 def line(outcome: Outcome) -> str:
-    """One fault."""
+    """Format one fault."""
     ranks = ",".join(str(rank) for rank in outcome.ranks) or "-"
     cause = " ".join(part for part in (outcome.cause, f"[{outcome.note}]" if outcome.note else "") if part)
     return (
@@ -25,12 +25,12 @@ def line(outcome: Outcome) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time, or never."""
+    """Format a time, or "never"."""
     return "never" if value is None else f"{value:.2f}"
 
 
 def summary(outcomes: Sequence[Outcome], *, planned: int, requests: int, beyond: int, share: dict[str, float]) -> str:
-    """The table under the lines."""
+    """Format the table below the lines."""
     rows = [
         ("faults", f"{len(outcomes)} of {planned}"),
         ("survived", str(sum(outcome.survived for outcome in outcomes))),
@@ -40,17 +40,17 @@ def summary(outcomes: Sequence[Outcome], *, planned: int, requests: int, beyond:
     ]
     for name in ("lost", "repeated", "different"):
         rows.append((f"tokens {name}", str(sum(getattr(outcome, name) for outcome in outcomes))))
-    for name, text in (("output_seconds", "output again"), ("ready_seconds", "ready again")):
+    for name, text in (("output_seconds", "tokens again"), ("ready_seconds", "ready again")):
         known = [value for outcome in outcomes if (value := getattr(outcome, name)) is not None]
         told = f"{statistics.median(known):.2f} / {max(known):.2f}" if known else "never"
         rows.append((f"{text}, s, median / max", told))
     rows.append(("requests of the whole drill", f"{requests}, wrong without a fault {beyond}"))
     if share:
         told = ", ".join(f"{phase} {100 * value:.0f} %" for phase, value in share.items())
-        rows.append(("time in steps that exchanges take", told))
+        rows.append(("share of step time in exchanges", told))
     return "\n".join(f"{name:<34} {value}" for name, value in rows)
 
 
 def as_json(outcomes: Sequence[Outcome], **more: Any) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     return {**more, "outcomes": [{**asdict(outcome), "survived": outcome.survived} for outcome in outcomes]}

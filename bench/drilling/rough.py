@@ -1,4 +1,4 @@
-"""Clients that do what clients do: they cancel, hang up in the middle of a request, read slowly, send nonsense."""
+"""Rough clients: they cancel, hang up in the middle of a request, read slowly, and send invalid requests."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 from drilling.asks import Ask
 
-# (path, content type, body) of what must be refused with a 4xx, and by nothing else.
+# (path, content type, body) of requests that must be refused with a 4xx.
 NONSENSE = (
     ("/v1/completions", "application/json", b'{"prompt": "x", "max_tok'),
     ("/v1/completions", "application/json", b'{"prompt": "x", "max_tokens": 100000}'),
@@ -22,14 +22,14 @@ NONSENSE = (
     ("/v1/chat/completions", "application/json", b'{"messages": [], "temperature": -1}'),
     ("/v1/nowhere", "application/json", b"{}"),
 )
-# Bytes that a slow reader takes at once, and the pause behind them.
+# Bytes that a slow reader takes at once, and the pause after them.
 SIP_BYTES, SIP_SECONDS, SIPS = 64, 0.2, 50
-# While the fleet recovers, a request may wait so long for its first byte.
+# Limit for the first byte while the fleet recovers.
 WAIT_SECONDS = 120.0
 
 
 class Rough:
-    """Tasks of rough clients until `close`; `seen` counts what they did and what they were told."""
+    """Tasks of rough clients until `close`. `seen` counts their actions and the answers."""
 
     def __init__(self, url: str, asks: list[Ask], *, clients: int, seed: int) -> None:
         self.seen: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Rough:
         self._tasks = [asyncio.create_task(self._go_on(kinds[i % len(kinds)])) for i in range(clients)]
 
     async def close(self) -> None:
-        """Leave as they stand: whatever is open is cut."""
+        """Cancel all tasks and cut their connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -57,7 +57,7 @@ class Rough:
             await asyncio.sleep(self._rng.uniform(0.0, 0.5))
 
     async def _cancel(self) -> None:
-        """Read some of a stream and leave."""
+        """Read part of a stream and leave."""
         ask, left = self._rng.choice(self._asks), self._rng.randint(0, 40)
         async with self._http.stream("POST", ask.endpoint, json=ask.body) as answer:
             if answer.status_code != 200:
@@ -70,7 +70,7 @@ class Rough:
         self.seen["cancelled"] += 1
 
     async def _hang_up(self) -> None:
-        """Send a part of a request, or a whole one, and close at once."""
+        """Send part of a request, or all of it, and abort at once."""
         request = self._request()
         _, writer = await asyncio.open_connection(self._host, self._port)
         writer.write(request[: self._rng.choice((len(request), len(request) // 2, 9))])
@@ -79,7 +79,7 @@ class Rough:
         self.seen["hung up"] += 1
 
     async def _sip(self) -> None:
-        """Read a stream in small bytes with pauses, and leave before its end."""
+        """Read a stream in small pieces with pauses, and leave before its end."""
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1024)
         try:
             writer.write(self._request())

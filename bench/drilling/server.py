@@ -1,4 +1,4 @@
-"""`moeyard serve` as a black box: its processes, which of them is which rank, and what it leaves behind."""
+"""`moeyard serve` as a black box: its processes, their ranks, and what it leaves behind."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class Server:
         self.begin()
 
     def begin(self) -> None:
-        """Start it, for the first time or anew."""
+        """Start the server, or start it again."""
         self.begun = time.monotonic()
         environment = {**os.environ, "PYTHONPATH": source_path(), MARKER: self._value}
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -51,7 +51,7 @@ class Server:
             )
 
     def wait_ready(self, seconds: float) -> float:
-        """Seconds from the start to the ready line; raises ServerError with what the server said."""
+        """Wait for the ready line and return the seconds. Raises ServerError with the server's output."""
         while (match := READY.search(self.out.read_text())) is None:
             if self.process.poll() is not None or time.monotonic() - self.begun > seconds:
                 raise ServerError(f"the server is not ready after {seconds:g} s:\n{self.err.read_text()[-2000:]}")
@@ -60,11 +60,11 @@ class Server:
         return time.monotonic() - self.begun
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes of this server."""
+        """Return all live processes of this server."""
         mark = f"{MARKER}={self._value}".encode()
         found = []
         for process in psutil.process_iter():
-            # Some have ended meanwhile; others are not ours to read.
+            # Some have ended, and others belong to other users.
             with contextlib.suppress(OSError, psutil.Error):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
                 if mark in environment.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
@@ -72,36 +72,36 @@ class Server:
         return found
 
     def rank_processes(self) -> list[psutil.Process]:
-        """The ranks' processes, those that are being started included."""
+        """Return the ranks' processes, starting ones included."""
         found = []
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended
                 if "".join(process.cmdline()).startswith("ray::RankActor"):
                     found.append(process)
         return found
 
     def router_process(self) -> psutil.Process:
-        """The router's process, a child of the launcher; raises psutil.NoSuchProcess while there is none."""
+        """Return the router's process, a child of the launcher. Raises psutil.NoSuchProcess if there is none."""
         for process in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended
                 if "multiprocessing.spawn" in " ".join(process.cmdline()):
                     return process
         raise psutil.NoSuchProcess(self.process.pid, msg="no router runs")
 
     def ranks(self, fleet: dict[str, Any]) -> dict[int, psutil.Process]:
-        """The process of each rank that /v1/fleet (`fleet`) tells of: it listens at the rank's endpoint."""
+        """Return the process of each rank of /v1/fleet (`fleet`): the one that listens at the rank's endpoint."""
         there = [worker for worker in fleet["workers"] if worker["endpoint"]]
         ports = {int(worker["endpoint"].rpartition(":")[2]): worker["rank"] for worker in there}
         found = {}
         for process in self.rank_processes():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
                         found[ports[connection.laddr.port]] = process
         return found
 
     async def command(self, *words: str) -> tuple[int, str]:
-        """`moeyard` with these words, said to this server's control door: its exit code, and the last it said."""
+        """Run a `moeyard` command against this server's control address. Return its exit code and last line."""
         port = self.url.rpartition(":")[2]
         environment = {**os.environ, "PYTHONPATH": source_path()}
         process = await asyncio.create_subprocess_exec(
@@ -114,7 +114,7 @@ class Server:
         return process.returncode or 0, out.decode().strip().rpartition("\n")[2]
 
     def stop(self, seconds: float = 30.0) -> int | None:
-        """SIGTERM; its exit code, None if it had to be killed. Nothing of it runs afterwards."""
+        """Send SIGTERM and return the exit code, None if the server had to be killed. No process remains."""
         code: int | None = None
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,30 +123,30 @@ class Server:
         return code
 
     def kill(self) -> None:
-        """SIGKILL for all that is left of it."""
+        """Kill all remaining processes with SIGKILL."""
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended
                 process.kill()
         self.process.wait()
 
     def shared_left(self) -> set[Path]:
-        """Files in shared memory that came since it was started, other servers' included."""
+        """Return new files in shared memory since the start, other servers' included."""
         return shared_files() - self.shared_before
 
 
 def shared_files() -> set[Path]:
-    """What fleets of this machine have in shared memory."""
+    """Return the files of this machine's fleets in shared memory."""
     return set(Path("/dev/shm").glob("moeyard-*"))
 
 
 def source_path() -> str:
-    """PYTHONPATH of this checkout, ahead of the caller's."""
+    """Return a PYTHONPATH with this checkout before the caller's."""
     own = [str(ROOT / name) for name in ("worker", "router", "kernels", "deploy")]
     return os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
 
 
 def serve_flags() -> frozenset[str]:
-    """Flags that this checkout's `moeyard serve` knows."""
+    """Return the flags of this checkout's `moeyard serve`."""
     environment = {**os.environ, "PYTHONPATH": source_path()}
     command = [sys.executable, "-m", "moeyard", "serve", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -154,7 +154,7 @@ def serve_flags() -> frozenset[str]:
 
 
 async def read_json(http: httpx.AsyncClient, path: str) -> Any:
-    """A page of the server; None when it cannot be had."""
+    """Return a JSON page of the server, or None if it cannot be read."""
     try:
         response = await http.get(path, timeout=5.0)
         return response.json() if response.status_code == 200 else None

@@ -1,4 +1,4 @@
-"""A control group with almost no memory, for a process that is to be killed by the kernel: version 1 or 2, as root."""
+"""A control group with almost no memory, so that the kernel kills a process (version 1 or 2, as root)."""
 
 import contextlib
 import os
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-# What a process may take beyond what it has: moved here, it brings none of its memory along.
+# Memory beyond the current use. A process that moves into a group keeps its memory charged elsewhere.
 LIMIT_BYTES = 256 * 1024
 
 
 def controller() -> tuple[Path, str] | None:
-    """(where groups are made, the name of a group's limit); None where this user cannot limit memory."""
+    """Return (folder of groups, name of a group's limit), or None if this user cannot limit memory."""
     for folder, limit in ((ROOT / "memory", "memory.limit_in_bytes"), (ROOT, "memory.max")):
         enabled = folder / "cgroup.subtree_control"
         usable = limit != "memory.max" or (enabled.exists() and "memory" in enabled.read_text().split())
@@ -22,7 +22,7 @@ def controller() -> tuple[Path, str] | None:
 
 @contextlib.contextmanager
 def short_of_memory(pid: int) -> Iterator[None]:
-    """Process `pid` gets no more than LIMIT_BYTES. It has to have ended at the end of the block."""
+    """Limit process `pid` to LIMIT_BYTES more memory. It must have ended at the end of the block."""
     found = controller()
     assert found is not None, "this drill needs root and control groups with memory"
     folder, limit = found
@@ -33,5 +33,5 @@ def short_of_memory(pid: int) -> Iterator[None]:
         (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
-        with contextlib.suppress(OSError):  # it lives after all, and keeps its group
+        with contextlib.suppress(OSError):  # the process lives and keeps its group
             group.rmdir()

@@ -1,4 +1,4 @@
-"""Minutes of everything at once: load, rough clients, a kill every minute; at the end nothing may be left of it."""
+"""A soak drill: load, rough clients and a kill every minute. At the end nothing may be left."""
 
 import argparse
 import asyncio
@@ -23,13 +23,13 @@ from drilling.server import Server, read_json
 from drilling.watch import Watch
 
 SAMPLE_SECONDS = 5.0
-# What runs when the load ends may take so long.
+# Limit for the requests in flight when the load ends.
 DRAIN_SECONDS = 120.0
-# Python's heap breathes; what leaks grows with the requests, of which a soak has thousands.
+# Allowance for Python's heap. A leak grows with the requests, and a soak has thousands.
 RSS_GROWTH, RSS_SLACK = 1.10, 16 * 1024**2
-# Files that are opened once, when they are first needed.
+# Files that are opened once, on first use.
 FILES_SLACK = 4
-# Lines of /proc/PID/maps.
+# Shared memory in lines of /proc/PID/maps.
 SHARED = re.compile(r"(?:/dev/shm/|memfd:)moeyard")
 
 
@@ -44,20 +44,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the server holds while nobody asks for anything."""
+    """Resources that the server holds while no request runs."""
 
     running: int
     pages: int
     connections: int
     files: int
     ranks: int
-    # Of the rank that has most of them: open files, and pieces of shared memory mapped, also of files without a name.
+    # Maxima over ranks: open files, and mapped pieces of shared memory, unnamed files included.
     rank_files: int = 0
     rank_shared: int = 0
 
 
 async def soak(server: Server, args: argparse.Namespace) -> int:
-    """Load for `args.soak` minutes; prints the table and returns the exit code."""
+    """Run load for `args.soak` minutes, print the table and return the exit code."""
     rng = random.Random(args.seed)
     asks = make_asks(args.seed, args.asks, max_tokens=args.max_tokens)
     client = Client(server.url, seconds=args.patience + 60.0)
@@ -94,7 +94,7 @@ async def soak(server: Server, args: argparse.Namespace) -> int:
         f"{len(load.history)} requests; rough clients: " + ", ".join(f"{k} {v}" for k, v in sorted(rough.seen.items()))
     )
     for name, text, good in rows:
-        print(f"{name:<34} {text:<40} {'ok' if good else 'NOT AS IT MUST BE'}")
+        print(f"{name:<34} {text:<40} {'ok' if good else 'WRONG'}")
     if args.json is not None:
         figures = {"rows": rows, "rough": dict(rough.seen), "samples": [asdict(s) for s in samples]}
         args.json.write_text(json.dumps({**figures, "outcomes": [asdict(o) for o in outcomes]}, indent=1))
@@ -102,7 +102,7 @@ async def soak(server: Server, args: argparse.Namespace) -> int:
 
 
 async def kills(drill: Drill, rng: random.Random, *, seconds: float, every: float) -> list[Outcome]:
-    """One kill every so many seconds until the time is over, or one was not survived by the fleet."""
+    """Kill once every `every` seconds until the time is over or the fleet does not recover."""
     outcomes: list[Outcome] = []
     end, due = time.monotonic() + seconds, time.monotonic() + every
     while due < end:
@@ -119,10 +119,10 @@ async def kills(drill: Drill, rng: random.Random, *, seconds: float, every: floa
 
 
 async def sample(server: Server, samples: list[Sample]) -> None:
-    """Look at the memory until cancelled."""
+    """Sample memory until cancelled."""
     begun = time.monotonic()
     while True:
-        with contextlib.suppress(psutil.Error):  # a rank has just been killed
+        with contextlib.suppress(psutil.Error):  # a rank was just killed
             ranks = [process.memory_info().rss for process in server.rank_processes()]
             router = server.router_process().memory_info().rss
             samples.append(Sample(time.monotonic() - begun, router, max(ranks, default=0)))
@@ -130,7 +130,7 @@ async def sample(server: Server, samples: list[Sample]) -> None:
 
 
 async def held(server: Server, watch: Watch) -> Held:
-    """What the server holds now; `pages` are those that sequences hold, prefix-cached ones are free."""
+    """Return what the server holds now. `pages` excludes pages that only the prefix cache holds."""
     fleet: dict[str, Any] = await read_json(watch.http, "/v1/fleet") or {"inflight": 0, "workers": []}
     told = [worker["snapshot"] for worker in fleet["workers"] if "snapshot" in worker]
     with contextlib.suppress(psutil.Error):
@@ -150,7 +150,7 @@ async def held(server: Server, watch: Watch) -> Held:
 
 
 def shared_mappings(process: psutil.Process) -> int:
-    """How many pieces of this program's shared memory it has mapped. Raises psutil.Error if it is gone."""
+    """Count mapped pieces of this program's shared memory. Raises psutil.Error if the process is gone."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except OSError as error:
@@ -159,29 +159,29 @@ def shared_mappings(process: psutil.Process) -> int:
 
 
 async def settled(server: Server, watch: Watch) -> Held:
-    """What is held once nothing runs any more, or when the time for that is over."""
+    """Return what is held when nothing runs any more, or after DRAIN_SECONDS."""
     deadline = time.monotonic() + DRAIN_SECONDS
     while True:
         now = await held(server, watch)
-        # The watch has a connection of its own.
+        # The watch has its own connection.
         if (not now.running and not now.pages and now.connections <= 1) or time.monotonic() > deadline:
             return now
         await asyncio.sleep(1.0)
 
 
 def table(before: Held, after: Held, *, samples: list[Sample], workers: int) -> list[tuple[str, str, bool]]:
-    """(what, figures, whether it is as it must be)."""
+    """Return rows of (name, figures, whether they are right)."""
     files = after.files - after.connections - (before.files - before.connections)
     flat_files = after.rank_files <= before.rank_files + FILES_SLACK
     flat_shared = after.rank_shared <= before.rank_shared
     rows = [
         ("requests still running", str(after.running), after.running == 0),
-        ("KV pages held by nobody", str(after.pages), after.pages == 0),
+        ("KV pages not released", str(after.pages), after.pages == 0),
         ("client connections still open", str(after.connections - 1), after.connections == 1),
         ("router's other open files", f"{files:+d}", files <= FILES_SLACK),
         ("open files of a rank, at most", f"{before.rank_files} to {after.rank_files}", flat_files),
         ("shared memory mapped by a rank", f"{before.rank_shared} to {after.rank_shared} pieces", flat_shared),
-        # With --standby there is one that waits beside the ranks.
+        # With --standby one process waits in addition to the ranks.
         ("rank processes", f"{after.ranks} of {before.ranks}", after.ranks == before.ranks >= workers),
     ]
     for name in ("router", "rank"):
@@ -192,14 +192,14 @@ def table(before: Held, after: Held, *, samples: list[Sample], workers: int) -> 
 
 
 def early_and_late(values: list[int]) -> tuple[float, float]:
-    """Medians of the second and of the last fifth: the first one warms up."""
+    """Return the medians of the second and the last fifth. The first fifth is warm-up."""
     fifth = max(1, len(values) // 5)
     early = values[fifth : 2 * fifth] or values[:1] or [0]
     return statistics.median(early), statistics.median(values[-fifth:] or [0])
 
 
 async def left_shared(server: Server) -> set[Any]:
-    """What stays in /dev/shm; fleets of others have files there for the moments in which their ranks meet."""
+    """Return remaining files in /dev/shm. Other fleets have files there only while their ranks connect."""
     if first := server.shared_left():
         await asyncio.sleep(5.0)
         return first & server.shared_left()
@@ -207,5 +207,5 @@ async def left_shared(server: Server) -> set[Any]:
 
 
 def port_of(server: Server) -> int:
-    """Of its API."""
+    """Return the port of the server's API."""
     return int(server.url.rpartition(":")[2])

@@ -1,7 +1,7 @@
-"""Answers as their clients saw them, and what an answer lost, repeated or changed against its reference. Pure.
+"""Answers as clients saw them, and the tokens that an answer lost, repeated or changed. Pure.
 
-One answer is what makes this exact: tokens, text and every figure of the log-probabilities of a request are the same
-whatever happens to the fleet, so whatever differs is a fault of it.
+The contract of one answer makes this exact. Tokens, text and every log-probability of a request are equal whatever
+happens to the fleet, so any difference is an error.
 """
 
 import json
@@ -24,7 +24,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """A request's course on the wire. `error` is None for a whole answer; `usage` is (prompt, completion) tokens."""
+    """An answer on the wire. `error` is None for a complete answer; `usage` is (prompt, completion) tokens."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
@@ -36,7 +36,7 @@ class Answer:
         return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def take(self, event: dict[str, Any]) -> int:
-        """Take in an event of a stream, or a whole body; returns how many output tokens it had."""
+        """Process an event of a stream, or a whole body. Return its number of output tokens."""
         if event.get("error"):
             self.error = error_message(event)
         if (usage := event.get("usage")) is not None:
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Tokens that an answer lacks, has twice, or has otherwise than its reference (another id, text or figure)."""
+    """Tokens that an answer lacks, repeats, or changes against its reference (another id, text or figure)."""
 
     lost: int = 0
     repeated: int = 0
@@ -71,7 +71,7 @@ class Difference:
 
 
 def compare(reference: Answer, answer: Answer) -> Difference:
-    """What `answer` has lost, repeated or changed. Of one that failed only what it had said is compared."""
+    """Return what `answer` lost, repeated or changed. A failed answer is compared up to its end."""
     partial = answer.error is not None
     total = Difference()
     for index, expected in reference.choices.items():
@@ -92,14 +92,16 @@ def _compare_choice(expected: Choice, got: Choice, *, partial: bool) -> Differen
         return Difference(different=changed or int(not expected.text.startswith(got.text)))
     changed = sum(a != b for a, b in zip(expected.logprobs, got.logprobs, strict=False))
     changed += abs(len(expected.logprobs) - len(got.logprobs))
-    # The tokens agree, so what else differs is one thing wrong, not many.
+    # The tokens agree, so any other difference is one error.
     rest = (expected.text, expected.finish_reason, expected.prompt_logprobs)
     return Difference(different=changed or int(rest != (got.text, got.finish_reason, got.prompt_logprobs)))
 
 
 def compare_ids(wanted: Sequence[int], got: Sequence[int]) -> Difference:
-    """The edits between two sequences of token ids: deletions are lost tokens; insertions repeat what stands right
-    before or behind them, or else are different tokens, as substitutions are.
+    """Return the edits between two sequences of token ids.
+
+    Deletions are lost tokens. Insertions that equal the adjacent tokens are repeated ones. Other insertions and
+    substitutions are different tokens.
     """
     total = Difference()
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, wanted, got, autojunk=False).get_opcodes():
@@ -115,9 +117,9 @@ def compare_ids(wanted: Sequence[int], got: Sequence[int]) -> Difference:
 
 
 def logprob_entries(logprobs: dict[str, Any] | None) -> list[str]:
-    """One text per token of a chat's or a completion's `logprobs`; equal texts are equal bits.
+    """Return one text per token of the `logprobs` of a chat or completion. Equal texts are equal bits.
 
-    JSON writes the shortest decimal that is read back as the same float.
+    JSON writes the shortest decimal that reads back as the same float.
     """
     if logprobs is None:
         return []
@@ -128,11 +130,11 @@ def logprob_entries(logprobs: dict[str, Any] | None) -> list[str]:
 
 
 def canonical(value: Any) -> str:
-    """JSON in which equal values are equal texts."""
+    """Return JSON in which equal values have equal text."""
     return json.dumps(value, sort_keys=True)
 
 
 def error_message(body: Any) -> str:
-    """The message in an error's body."""
+    """Return the message of an error body."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message") if isinstance(error, dict) else body)

@@ -1,4 +1,4 @@
-"""What the server says of itself while it is drilled: ready or not, since when, its incidents and its metrics."""
+"""The server's view of itself during a drill: readiness over time, incidents and metrics."""
 
 import asyncio
 import contextlib
@@ -11,24 +11,24 @@ import httpx
 from drilling.server import Server, read_json
 
 POLL_SECONDS = 0.1
-# Between looks at /v1/fleet for its final word; the cores are needed elsewhere.
+# Pause between reads of /v1/fleet for its final state. The cores are needed elsewhere.
 LOOK_SECONDS = 1.0
-# A fleet that calls itself failed this long does not come back.
+# A fleet that reports failure this long does not come back.
 FAILED_SECONDS = 5.0
-# Ready this long is ready: a loss is noticed in milliseconds, and every recovery takes longer.
+# Readiness this long is final: peers notice a loss in milliseconds, and every recovery takes longer.
 SETTLED_SECONDS = 0.5
-# An incident's times are rounded to milliseconds.
+# Incident times are rounded to milliseconds.
 CLOCK_SECONDS = 0.002
 
 
 def recovered(
     changes: Sequence[tuple[float, bool, str]], begun: float, now: float, *, notice: float
 ) -> tuple[float, str] | None:
-    """(seconds from `begun` to its end, what was wrong) of an unreadiness that is over; None while it may last.
+    """Return (seconds from `begun` to its end, reason) of an unreadiness that is over, or None while it may last.
 
-    `changes` are (when, ready or not, in words). Without any after `notice` seconds the server was not harmed: (0, "").
+    `changes` are (time, readiness, text). Without a change within `notice` seconds the server was not harmed: (0, "").
     """
-    # What was said last before `begun` still held then.
+    # The last state before `begun` still held at `begun`.
     before = [change for change in changes if change[0] < begun][-1:]
     since = [*before, *(change for change in changes if change[0] >= begun)]
     wrong = next((text for _, ready, text in since if not ready), None)
@@ -39,7 +39,7 @@ def recovered(
 
 
 def unready_seconds(changes: Sequence[tuple[float, bool, str]], begun: float, now: float) -> float:
-    """Of the time from `begun` to `now` that in which the last change was one to unreadiness."""
+    """Return the seconds between `begun` and `now` in which the last change was to unreadiness."""
     ends = [when for when, _, _ in changes[1:]] + [now] * bool(changes)
     spans = [(max(when, begun), end) for (when, ready, _), end in zip(changes, ends, strict=True) if not ready]
     return sum(max(0.0, end - start) for start, end in spans)
@@ -48,9 +48,9 @@ def unready_seconds(changes: Sequence[tuple[float, bool, str]], begun: float, no
 def losses_since(
     incidents: Sequence[dict[str, Any]], since: float, ranks: Collection[int] = ()
 ) -> list[dict[str, Any]]:
-    """Those of `incidents` in which a rank (one of `ranks`, if any) was lost, and that were heard of since `since`.
+    """Return the incidents reported after `since` in which a rank (one of `ranks`, if any) was lost.
 
-    `since` is Unix time. A fault in the middle of an incident is heard of in that one, which began before.
+    `since` is Unix time. A fault in the middle of an incident is reported in that incident, which began earlier.
     """
     found = []
     for each in incidents:
@@ -62,7 +62,7 @@ def losses_since(
 
 
 class Watch:
-    """Polls /readyz and keeps every change. `start` it in a loop, `close` it there."""
+    """Polls /readyz and stores every change. `start` and `close` it in the same event loop."""
 
     def __init__(self, server: Server) -> None:
         self.changes: list[tuple[float, bool, str]] = []
@@ -89,10 +89,10 @@ class Watch:
         await self.http.aclose()
 
     async def ready_after(self, begun: float, *, patience: float, notice: float) -> tuple[float | None, str]:
-        """(seconds from `begun` until it was ready for good, what was wrong) once that is known; None: it is not.
+        """Return (seconds from `begun` until lasting readiness, reason). The seconds are None if it does not come back.
 
-        `notice`: a server that has not become unready by then has not been harmed (0 seconds). It gives up early when
-        the process has ended or the fleet calls itself failed.
+        A server that is still ready after `notice` seconds was not harmed (0 seconds). The wait ends early if the
+        process has ended or the fleet reports failure.
         """
         failed_since: float | None = None
         looked = begun
@@ -112,16 +112,16 @@ class Watch:
             await asyncio.sleep(POLL_SECONDS)
 
     def unready_seconds(self, begun: float, now: float) -> float:
-        """For how long in all it was not ready since `begun`."""
+        """Return the total seconds of unreadiness since `begun`."""
         return unready_seconds(self.changes, begun, now)
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """What /v1/fleet/incidents lists, the latest first."""
+        """Return the list of /v1/fleet/incidents, the latest first."""
         page = await read_json(self.http, "/v1/fleet/incidents")
         return list(page["incidents"]) if page else []
 
     async def exchange_share(self) -> dict[str, float]:
-        """Share of the ranks' time in steps that dispatch and combine took so far, waiting included."""
+        """Return the share of the ranks' step time that dispatch and combine took so far, waiting included."""
         seconds = {"dispatch": 0.0, "combine": 0.0, "step": 0.0}
         for group in await read_json(self.http, "/metrics/targets") or ():
             for target in group["targets"]:

@@ -1,4 +1,4 @@
-"""Bench of prompt attention: one long prompt (GQA, rows and pages; MLA), and what a busy step looks like."""
+"""Bench of prompt attention: one long prompt (GQA, rows and pages; MLA), and the chunks of a busy step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ OPS: tuple[str, ...] = ("attn_prefill_varlen",)
 class Shape:
     """Heads and dimensions, the chunks (length, start) of a step, and the page size (0: contiguous rows).
 
-    rope: so many values of a key, the last, are one row of all heads, as where keys are decompressed from latents.
+    rope: all heads share the last `rope` values of a key, as when keys are decompressed from latents.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Shape:
     page: int = 0
     rope: int = 0
     target: Target | None = None
-    # Whether configs are chosen by this shape; others of its class are only timed.
+    # Whether this shape decides configs. Others of its class are only timed.
     tuned: bool = True
 
     @property
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def num_pairs(self) -> float:
-        """(query, key) pairs that are seen; a causal square counts as its half, as is usual."""
+        """Visible (query, key) pairs. A causal square counts as half, as is usual."""
         return sum(length * (start + length / 2) for length, start in self.chunks)
 
 
@@ -50,12 +50,24 @@ _MIXED = ((2048, 30720), (4096, 0), (1024, 7168), (512, 512), (37, 1000), (1, 40
 SHAPES = (
     Shape(name="GQA 16k", heads=32, kv_heads=8, dim_k=128, dim_v=128, chunks=_LONG, target=Target("tflops", 400)),
     Shape(
-        name="GQA 16k pages", heads=32, kv_heads=8, dim_k=128, dim_v=128, chunks=_LONG, page=64,
+        name="GQA 16k pages",
+        heads=32,
+        kv_heads=8,
+        dim_k=128,
+        dim_v=128,
+        chunks=_LONG,
+        page=64,
         target=Target("tflops", 400),
     ),
     Shape(name="MLA 16k", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=_LONG, target=Target("tflops", 330)),
     Shape(
-        name="MLA 16k 64h", heads=64, kv_heads=64, dim_k=192, dim_v=128, chunks=_LONG, target=Target("tflops", 330),
+        name="MLA 16k 64h",
+        heads=64,
+        kv_heads=64,
+        dim_k=192,
+        dim_v=128,
+        chunks=_LONG,
+        target=Target("tflops", 330),
         tuned=False,
     ),
     Shape(name="GQA mixed pages", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=_MIXED, page=64, tuned=False),
@@ -63,13 +75,13 @@ SHAPES = (
     Shape(name="GQA few rows", heads=32, kv_heads=4, dim_k=128, dim_v=128, chunks=((256, 7936),), page=64),
     Shape(name="MLA few rows", heads=16, kv_heads=16, dim_k=192, dim_v=128, chunks=((256, 7936),)),
     Shape(name="GQA d64 16k", heads=32, kv_heads=8, dim_k=64, dim_v=64, chunks=_LONG),
-)  # fmt: skip
+)
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, PrefillPlan]
 
 
 def _inputs(shape: Shape) -> Inputs:
-    """q, keys, values and what keys of all heads share as the shape lays them out, and the plan."""
+    """Return q, keys, values and the shared part of keys in the layout of the shape, and the plan."""
     torch.manual_seed(0)
     lens, starts = [n for n, _ in shape.chunks], [start for _, start in shape.chunks]
     q = torch.randn(sum(lens), shape.heads, shape.dim_k, device="cuda", dtype=torch.bfloat16)
@@ -77,7 +89,7 @@ def _inputs(shape: Shape) -> Inputs:
         plan = plan_prefill(lens, starts, device="cuda")
         if not shape.rope:
             return q, *_randn(shape, shape.num_keys, shape.kv_heads), None, plan
-        # Views of what one product gave, and of a latent's rows.
+        # Views of one product's result, and of a latent's rows.
         nope, width = shape.dim_k - shape.rope, shape.dim_k - shape.rope + shape.dim_v
         kv = torch.randn(shape.num_keys, shape.kv_heads, width, device="cuda", dtype=torch.bfloat16)
         rows = torch.randn(shape.num_keys, 512 + shape.rope, device="cuda", dtype=torch.bfloat16)
@@ -95,12 +107,12 @@ def _randn(shape: Shape, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _configs(shape: Shape) -> tuple[kernel.PrefillConfig, ...]:
-    """All but the default; with wider heads not all of them fit."""
+    """Return all configs but the default. With wider heads not all of them fit."""
     return kernel.CONFIGS if shape.dim_k <= 192 else ()
 
 
 def _prove(shape: Shape) -> None:
-    """Chunks = whole, alone = in a batch, every config = every other, near float64: at lengths that take no time."""
+    """Prove on short lengths: chunks = whole, alone = in a batch, every config = every other, near float64."""
     small = replace(shape, chunks=((700, 0), (1, 300), (333, 129)))
     q, k, v, k_rope, plan = _inputs(small)
     scale = shape.dim_k**-0.5
@@ -115,10 +127,13 @@ def _prove(shape: Shape) -> None:
         for begin in range(0, length, 100):
             end = min(begin + 100, length)
             alone, _ = kernel.attn_prefill_varlen(
-                q[row + begin : row + end], keys[: start + end], values[: start + end],
-                plan=plan_prefill([end - begin], [start + begin], device="cuda"), scale=scale,
+                q[row + begin : row + end],
+                keys[: start + end],
+                values[: start + end],
+                plan=plan_prefill([end - begin], [start + begin], device="cuda"),
+                scale=scale,
                 k_rope=None if shared is None else shared[: start + end],
-            )  # fmt: skip
+            )
             assert_bits(f"chunk {b} from {begin} alone", alone, whole[row + begin : row + end])
         group = shape.heads // shape.kv_heads
         if shared is not None:
@@ -133,7 +148,7 @@ def _prove(shape: Shape) -> None:
 
 
 def _keys_of(shape: Shape, b: int, x: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
-    """Keys or values of chunk b as contiguous rows [L, Hkv, D]."""
+    """Return keys or values of chunk b as contiguous rows [L, Hkv, D]."""
     length, start = shape.chunks[b]
     if plan.page_table is not None:
         pages = plan.page_table[b, : -(-(length + start) // shape.page)].long()
@@ -148,7 +163,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _baseline(shape: Shape, q: torch.Tensor) -> partial[torch.Tensor]:
-    """torch's attention with its flash kernel over a whole prompt, key heads repeated before."""
+    """Return torch's flash attention over a whole prompt, with key heads repeated before."""
     k, v = _randn(shape, 1, shape.kv_heads, shape.num_keys)
     group = shape.heads // shape.kv_heads
     return partial(_sdpa, q.transpose(0, 1)[None], k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
@@ -159,7 +174,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """One prompt of so many rows, over pages or, with latent attention, over its keys decompressed."""
+    """Yield one prompt of each number of rows, over pages or, with latent attention, over its decompressed keys."""
     for kind in dict.fromkeys(kind for model in models for kind in model.attention):
         for num_rows in rows:
             if num_rows not in PROMPT_ROWS:
@@ -168,23 +183,33 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
             if isinstance(kind, Grouped):
                 yield _case(
                     Shape(
-                        name=f"{name} pages", heads=kind.heads, kv_heads=kind.kv_heads, dim_k=kind.dim, dim_v=kind.dim,
-                        chunks=chunks, page=64,
+                        name=f"{name} pages",
+                        heads=kind.heads,
+                        kv_heads=kind.kv_heads,
+                        dim_k=kind.dim,
+                        dim_v=kind.dim,
+                        chunks=chunks,
+                        page=64,
                     )
-                )  # fmt: skip
+                )
             elif isinstance(kind, Latent):
                 yield _case(
                     Shape(
-                        name=f"{name} decompressed", heads=kind.heads, kv_heads=kind.heads, dim_k=NOPE + ROPE,
-                        dim_v=DIM_V, chunks=chunks, rope=ROPE,
+                        name=f"{name} decompressed",
+                        heads=kind.heads,
+                        kv_heads=kind.heads,
+                        dim_k=NOPE + ROPE,
+                        dim_v=DIM_V,
+                        chunks=chunks,
+                        rope=ROPE,
                     )
-                )  # fmt: skip
+                )
 
 
 def _case(shape: Shape) -> Case:
     q, k, v, k_rope, plan = _inputs(shape)
     run = partial(kernel.attn_prefill_varlen, q, k, v, plan=plan, scale=shape.dim_k**-0.5, k_rope=k_rope)
-    # One prompt from its beginning.
+    # One prompt from its start.
     whole = len(shape.chunks) == 1 and shape.chunks[0][1] == 0 and (shape.chunks != _LONG or not shape.page)
     dims = shape.heads * (shape.dim_k + shape.dim_v)
     key_values = shape.kv_heads * (shape.dim_k - shape.rope + shape.dim_v) + shape.rope

@@ -1,4 +1,4 @@
-"""One line of the kernel bench: an op at a shape, how its equality is proven, what it must reach."""
+"""One line of the kernel bench: an op at a shape, its proof of equality, and its target."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from moeyard_kernels.common.tuning import Config
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the op must reach.
+    """The target of an op.
 
-    "copy": at least `bound` of the copy bandwidth of the same run. "us": at most so many microseconds. "tflops": at
-    least so many TFLOP/s. "speedup": at least so many times as fast as the baseline of the same run.
+    "copy": at least `bound` of the copy bandwidth of the same run. "us": at most `bound` microseconds. "tflops": at
+    least `bound` TFLOP/s. "speedup": at least `bound` times as fast as the baseline of the same run.
     """
 
     kind: Literal["copy", "us", "tflops", "speedup"]
@@ -25,16 +25,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`run` launches the op without a host sync and may be captured in a graph; so may `baseline`.
+    """An op at a shape. `run` launches it without a host sync and may be captured in a graph; so may `baseline`.
 
     Every tensor that they and the runs of `variants` read or write is among their arguments, so that `with_own_tensors`
     finds it.
 
-    `prove` checks on this device and these shapes (smaller where that would take long) what the op promises bit for
-    bit, and raises AssertionError saying what differs. `num_bytes` are the fewest bytes that must move (each input read
-    once, each output written once), `num_flops` the operations of the matrix products. `variants`: every config that
-    may be chosen for this shape, as (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store.
-    `early`: whether the op's first launch may begin early, which `Timer.seconds` asks for.
+    `prove` checks the op's bits on this device and these shapes (smaller ones if that would take long), and raises
+    AssertionError with the difference. `num_bytes` are the fewest bytes that must move (each input read once, each
+    output written once), `num_flops` the operations of the matrix products. `variants`: every config for this shape, as
+    (config, run with it), for `--tune`; `tune_key` is (op, shape class) of the store. `early`: whether the op's first
+    launch may begin early, for `Timer.seconds`.
     """
 
     op: str
@@ -52,11 +52,11 @@ class Case:
 
 
 def with_own_tensors(run: partial[Any]) -> partial[Any]:
-    """The same call over copies of its tensors, those in tuples, lists, dicts and dataclasses too.
+    """Return the same call with copies of its tensors, including those in tuples, lists, dicts and dataclasses.
 
     Offsets and strides stay, and tensors that share memory share the copy.
     """
-    # Configs need not be copied.
+    # Configs need no copies.
     memo = {id(x): x for x in (*run.args, *run.keywords.values()) if isinstance(x, Config)}
     args, keywords = copy.deepcopy((run.args, run.keywords), memo)
     return partial(run.func, *args, **keywords)

@@ -1,4 +1,4 @@
-"""Bench cases of the gated delta rule over prompts, proven (and printed) against float64 at their full length."""
+"""Bench of the gated delta rule over prompts, proven (and printed) against float64 at full length."""
 
 from functools import partial
 
@@ -11,15 +11,15 @@ from moeyard_kernels.types.state_slots import CHUNK, PromptChunks
 
 PROMPTS = ((1024,), (4096,), (16384,), (3000, 17, 1200, 64, 1, 2100, 700, 1110))
 _DIM = 128
-# What flash-linear-attention 0.6 took for one prompt (an H200), over what is to be reached of it.
+# Times of flash-linear-attention 0.6 for one prompt (an H200), divided by the wanted speedup.
 _KDA_US = ((1024, 590 / 2), (4096, 643 / 1.5), (16384, 2137 / 1.4))
 
 
 def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *, strong: bool = False) -> Case:
-    """Prompts of `lengths`; every second goes on from what its slot holds.
+    """Return a case with prompts of `lengths`; every second one continues from its slot's state.
 
-    Of gates of each row most chunks are one product and none is where gates are strong (`delta_scores`): the latter is
-    the most that it takes. Otherwise the first head forgets next to nothing (a_log -6), where errors add up most.
+    With ordinary gates most chunks are one product. With `strong` gates none is (`delta_scores`), which is the longest
+    time. Otherwise the first head forgets almost nothing (a_log -6), which accumulates the most error.
     """
     by_row, num_rows, num = op == "kda_chunk_prefill", sum(lengths), len(lengths)
     gates, width = heads * (_DIM if by_row else 1), (2 * k_heads + heads) * _DIM
@@ -34,7 +34,7 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
     run = partial(kernel, qkv, b, a, a_log, dt_bias, state, chunks=chunks)
 
     def prefill(rows: slice, kept: torch.Tensor, these: PromptChunks, **more: object) -> tuple[torch.Tensor, ...]:
-        """(out, the states behind it) of some rows, over a copy of the states."""
+        """Return (out, the states after it) of some rows, over a copy of the states."""
         own = kept.clone()
         return kernel(qkv[rows], b[rows], a[rows], a_log, dt_bias, own, chunks=these, **more), own  # type: ignore[arg-type]
 
@@ -85,6 +85,6 @@ def chunk_prefill(op: str, lengths: tuple[int, ...], k_heads: int, heads: int, *
         num_flops=flops * chunks.table.shape[0] * heads,
         target=Target("us", targets[num_rows]) if num_rows in targets and not strong else None,
         variants=[(config, partial(run, config=config)) for config in delta_chunk.CONFIGS],
-        # Of one class with others, which are what is tuned for.
+        # Strong gates share a class with ordinary ones, which decide the config.
         tune_key=None if strong else (op, delta_chunk.shape_class(chunks.table.shape[0], num, heads, _DIM, _DIM)),
     )

@@ -1,4 +1,4 @@
-"""Bench of a decode step of linear attention between its projections, in two launches beside three."""
+"""Bench of a decode step of linear attention between its projections, in two launches and in three."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,12 +17,12 @@ _DIM, _TAPS = 128, 4
 
 
 def cases() -> Iterator[Case]:
-    """Kimi-Linear-48B-A3B and Qwen3.5-35B-A3B."""
+    """Yield Kimi-Linear-48B-A3B and Qwen3.5-35B-A3B."""
     yield from model_cases(tuple(MODELS.values()), DECODE_ROWS)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Decode rows; prompts are in `linear_attention`."""
+    """Yield decode rows; prompts are in `linear_attention`."""
     for batch in rows:
         for kind in dict.fromkeys(kind for model in models for kind in model.attention):
             if isinstance(kind, Delta) and batch in DECODE_ROWS:
@@ -48,7 +48,7 @@ def _case(op: str, batch: int, k_heads: int, heads: int) -> Case:
     )
 
     def of_copies(config: Any) -> tuple[torch.Tensor, ...]:
-        """(out, states, windows)."""
+        """Return (out, states, windows)."""
         own = list(run.args)
         own[2], own[7] = window.clone(), state.clone()
         return kernel(*own, **run.keywords, config=config), own[7], own[2]

@@ -1,4 +1,4 @@
-"""Bench cases of norms and the activation."""
+"""Bench of norms and the activation."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,12 +19,12 @@ _FP32 = ", fp32 weight"
 
 
 def cases() -> Iterator[Case]:
-    """The issue's shapes, decode steps beside them, and copies as large: writes cost more where the L2 keeps them."""
+    """Yield prompt shapes, decode steps, and copies of equal size, because writes cost more if the L2 keeps them."""
     for num_rows, dim in ((4096, 2048), (4096, 7168), (16384, 7168)):
         yield _copy(num_rows, dim)
     for num_rows in (1, 8, 64):
         yield _mla_split(num_rows)
-    # Heads of 128 too, as those of Qwen3 are normalised.
+    # Also heads of 128, as Qwen3 normalises them.
     yield _norm(32, 128)
     for num_rows, dim in ((4096, 7168), (4096, 2048), (64, 7168), (1, 7168)):
         yield _norm(num_rows, dim)
@@ -36,7 +36,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Norms ahead of the first layer and behind the others, of latents, and what gates an MLP or attention."""
+    """Yield norms before the first layer and after the others, of latents, and the gates of an MLP or attention."""
     for num_rows in rows:
         for hidden, fp32 in dict.fromkeys((model.hidden, model.fp32_norms) for model in models):
             yield _norm(num_rows, hidden, fp32=fp32)
@@ -62,7 +62,7 @@ def _copy(num_rows: int, dim: int) -> Case:
         op="copy",
         shape=f"T{num_rows} D{dim}, torch.neg",
         run=partial(torch.neg, x, out=y),
-        # A ceiling for the others, not an op of ours: torch alone runs, and there is nothing to prove.
+        # A ceiling for the others, not an op of ours. Only torch runs, and there is nothing to prove.
         prove=lambda: None,
         num_bytes=4 * num_rows * dim,
     )

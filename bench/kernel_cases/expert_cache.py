@@ -1,4 +1,4 @@
-"""The expert cache on a GPU: a layer's visit decided in a kernel, and experts gathered from the host's memory."""
+"""The expert cache on a GPU: a kernel decides a layer's visit, and gathers experts from host memory."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,12 +12,12 @@ from moeyard_kernels.experts import cache_access, gather_experts
 from moeyard_kernels.types.expert_residency import NUM_COUNTS, ResidencyState, start_residency
 
 OPS = ("cache_access", "gather_experts")
-# Name, layers, experts, experts of a token, hidden size, intermediate size of an expert.
+# Name, layers, experts, experts per token, hidden size, intermediate size of an expert.
 MODELS = (("Qwen3-30B-A3B", 48, 128, 8, 2048, 768), ("Kimi-K2", 60, 384, 8, 7168, 2048))
 
 
 class Pinned:
-    """Host memory that is its own copy: a copy of it would not be pinned."""
+    """Host memory that is not copied, because a copy would not be pinned."""
 
     def __init__(self, *shape: int) -> None:
         self.memory = torch.empty(shape, dtype=torch.bfloat16).fill_(1.5).pin_memory()
@@ -27,7 +27,7 @@ class Pinned:
 
 
 def cases() -> Iterator[Case]:
-    """A visit whose experts all have slots; experts gathered: none, one, eight, and eight in every other way."""
+    """Yield a visit whose experts all have slots, and gathers of none, one, eight, and eight in every other way."""
     for name, num_layers, num_experts, top_k, _, _ in MODELS:
         for share in (0.1, 0.5):
             for num_tokens in (1, 8):
@@ -46,7 +46,7 @@ def _access(ids: torch.Tensor, state: ResidencyState, *, layer: int) -> torch.Te
 
 
 def _access_case(shape: str, num_layers: int, num_experts: int, top_k: int, share: float, num_tokens: int) -> Case:
-    """Repeated in one layer, so that after the first launch all experts hit: what every step pays."""
+    """Repeat a visit of one layer. After the first launch all experts hit, which is the cost of every step."""
     num_slots = int(share * num_layers * num_experts)
     sizes: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "num_slots": num_slots}
     ids = torch.rand(num_tokens, num_experts, device="cuda").argsort(1)[:, :top_k].contiguous()
@@ -70,9 +70,13 @@ def _access_case(shape: str, num_layers: int, num_experts: int, top_k: int, shar
 
 
 def _gather(
-    pinned: Pinned, table: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor,
+    pinned: Pinned,
+    table: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    counts: torch.Tensor,
     config: gather_experts.GatherConfig,
-) -> None:  # fmt: skip
+) -> None:
     gather_experts.gather_experts(pinned.memory, table, gate_up, down, layer=0, counts=counts, config=config)
 
 
@@ -99,7 +103,7 @@ def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather
         run=partial(_gather, pinned, table, gate_up, down, counts, config),
         prove=prove,
         num_bytes=num_bytes,
-        # 48 GB/s, or, with nothing to do, little more than a launch.
+        # 48 GB/s, or little more than a launch if there is nothing to do.
         target=Target("us", num_bytes / 48e3 if count else 4) if default else None,
         early=False,
     )

@@ -1,4 +1,4 @@
-"""Experts fetched by all ranks, as one GPU sees it: for itself, for a peer. What links gain: `bench/gpu_ranks.py`."""
+"""Experts fetched by all ranks, as one GPU sees it, for itself and for a peer. `bench/gpu_ranks.py` has real links."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,8 +21,7 @@ _EXPERTS = 12
 
 
 class Ranks:
-    """Ranks of this device with one host store each, which is its own copy: the addresses in it are those of its
-    memory."""
+    """Ranks of this device with one host store each. They hold addresses of their memory, so they are not copied."""
 
     def __init__(self, world: int, hidden: int, inner: int) -> None:
         rows = PeerShape(world_size=world, top_k=1, row_bytes=16, max_tokens=1)
@@ -48,15 +47,21 @@ class Ranks:
         return self
 
     def fetch(self, kernels: Any, rank: int, table: torch.Tensor, **how: Any) -> None:
-        """The part of one rank."""
+        """Run the part of one rank."""
         kernels.fetch_experts(
-            self.pinned[rank].memory, table, self.gate_up[rank], self.down[rank], self.windows[rank], layer=0,
-            counts=self.counts, **{"tell": False, "read": False, "move": False, **how},
-        )  # fmt: skip
+            self.pinned[rank].memory,
+            table,
+            self.gate_up[rank],
+            self.down[rank],
+            self.windows[rank],
+            layer=0,
+            counts=self.counts,
+            **{"tell": False, "read": False, "move": False, **how},
+        )
 
 
 def cases() -> Iterator[Case]:
-    """None, one and eight experts for itself, where nobody else is; then eight of a peer, as its other reader."""
+    """Yield none, one and eight experts for a single rank, then eight of a peer, as its other reader."""
     for name, _, _, _, hidden, inner in MODELS:
         for config in fetch_experts.CONFIGS:
             default = config is fetch_experts.CONFIGS[0]
@@ -86,16 +91,16 @@ def _case(
         run=partial(_run, ranks, nothing if for_peer else table, len(ranks.windows) - 1, config),
         prove=partial(_prove, count, config),
         num_bytes=num_bytes,
-        # As `gather_experts`, and what it takes to hear that nobody misses anything.
+        # As `gather_experts`, plus the time to learn that no rank misses an expert.
         target=Target("us", num_bytes / 46e3 if count else 6) if config is fetch_experts.CONFIGS[0] else None,
         early=False,
     )
 
 
 def _prove(count: int, config: fetch_experts.FetchConfig) -> None:
-    """Two ranks of this device, one of which misses nothing: slots and what was on its way as the oracle leaves it.
+    """Prove that two ranks of this device, one without misses, leave slots and reads in flight as the oracle does.
 
-    Of the smaller experts, as four stores of the larger would be pinned at once.
+    It uses the smaller experts, because four stores of the larger ones would be pinned at once.
     """
     _, _, _, _, hidden, inner = MODELS[0]
     table = torch.full((_EXPERTS,), -1, dtype=torch.int32, device="cuda")

@@ -17,7 +17,7 @@ OPS: tuple[str, ...] = ("gqa_decode",)
 
 _PAGE = 64
 _MODELS = ((32, 4), (64, 4), (32, 8))
-# Query heads, key heads, sequences, queries each, context, target, and the width of a head where it is not 128.
+# Query heads, key heads, sequences, queries each, context, target, and the width of a head if it is not 128.
 _SHAPES: tuple[tuple[Any, ...], ...] = (
     (32, 4, 64, 1, 8192, Target("copy", 0.8)),
     (32, 4, 64, 1, 2048, None),
@@ -26,7 +26,7 @@ _SHAPES: tuple[tuple[Any, ...], ...] = (
     # Several splits, whose programs leave multiprocessors free.
     *((*heads, batch, 1, length, None) for heads in _MODELS for batch, length in ((1, 1024), (2, 8192), (8, 1024))),
     (32, 4, 8, 4, 8192, None),
-    # One split, whose time is latencies: Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral.
+    # One split, whose time is latency: Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral.
     *((*heads, batch, 1, length, None) for heads in _MODELS for batch in (1, 8, 64) for length in (128, 256, 512)),
     # Qwen3.5-35B-A3B.
     *((16, 2, batch, 1, length, None, 256) for batch in (1, 64) for length in (256, 8192)),
@@ -34,13 +34,13 @@ _SHAPES: tuple[tuple[Any, ...], ...] = (
 
 
 def cases() -> Iterator[Case]:
-    """The shape of the table, then others of interest."""
+    """Yield the shape of the table, then others of interest."""
     for shape in _SHAPES:
         yield decode_case(*shape)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """A row of each sequence, behind short contexts and long ones."""
+    """Yield one row per sequence, behind short and long contexts."""
     for kind in dict.fromkeys(kind for model in models for kind in model.attention):
         for batch in rows:
             if isinstance(kind, Grouped) and batch in DECODE_ROWS:
@@ -49,7 +49,7 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
 
 
 def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) -> torch.Tensor:
-    """Keys one after the other, without pages, and without the mask between the queries: less than the op does."""
+    """Attend to contiguous keys, without pages or a mask between the queries: less than the op does."""
     dim = k.shape[-1]
     keys, values = (x.view(x.shape[0] * batch, -1, dim) for x in (k, v))
     queries = len(q) // batch
@@ -61,7 +61,7 @@ def _torch_chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int) 
 def decode_case(
     heads: int, kv_heads: int, batch: int, queries: int, length: int, target: Target | None, dim: int = 128
 ) -> Case:
-    """Grouped attention of `queries` rows of each of `batch` sequences behind `length` positions."""
+    """Return grouped attention of `queries` rows of each of `batch` sequences behind `length` positions."""
     pages, scale = length // _PAGE, dim**-0.5
     k = torch.randn(kv_heads, batch * pages, _PAGE, dim, device="cuda", dtype=torch.bfloat16)
     v = torch.randn_like(k)
@@ -81,7 +81,7 @@ def decode_case(
         return ((grouped @ keys.transpose(1, 2) * scale).softmax(-1) @ values).flatten(0, 1)
 
     spread = kernel.spread_of(rows, batch, tables.max_splits(GQA_SPLIT), kv_heads)
-    # What is timed reads tables that nobody writes.
+    # The tables do not change during the timing.
     run = partial(kernel.gqa_decode, q, k, v, tables=tables, scale=scale, static_tables=True)
 
     return Case(
@@ -94,7 +94,7 @@ def decode_case(
         target=target,
         baseline=partial(_torch_chain, q, k, v, batch),
         baseline_name="torch bmm, softmax, bmm",
-        # Not all fit with wider heads.
+        # Not all configs fit with wider heads.
         variants=tuple((config, partial(run, config=config)) for config in kernel.configs_for(rows) if dim == 128),
         tune_key=("gqa_decode", kernel.shape_class(rows, dim, batch, spread)),
     )

@@ -1,4 +1,4 @@
-"""Cases of `head_linear`: around the decode of latent attention, for four models, and Kimi Delta Attention's gates."""
+"""Bench of `head_linear`: around the decode of latent attention, for four models, and Kimi Delta Attention's gates."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ def _bmm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _prove(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Every config gives the same bits, a row alone and in a batch of 300 those of the row, near float64."""
+    """Prove that all configs give the same bits, that a row is equal alone and among 300, and near float64."""
     whole = op.head_linear(x, weight)
     exact = torch.einsum("thk,hnk->thn", x.double(), weight.double())
     error = ((whole.double() - exact).norm() / exact.norm()).item()
@@ -39,7 +39,7 @@ def _case(model: str, num_heads: int, num_rows: int, *, absorb: bool) -> Case:
 
 
 def _gates(model: str, num_rows: int) -> Case:
-    """Rates of forgetting and the output's gate of 32 heads, from two slices of what was projected."""
+    """Return the decay rates and output gates of 32 heads, from two slices of a projection."""
     x = torch.randn(num_rows, 3 * 4096 + 256 + 32, device="cuda", dtype=torch.bfloat16)[:, 3 * 4096 : 3 * 4096 + 256]
     weight = torch.randn(2, 4096, 128, device="cuda", dtype=torch.bfloat16)
     return _product(f"{model} T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
@@ -47,7 +47,7 @@ def _gates(model: str, num_rows: int) -> Case:
 
 def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
     num_rows, (num_heads, num_out, dim) = x.shape[0], weight.shape
-    # `static_weight` promises that it is complete.
+    # `static_weight` promises that the weight is complete.
     torch.cuda.synchronize()
     run = partial(op.head_linear, x, weight, static_weight=True)
     along_k = weight.stride(2) == 1
@@ -71,12 +71,12 @@ def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Absorption of queries and expansion of values, at 1, 8 and 64 rows; gates of prompts too."""
+    """Yield absorption of queries and expansion of values, at 1, 8 and 64 rows, and gates of prompts too."""
     yield from model_cases(tuple(MODELS.values()), (*DECODE_ROWS, 4096))
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Around the decode of latent attention, and gates by the row of Kimi Delta Attention."""
+    """Yield products around the decode of latent attention, and gates of Kimi Delta Attention."""
     for model in models:
         for kind in model.attention:
             for num_rows in rows:

@@ -1,5 +1,4 @@
-"""Cases of `linear` and `linear_pair`: projections of DeepSeek-V3 / Kimi-K2 and Qwen3-30B-A3B, few rows and many, and
-every product of a model's steps."""
+"""Bench of `linear` and `linear_pair`: projections with few and many rows, and every product of a model's steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,21 +16,21 @@ SHAPES = ((7168, 2112), (1536, 12288), (8192, 7168), (2048, 5120), (2048, 151936
 # (K, N of a, N of b): q_a and kv_a; gate and up of Kimi-K2's shared expert.
 PAIRS = ((7168, 1536, 576), (7168, 2048, 2048))
 FEW, SOME, MANY = (1, 8, 16, 32, 64), (128, 256, 512, 2048), (1024, 4096, 8192)
-# A vocabulary's product for more rows than this is nobody's.
+# Products of more columns are a vocabulary's, which steps have for few rows only.
 VOCABULARY = 100_000
-# Weights of so many bytes are to stream at 85 % of the copy bandwidth, smaller ones at 70 %.
+# Weights of at least this many bytes should stream at 85 % of the copy bandwidth, smaller ones at 70 %.
 LARGE_WEIGHT = 40_000_000
-# Of a model's products none smaller than this has a target: launches, not bytes, are what they take.
+# Products of a model below this size have no target, because launches decide their time.
 SMALL_WEIGHT = 20_000_000
 
 
 def _inputs(num_rows: int, dim: int, *num_out: int) -> tuple[torch.Tensor, ...]:
-    """x and weights with the spread of a trained model's."""
+    """Return x and weights with the spread of a trained model."""
     generator = torch.Generator("cuda").manual_seed(dim + sum(num_out))
     sizes = (num_rows, *num_out)
     x, *weights = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for n in sizes)
     inputs = (x, *(weight * dim**-0.5 for weight in weights))
-    # `static_weight` promises that they are complete.
+    # `static_weight` promises that the weights are complete.
     torch.cuda.synchronize()
     return inputs
 
@@ -49,7 +48,7 @@ def _target(num_rows: int, dim: int, num_out: int) -> Target | None:
 
 
 def _prove_rows(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None) -> Callable[[], None]:
-    """A row has the same bits alone and in every batch up to 300 rows more than there are."""
+    """Return a proof that a row has the same bits alone and in every batch of up to 300 more rows."""
     product = partial(op.linear, out_dtype=out_dtype)
 
     def prove() -> None:
@@ -64,7 +63,7 @@ def _prove_rows(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | 
 
 
 def _single(num_rows: int, dim: int, num_out: int, *, fp32: bool = False, context: bool = False) -> Case:
-    """fp32: the sums unrounded, beside torch's rounded ones. context: without a target."""
+    """Return one product. fp32: unrounded sums, compared with torch's rounded ones. context: without a target."""
     x, weight = _inputs(num_rows, dim, num_out)
     out_dtype = torch.float32 if fp32 else None
     run = partial(op.linear, x, weight, static_weight=True, out_dtype=out_dtype)
@@ -92,7 +91,7 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
     run = partial(op.linear_pair, x, a, b, static_weight=True)
 
     def prove() -> None:
-        assert_bits("a pair is two projections", run(), (op.linear(x, a), op.linear(x, b)))
+        assert_bits("a pair equals two projections", run(), (op.linear(x, a), op.linear(x, b)))
 
     return Case(
         op="linear_pair",
@@ -101,7 +100,7 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
         prove=prove,
         num_bytes=_bytes(num_rows, dim, num_a + num_b),
         num_flops=2 * num_rows * dim * (num_a + num_b),
-        # No target of the project: one launch is to be worth it where rows are few.
+        # The project sets no target here. One launch should pay off with few rows.
         target=Target("speedup", 0.9 if num_rows in MANY else 1.1),
         baseline=partial(_two_linears, x, a, b),
         baseline_name="2 F.linear",
@@ -111,7 +110,7 @@ def _pair(num_rows: int, dim: int, num_a: int, num_b: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every shape with few rows and many, then the pairs."""
+    """Yield every shape with few and many rows, then the pairs."""
     for dim, num_out in SHAPES:
         for num_rows in FEW if num_out > VOCABULARY else (*FEW, *SOME, *MANY):
             yield _single(num_rows, dim, num_out)
@@ -121,12 +120,12 @@ def cases() -> Iterator[Case]:
 
 
 def _meets(num_rows: int, product: Product) -> bool:
-    """Whether steps of so many rows have it."""
+    """Return whether steps of `num_rows` rows have the product."""
     return product.of == "all" or (product.of == "decode") == (num_rows in DECODE_ROWS)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Every product of their steps, each once."""
+    """Yield every product of the models' steps, each once."""
     for product in dict.fromkeys(product for model in models for product in model.products):
         small = 2 * product.dim * product.num_out < SMALL_WEIGHT
         for num_rows in rows:

@@ -31,7 +31,7 @@ _STEPS = ((1, 1), (8, 1), (64, 1), (8, 4))
 
 
 def cases() -> Iterator[Case]:
-    """Decode steps of both models."""
+    """Yield decode steps of both models."""
     for batch, queries in _STEPS:
         yield _rule("kda_recurrent", batch, queries, 32, 32)
         yield _rule("gdn_recurrent", batch, queries, 16, 32)
@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         yield _conv_prefill(lengths, 8192)
         yield _conv_prefill(lengths, 12288)
     for count in (0, 1, 16):
-        # What every captured prompt step has room for, and Kimi-Linear's layer.
+        # The list size of every captured prompt step, and Kimi-Linear's layer.
         yield _restore(count, 16, 12288)
     for num_rows in (1, 64, 4096):
         yield _norm(num_rows, sigmoid=False)
@@ -59,7 +59,7 @@ def _rows(*shape: int) -> torch.Tensor:
 
 
 def _slots(batch: int, queries: int) -> StateSlots:
-    """In place, behind the last query."""
+    """Return slots that are updated in place, after the last query."""
     read = torch.randperm(batch, device="cuda")
     write = torch.full((batch, queries), -1, device="cuda")
     write[:, -1] = read
@@ -67,7 +67,7 @@ def _slots(batch: int, queries: int) -> StateSlots:
 
 
 def _one(slots: StateSlots) -> StateSlots:
-    """The first sequence alone."""
+    """Return the first sequence alone."""
     return StateSlots(read=slots.read[:1].clone(), write=slots.write[:1].clone())
 
 
@@ -76,16 +76,22 @@ def _on_cpu(slots: StateSlots) -> StateSlots:
 
 
 def _with_state(run: partial[Any], state: torch.Tensor, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the result, the state behind it) of a run whose last argument is the state, over a copy of it."""
+    """Return (the result, the state after it) of a run whose last argument is the state, over a copy of it."""
     own = state.clone()
     return run.func(*run.args[:-1], own, **(run.keywords | changes)), own
 
 
 def _torch_rule(
-    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor, *, slots: StateSlots,
-) -> torch.Tensor:  # fmt: skip
-    """One query of each sequence after the other, over states that lie in order."""
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    slots: StateSlots,
+) -> torch.Tensor:
+    """Apply the rule to one query of each sequence after another, over states in slot order."""
     heads, k_dim, v_dim = state.shape[1:]
     gates = a.view(len(a), heads, -1, 1).float() + dt_bias.view(heads, -1, 1)
     decay = (-a_log.exp().view(heads, 1, 1) * F.softplus(gates)).exp()
@@ -126,8 +132,9 @@ def _rule(op: str, batch: int, queries: int, k_heads: int, heads: int) -> Case:
         assert_bits("sequence alone", (out, left[slot]), (whole[0][:queries], whole[1][slot]))
         reference = getattr(ops, op).reference
         exact = state.cpu().double()
-        wanted = reference(*(x[:queries].cpu().double() for x in (qkv, b, a)), a_log.cpu(), dt_bias.cpu(), exact,
-                           slots=_on_cpu(one))  # fmt: skip
+        wanted = reference(
+            *(x[:queries].cpu().double() for x in (qkv, b, a)), a_log.cpu(), dt_bias.cpu(), exact, slots=_on_cpu(one)
+        )
         for what, got, right, bound in (("out", out, wanted, 5e-3), ("state", left[slot], exact[slot.cpu()], 1e-5)):
             error = (got.cpu().double() - right).norm() / right.norm()
             assert error < bound, f"{what}: relative error {error:.2e}"
@@ -147,7 +154,7 @@ def _rule(op: str, batch: int, queries: int, k_heads: int, heads: int) -> Case:
 
 
 def _torch_conv(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, slots: StateSlots) -> torch.Tensor:
-    """Of windows that lie in order."""
+    """Convolve windows in slot order."""
     batch, channels = slots.num_sequences, x.shape[1]
     inputs = torch.cat((window, x.reshape(batch, -1, channels)), 1)
     window.copy_(inputs[:, slots.num_queries :])
@@ -155,11 +162,11 @@ def _torch_conv(x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, 
 
 
 def _conv(batch: int, queries: int, channels: int) -> Case:
-    # Tap by tap, as layers keep it.
+    # Tap-major, as layers store it.
     x, weight = _rows(batch * queries, channels + 4096 + 64)[:, :channels], _rows(_TAPS, channels).t()
     window, slots = _rows(batch, _TAPS - 1, channels), _slots(batch, queries)
     kernel = causal_conv1d.causal_conv1d_update
-    # The window is the last argument, as the state is of the rule.
+    # The window is the last argument, as the state is for the rule.
     run = partial(kernel, x, weight, window, slots=slots)
 
     def prove() -> None:
@@ -193,7 +200,7 @@ def _conv(batch: int, queries: int, channels: int) -> Case:
 def _torch_conv_prompt(
     x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, *, chunks: PromptChunks
 ) -> torch.Tensor:
-    """One prompt after the other."""
+    """Convolve one prompt after another."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for slot, begin, end, *_ in chunks.parts:
         inputs = torch.cat((window[slot], x[begin:end]))
@@ -207,7 +214,7 @@ def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
     num_rows, num = sum(lengths), len(lengths)
     x, weight = _rows(num_rows, channels + 64)[:, :channels], _rows(_TAPS, channels).t()
     window = _rows(num, _TAPS - 1, channels)
-    # Every second goes on from what its slot holds.
+    # Every second prompt continues from its slot's state.
     chunks = PromptChunks.plan(lengths, [64 * (i % 2) for i in range(num)], range(num), device="cuda")
     kernel = causal_conv1d_prefill.causal_conv1d_prefill
     run = partial(kernel, x, weight, window, chunks=chunks)
@@ -220,7 +227,7 @@ def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
         alone = PromptChunks.plan([end - begin], [0 if fresh else 64], [slot], device="cuda")
         out, kept = _with_state(partial(kernel, x[begin:end], weight, window, chunks=alone), window)
         assert_bits("prompt alone", (out, kept[slot]), (whole[begin:end], left[slot]))
-        # The last position, as a decode row would have it.
+        # The last position, as a decode row computes it.
         before = torch.cat((window[slot] * (not fresh), x[begin : end - 1]))[1 - _TAPS :].unsqueeze(0)
         first = StateSlots.in_place(torch.zeros(1, dtype=torch.int64, device="cuda"))
         step = ops.causal_conv1d_update(x[end - 1 : end], weight, before.clone(), slots=first)
@@ -241,13 +248,13 @@ def _conv_prefill(lengths: tuple[int, ...], channels: int) -> Case:
 
 
 def _torch_restore(state: torch.Tensor, window: torch.Tensor, *, moves: SlotMoves) -> None:
-    """Of moves without a -1."""
+    """Restore moves that contain no -1."""
     for x in (state, window):
         x.index_copy_(0, moves.target, x.index_select(0, moves.source))
 
 
 def _restore(count: int, room: int, channels: int) -> Case:
-    """`count` slots of a layer out of others, in a list with room for more."""
+    """Return a case with `count` moves between slots of a layer, in a list of size `room`."""
     state = torch.randn(2 * room, 32, _DIM, _DIM, device="cuda")
     window = _rows(2 * room, _TAPS - 1, channels)
     pairs = [(room + n, n) if n < count else (-1, 0) for n in range(room)]

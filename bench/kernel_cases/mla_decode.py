@@ -22,11 +22,11 @@ _SHAPES = (
     *((16, 64, 1, length, Target("copy", 0.8)) for length in (4096, 8192, 16384, 32768)),
     *((64, 64, 1, length, Target("copy", 0.6)) for length in (4096, 8192, 16384, 32768)),
     *((128, 64, 1, length, Target("tflops", 400)) for length in (4096, 8192, 16384, 32768)),
-    # Half of the shares of the copy that the same heads reached at B = 64 and 32k (87, 73, 45 %; one H200, 2026-11-20).
+    # Half of the copy shares of the same heads at B = 64 and 32k (87, 73, 45 %; one H200, 2026-11-20).
     (16, 1, 1, 65536, Target("copy", 0.435)),
     (64, 1, 1, 65536, Target("copy", 0.365)),
     (128, 1, 1, 65536, Target("copy", 0.225)),
-    # One split, whose time is latencies: DeepSeek-V2-Lite.
+    # One split, whose time is latency: DeepSeek-V2-Lite.
     (16, 1, 1, 256, None),
     (16, 8, 1, 256, None),
     (16, 8, 4, 8192, None),
@@ -40,7 +40,7 @@ def prove_rows(
     exact: Callable[[int, int, int], torch.Tensor],
     tables: DecodeTables,
 ) -> None:
-    """Raise AssertionError unless rows alone are what they are in the batch, and near what float64 gives.
+    """Raise AssertionError unless rows have the same bits alone and in the batch, near the float64 result.
 
     attend(rows, tables of those rows) -> (out, lse); exact(sequence, row, length) -> [Hq, Dv] float64.
     """
@@ -60,7 +60,7 @@ def prove_rows(
 
 
 def cases() -> Iterator[Case]:
-    """Every shape of the table, then others of interest."""
+    """Yield every shape of the table, then others of interest."""
     for shape in _SHAPES:
         yield decode_case(*shape)
     for batch, splits, heads in ((64, 32, 64), (1, 64, 16)):
@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """A row of each sequence, behind short contexts and long ones."""
+    """Yield one row per sequence, behind short and long contexts."""
     for kind in dict.fromkeys(kind for model in models for kind in model.attention):
         for batch in rows:
             if isinstance(kind, Latent) and batch in DECODE_ROWS:
@@ -77,7 +77,7 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
 
 
 def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: int) -> torch.Tensor:
-    """Keys one after the other, without pages: less than the op does."""
+    """Attend to contiguous keys, without pages: less than the op does."""
     keys = cache.view(batch, -1, _RANK + _ROPE)
     joined = torch.cat((q, r), -1).view(batch, -1, _RANK + _ROPE)
     p = (torch.bmm(joined, keys.transpose(1, 2)) * _SCALE).softmax(-1)
@@ -85,7 +85,7 @@ def _torch_chain(q: torch.Tensor, r: torch.Tensor, cache: torch.Tensor, batch: i
 
 
 def decode_case(heads: int, batch: int, queries: int, length: int, target: Target | None) -> Case:
-    """Latent attention of `queries` rows of each of `batch` sequences behind `length` positions."""
+    """Return latent attention of `queries` rows of each of `batch` sequences behind `length` positions."""
     pages = length // _PAGE
     cache = torch.randn(batch * pages, _PAGE, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(batch * queries, heads, _RANK, device="cuda", dtype=torch.bfloat16)
@@ -102,7 +102,7 @@ def decode_case(heads: int, batch: int, queries: int, length: int, target: Targe
         scores = torch.cat((q[row], r[row]), -1).double() @ keys.T * _SCALE
         return scores.softmax(-1) @ keys[:, :_RANK]
 
-    # What is timed reads tables and keys that nobody writes.
+    # Tables and keys do not change during the timing.
     run = partial(kernel.mla_decode, q, r, cache, tables=tables, scale=_SCALE, static_tables=True, static_keys=True)
 
     return Case(

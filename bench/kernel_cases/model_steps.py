@@ -1,6 +1,6 @@
-"""The launches of a model's step: the sizes that the bench's rows of models are made of.
+"""The launches of a model's step: the sizes of the bench's rows of models.
 
-All sizes come from the published architectures of `moeyard_worker.models.shapes` and from the weights that the worker
+All sizes come from the published architectures of `moeyard_worker.models.shapes`, and from the weights that the worker
 would load for them.
 """
 
@@ -23,7 +23,7 @@ from moeyard_worker.models.spec import model_spec
 # Rows of a step of output tokens, and of a prompt.
 DECODE_ROWS, PROMPT_ROWS = (1, 8, 64), (256, 512, 1024, 8192)
 ROWS = (*DECODE_ROWS, *PROMPT_ROWS)
-# Sizes of every latent attention here: the latent, a head's key without and with its rotated part, its value.
+# Sizes of every latent attention here: the latent, a head's key without and with rotation, its value.
 RANK, NOPE, ROPE, DIM_V = 512, 128, 64, 128
 # Size of a head of linear attention.
 DELTA_DIM = 128
@@ -31,7 +31,7 @@ DELTA_DIM = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """x [M, dim] @ [num_out, dim].T; `of` says in which steps, `fp32` that sums stay unrounded (a gate's logits)."""
+    """x [M, dim] @ [num_out, dim].T. `of` names the steps; `fp32`: sums stay unrounded (a gate's logits)."""
 
     dim: int
     num_out: int
@@ -41,7 +41,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """Grouped-query attention that rotates `rotated` values of a head; `gated`: its output goes through a gate."""
+    """Grouped-query attention that rotates `rotated` values of a head. `gated`: a gate multiplies its output."""
 
     heads: int
     kv_heads: int
@@ -53,7 +53,7 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Latent attention; without a query rank (0) the latent's norm is part of the cache write."""
+    """Latent attention. Without a query rank (0) the latent's norm is part of the cache write."""
 
     heads: int
     query_rank: int
@@ -62,7 +62,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Linear attention by the delta rule. Its prompts are in the bench's own table (`linear_attention`)."""
+    """Linear attention by the delta rule. The bench's own table has its prompts (`linear_attention`)."""
 
     op: Literal["gdn_step", "kda_step"]
     key_heads: int

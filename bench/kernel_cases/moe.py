@@ -1,4 +1,4 @@
-"""The routed experts: the layout of a step's pairs, both products over it and, of few pairs, both without one."""
+"""The routed experts: the layout of a step's pairs, both products over it, and both for few pairs without one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -32,7 +32,7 @@ _RULES = MappingProxyType(
 
 
 def cases() -> Iterator[Case]:
-    """Layouts, then each model's experts at 1 to 64 decode rows and at prompts."""
+    """Yield layouts, then each model's experts at 1 to 64 decode rows and at prompts."""
     for num_tokens, num_experts in ((64, 128), (64, 256), (64, 384), (4096, 128), (32768, 128)):
         yield _layout_case(num_tokens, num_experts)
     for name, num_experts, hidden, inner in MODELS:
@@ -48,10 +48,10 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Each model's experts, of few pairs without a layout, as a step has them.
+    """Yield each model's experts as a step has them, for few pairs without a layout.
 
-    Where they are spread over ranks, one rank's: of so many tokens of every rank it is given as many pairs as these
-    tokens choose here among its own experts.
+    If ranks share the experts, the case is one rank. It has as many pairs as the tokens of all ranks choose among its
+    experts.
     """
     for model in models:
         top_k, here = model.rule.top_k, model.num_experts // model.ranks
@@ -71,19 +71,19 @@ def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Ca
 
 
 def _normal(*shape: int) -> torch.Tensor:
-    """Standard normal for activations, scaled to keep variance for weights (three dimensions)."""
+    """Return standard normal activations, or weights scaled to keep variance (three dimensions)."""
     std = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std)
 
 
 def _route(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
-    """[T, top_k] int64 on the GPU: random experts, distinct within a token; the same in every run of the bench."""
+    """Return [T, top_k] int64 on the GPU: random distinct experts per token, the same in every run of the bench."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)
     return torch.rand(num_tokens, num_experts, device="cuda", generator=generator).argsort(1)[:, :top_k].contiguous()
 
 
 def _slots(num_experts: int) -> torch.Tensor:
-    """Every expert in the slot of its own number."""
+    """Return a map of every expert to the slot of its own number."""
     return torch.arange(num_experts, dtype=torch.int32, device="cuda")
 
 
@@ -133,7 +133,7 @@ def _laid_out(
 
 
 def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor, top_k: int = TOP_K) -> Case:
-    """Without a layout, against the layout's launch and the products over it."""
+    """Compare experts without a layout with the layout's launch and the products over it."""
     num_slots, hidden, inner = down.shape
     x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots, top_k), _slots(num_slots)
     pairs = ExpertPairs(topk_ids=topk_ids, slot_of_expert=slots, num_slots=num_slots)
@@ -160,10 +160,17 @@ def _few_case(shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Te
 
 
 def _chosen_within(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
-    slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    rule: GateRule,
+    counts: torch.Tensor,
+    entries: torch.Tensor,
     shared: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     weights, ids = (logits.new_empty(1, rule.top_k, dtype=d) for d in (torch.float32, torch.int64))
     counted = {"counts": counts, "entries": entries}
     beside = None if shared is None else SharedRow(gate_up=shared[0], down=shared[1], out=torch.empty_like(x))
@@ -174,10 +181,17 @@ def _chosen_within(
 
 
 def _chosen_ahead(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
-    slots: torch.Tensor, rule: GateRule, counts: torch.Tensor, entries: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    rule: GateRule,
+    counts: torch.Tensor,
+    entries: torch.Tensor,
     shared: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     weights, ids = topk_gate.topk_gate(logits, **asdict(rule), bias=bias, counts=counts, entries=entries)
     pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots))
     results = weights, ids, grouped_gemm.grouped_gemm(x, gate_up, down, pairs, top_k=rule.top_k)
@@ -190,9 +204,9 @@ def _chosen_ahead(
 def _choice_case(
     name: str, rule: GateRule, dtype: torch.dtype, gate_up: torch.Tensor, down: torch.Tensor, *, shared: bool = False
 ) -> Case:
-    """One token's experts with their choice, against the choice's launch and the products. dtype: of the logits.
+    """Compare one token's experts with their choice to the choice's launch and the products. dtype: of the logits.
 
-    shared: a shared expert's second product is computed with them, behind them in the chain.
+    shared: a shared expert's second product is computed with them, and follows them in the chain.
     """
     num_slots, hidden, inner = down.shape
     logits = torch.randn(1, num_slots, device="cuda").to(dtype)
@@ -230,7 +244,7 @@ def _grouped_mm_chain(
 def _expert_cases(
     shape: str, num_tokens: int, gate_up: torch.Tensor, down: torch.Tensor, top_k: int = TOP_K, *, judged: bool = True
 ) -> Iterator[Case]:
-    """The op, then each of its launches by itself with the configs to choose from."""
+    """Yield the op, then each of its launches with the configs to choose from."""
     num_slots, hidden, inner = down.shape
     x, topk_ids, slots = _normal(num_tokens, hidden), _route(num_tokens, num_slots, top_k), _slots(num_slots)
     layout = _lay_out(topk_ids, slots)
@@ -266,7 +280,7 @@ def _expert_cases(
         prove=prove,
         num_bytes=sum(step_bytes.values()),
         num_flops=sum(step_flops.values()),
-        # What issue 11 asks of Qwen3-30B-A3B's prompts.
+        # The project's target for prompts of Qwen3-30B-A3B.
         target=Target("tflops", 600) if (num_tokens, inner) == (8192, 768) else targets.get(num_tokens),
         baseline=partial(_grouped_mm_chain, in_order, gate_up, down, ends),
         baseline_name="torch grouped_mm",
@@ -282,7 +296,7 @@ def _expert_cases(
         launches["gate_up"]()
         assert_bits("launch by launch", launches["down"](), of(x, layout))
 
-    # The second launch's rows: without them it would multiply what the allocator left.
+    # The second launch needs these rows. Without them it would multiply uninitialised memory.
     launches["gate_up"]()
     for step, num_out, dim in (("gate_up", inner, hidden), ("down", hidden, inner)):
         name = grouped_gemm.shape_class(step, layout, num_out, dim)

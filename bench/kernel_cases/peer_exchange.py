@@ -1,4 +1,4 @@
-"""Puts of one GPU into its own memory: what an exchange costs apart from the way. Real ones: `bench/nvlink.py`."""
+"""Puts of one GPU into its own memory: the cost of an exchange without the link. `bench/nvlink.py` has real links."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ _TOP_K, _NUM_EXPERTS = 8, 128
 
 
 class Shared:
-    """A window that is its own copy: the addresses in it are those of its memory."""
+    """A window that is not copied, because it holds addresses of its memory."""
 
     def __init__(self, window: PeerWindow) -> None:
         self.window = window
@@ -27,7 +27,7 @@ class Shared:
 
 
 def cases() -> Iterator[Case]:
-    """One rank, decode steps: nobody is waited for."""
+    """Yield decode steps of one rank, which waits for no peer."""
     for hidden in (2048, 7168):
         for num_tokens in (1, 8, 64):
             x = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
@@ -55,7 +55,7 @@ def cases() -> Iterator[Case]:
 
 
 def _windows(world_size: int, hidden: int, num_tokens: int) -> list[PeerWindow]:
-    """Ranks of one device."""
+    """Return the windows of ranks on one device."""
     shape = PeerShape(world_size=world_size, top_k=_TOP_K, row_bytes=2 * hidden, max_tokens=num_tokens)
     memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
     share = _NUM_EXPERTS // world_size
@@ -75,7 +75,7 @@ def _combine(out: torch.Tensor, shared: Shared, *, num_tokens: int) -> torch.Ten
 
 
 def _prove(hidden: int, num_tokens: int) -> None:
-    """Two ranks of this device, one behind the other: the memory of both as the oracle leaves it."""
+    """Prove that two ranks of this device, one after the other, leave both memories as the oracle does."""
     ours, theirs = (_windows(2, hidden, num_tokens) for _ in range(2))
     xs = [torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in ours]
     ids = [torch.rand(num_tokens, _NUM_EXPERTS, device="cuda").argsort(1)[:, :_TOP_K].contiguous() for _ in ours]

@@ -1,4 +1,4 @@
-"""Bench cases of the sums around the experts: weighted reduce, row gate."""
+"""Bench of the sums around the experts: weighted reduce, row gate."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ OPS = ("moe_weighted_reduce", "moe_reduce_add_norm", "scale_rows_")
 
 
 def cases() -> Iterator[Case]:
-    """The issue's shapes, and decode steps beside them."""
+    """Yield prompt shapes and decode steps."""
     for num_tokens, hidden in ((4096, 2048), (4096, 7168), (64, 7168), (1, 7168)):
         yield _reduce(num_tokens, 8, hidden)
     for num_tokens in (1, 8, 64, 512, 8192):
@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """The sum and the norm behind it, which stay two launches for few rows of a large hidden size (cuda/backend.py)."""
+    """Yield the sum and the next norm, two launches for few rows of a large hidden size (cuda/backend.py)."""
     for num_tokens in rows:
         for model in models:
             yield _reduce_norm(num_tokens, model)
@@ -77,9 +77,14 @@ def _reduce(num_tokens: int, top_k: int, hidden: int, *, with_residual: bool | N
 
 
 def _norm_after(
-    partial: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, residual: torch.Tensor,
-    norm: torch.Tensor, eps: float, gate: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    partial: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if shared is not None and gate is not None:
         shared = ops.scale_rows_(shared.clone(), gate.contiguous(), sigmoid=True)
     return ops.add_rms_norm(ops.moe_weighted_reduce(partial, weights, shared), residual, norm, eps)
@@ -90,13 +95,13 @@ def _reduce_norm(num_tokens: int, model: ModelStep) -> Case:
     beside = ["shared"] * bool(model.shared) + ["gated"] * model.shared_gate
     parts, weights = _rows(num_tokens, top_k, hidden), torch.rand(num_tokens, top_k, device="cuda")
     shared = _rows(num_tokens, hidden) if beside else None
-    # A column of logits, as it comes.
+    # A column of the logits, with their stride.
     gate = _rows(num_tokens, 272)[:, 256] if model.shared_gate else None
     inputs = parts, weights, shared, _rows(num_tokens, hidden), _rows(hidden), 1e-6
     run = partial(moe_reduce_add_norm.moe_reduce_add_norm, *inputs, shared_gate=gate)
     chain = partial(_norm_after, *inputs, gate)
 
-    # A gate is of no class of its own.
+    # A gate has no class of its own.
     tune_key = "moe_reduce_add_norm", moe_reduce_add_norm.shape_class(num_tokens, top_k, hidden)
 
     def prove() -> None:

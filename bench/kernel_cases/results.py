@@ -1,6 +1,6 @@
-"""The bench's results as a file of a device, to which later runs add, and a later run held against it.
+"""Results of the bench as a file per device. Later runs add rows, and are compared with it.
 
-A file is its runs one after the other, of each its facts and its table: a row stands in the run that measured it last.
+A file contains runs in sequence, each with its facts and its table. A row is in the run that measured it last.
 """
 
 import csv
@@ -10,15 +10,15 @@ from itertools import groupby
 from pathlib import Path
 
 HEADS = ("op", "shape", "us", "GB/s", "TFLOP/s", "copy %", "baseline", "us there", "speedup", "target", "met")
-# Ratios of times from which on a row is named, and from which on the comparison fails.
+# Time ratios from which a row is named, and from which the comparison fails.
 SLOWER, TOO_SLOW = 1.05, 1.10
-# What a time may be off by its digits alone, in us.
+# Rounding of a time's digits, in us.
 _DIGIT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a run depends on, as lines "# name: value" ahead of the table."""
+    """The conditions of a run, as lines "# name: value" before the table."""
 
     device: str
     date: str
@@ -42,12 +42,12 @@ class Results:
     rows: Sequence[Mapping[str, str]]
 
     def times(self) -> dict[tuple[str, str], float]:
-        """{(op, shape): us}."""
+        """Times by row, as {(op, shape): us}."""
         return {(row["op"], row["shape"]): float(row["us"]) for row in self.rows}
 
 
 def write(path: Path, runs: Iterable[Results]) -> None:
-    """The file that `read` reads, whole or as it was."""
+    """Write the file that `read` reads, completely or not at all."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w", newline="") as file:
         for run in runs:
@@ -59,7 +59,7 @@ def write(path: Path, runs: Iterable[Results]) -> None:
 
 
 def read(path: Path) -> list[Results]:
-    """A file that the bench wrote. Raises ValueError, naming the file, for one that lacks a fact or a column."""
+    """Read a file of the bench. Raises ValueError, naming the file, if a fact or a column is missing."""
     found = []
     parts = groupby(path.read_text().splitlines(), key=lambda line: line.startswith("#"))
     notes: dict[str, str] = {}
@@ -77,8 +77,10 @@ def read(path: Path) -> list[Results]:
 
 
 def merged(earlier: Iterable[Results], now: Results) -> list[Results]:
-    """`now` behind earlier runs, of which rows that it has too are dropped, and those that have no other. Raises
-    ValueError for runs of another device."""
+    """Append `now` to earlier runs. Drop earlier rows that it repeats, and runs without other rows.
+
+    Raises ValueError for runs of another device.
+    """
     measured, kept = now.times(), []
     for run in earlier:
         check_device(now.facts.device, run.facts)
@@ -96,7 +98,7 @@ def check_device(device: str, earlier: Facts) -> None:
 def compare(
     now: Results, earlier: Sequence[Results], ops: Sequence[str] = (), *, whole: bool = True
 ) -> tuple[list[str], bool]:
-    """(Lines for people, whether no row is too slow): rows of the named ops (all if none is) against earlier runs'.
+    """Compare rows of the named ops (default: all) with earlier runs. Return (lines, whether no row is too slow).
 
     A row is slower if its time is more than 5 % longer, and by more than the digits of the file. Unless `whole`, rows
     that were not run are not missed. Raises ValueError for a run of another device.

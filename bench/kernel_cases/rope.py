@@ -1,4 +1,4 @@
-"""Bench cases of rotary embedding, alone and with what a step writes into its pages, head norms among it."""
+"""Bench of rotary embedding, alone and with a step's writes into its pages, head norms included."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,8 +18,10 @@ _PAGE = 64
 
 
 def cases() -> Iterator[Case]:
-    """The issue's shapes and decode steps beside them; with head norms Qwen3-30B-A3B and Qwen3-235B-A22B, with the norm
-    of latents DeepSeek-V2-Lite."""
+    """Yield prompt shapes and decode steps.
+
+    The shapes with head norms are Qwen3-30B-A3B and Qwen3-235B-A22B, those with the norm of latents DeepSeek-V2-Lite.
+    """
     for num_tokens in (4096, 64, 1):
         yield _rope(num_tokens, 32, 128, interleaved=False)
         yield _rope(num_tokens, 128, 64, interleaved=True)
@@ -33,7 +35,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """What turns a model's queries and keys and writes its pages."""
+    """Yield the op that rotates a model's queries and keys and writes its pages."""
     for model in models:
         for kind in model.attention:
             for num_tokens in rows:
@@ -82,9 +84,16 @@ def _rope(num_tokens: int, heads: int, dim: int, *, interleaved: bool) -> Case:
 
 
 def _unfused_mla(
-    q: torch.Tensor, kv_a: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    slots: torch.Tensor, cache: torch.Tensor, *, interleaved: bool,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    kv_a: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
     rotated = ops.rope(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
     cache.flatten(0, 1).index_copy_(0, slots, torch.cat((kv_a, rotated), 1))
     return ops.rope(q, cos, sin, interleaved=interleaved)
@@ -125,7 +134,7 @@ def _write_mla(num_tokens: int, heads: int, *, interleaved: bool = True) -> Case
 
 def _norm_then_write(
     q: torch.Tensor, kv_a: torch.Tensor, *rest: torch.Tensor, kv_norm: torch.Tensor, interleaved: bool
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     kv_a = ops.rms_norm(kv_a, kv_norm, _EPS)
     return rope_cache_write.rope_cache_write_mla(q, kv_a, *rest, interleaved=interleaved)
 
@@ -143,7 +152,7 @@ def _norm_write_mla(num_tokens: int, heads: int, *, interleaved: bool = True) ->
     kv_norm = _rows(latent)
     run = partial(
         rope_cache_write.rope_cache_write_mla, *inputs, cache, interleaved=interleaved, kv_norm=kv_norm, eps=_EPS
-    )  # fmt: skip
+    )
     chain = partial(_norm_then_write, *inputs, other, kv_norm=kv_norm, interleaved=interleaved)
     configs = [config for config in rope_cache_write.CONFIGS if config.num_warps == NUM_WARPS]
 
@@ -169,9 +178,14 @@ def _norm_write_mla(num_tokens: int, heads: int, *, interleaved: bool = True) ->
 
 
 def _unfused_gqa(
-    qk: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
-    k_cache: torch.Tensor, v_cache: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
     heads = qk.shape[1] - v.shape[1]
     qk = ops.rope(qk, cos, sin, interleaved=False)
     k_cache.flatten(1, 2).index_copy_(1, slots, qk[:, heads:].transpose(0, 1))

@@ -1,4 +1,4 @@
-"""Bench of a decode step's rotation, cache write and attention: two launches or one, by config."""
+"""Bench of a decode step's rotation, cache write and attention: one launch or two, by config."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,14 +18,14 @@ _MODELS = ((32, 4, True), (64, 4, True), (32, 8, False))
 
 
 def cases() -> Iterator[Case]:
-    """Few rows behind few keys, whose time is latencies, then many."""
+    """Yield few rows behind few keys, whose time is latency, then many."""
     for heads, kv_heads, normed in _MODELS:
         for batch, length in ((1, 192), (1, 512), (8, 192), (64, 192)):
             yield _case(heads, kv_heads, batch, length, normed=normed)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Where one launch may do it: heads of 128 that are rotated whole. Others take the two launches of the chain."""
+    """Yield models that one launch can serve: fully rotated heads of 128. Others take the two launches of the chain."""
     for kind in dict.fromkeys(kind for model in models for kind in model.attention):
         for batch in rows:
             if isinstance(kind, Grouped) and kind.dim == kind.rotated == _DIM and batch in DECODE_ROWS:
@@ -45,11 +45,23 @@ def _case(heads: int, kv_heads: int, batch: int, length: int, *, normed: bool) -
     slots = table[:, (length - 1) // _PAGE].long() * _PAGE + (length - 1) % _PAGE
     norms = torch.randn(2, _DIM, device="cuda", dtype=torch.bfloat16)
     named = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6} if normed else {}
-    # What is timed reads tables and older keys that nobody writes.
+    # Tables and older keys do not change during the timing.
     run = partial(
-        kernel.rope_gqa_decode, q, k, v, cos, sin, slots, *caches, tables=tables, scale=scale, interleaved=False,
-        static_tables=True, lone_rows=True, **named,  # type: ignore[arg-type]
-    )  # fmt: skip
+        kernel.rope_gqa_decode,
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        slots,
+        *caches,
+        tables=tables,
+        scale=scale,
+        interleaved=False,
+        static_tables=True,
+        lone_rows=True,
+        **named,  # type: ignore[arg-type]
+    )
 
     def prove() -> None:
         for at in (length, length - 63, 1):

@@ -1,4 +1,4 @@
-"""Bench of the sampler: 64 rows of 163840 logits (Kimi-K2's vocabulary), beside the torch chain that engines use."""
+"""Bench of the sampler: 64 rows of 163840 logits (Kimi-K2's vocabulary), and the torch chain that engines use."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,12 +16,12 @@ OPS: tuple[str, ...] = ("sample",)
 
 VOCAB = 163840
 _EXACT = ("ids", "ranks", "top_ids")
-# Rows that are proven against the float64 reference, which takes 20 ms for each.
+# Rows that are proven against the float64 reference, which takes 20 ms per row.
 PROVEN = 6
 
 
 def _options(num_rows: int, *names: str) -> dict[str, Any]:
-    """Arguments of the op; each row has its own, around the values of the issue's target."""
+    """Return arguments of the op. Each row has its own, around the values of the target."""
     g = torch.Generator().manual_seed(num_rows)
 
     def around(low: float, high: float) -> torch.Tensor:
@@ -56,21 +56,23 @@ def _options(num_rows: int, *names: str) -> dict[str, Any]:
 
 
 def _rows_of(options: dict[str, Any], rows: slice, device: str) -> dict[str, Any]:
-    """The arguments of some rows."""
+    """Return the arguments of some rows."""
     out: dict[str, Any] = {}
     for name, x in options.items():
         if isinstance(x, LogitEdits):
             out[name] = LogitEdits(
-                words=x.words.to(device), bias=x.bias.to(device), slots=x.slots[rows].to(device),
+                words=x.words.to(device),
+                bias=x.bias.to(device),
+                slots=x.slots[rows].to(device),
                 penalties=x.penalties[rows].to(device),
-            )  # fmt: skip
+            )
         else:
             out[name] = x[rows].to(device) if isinstance(x, torch.Tensor) else x
     return out
 
 
 def _prove(logits: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
-    """Some rows equal the reference, and those rows alone equal the rows of the batch."""
+    """Return a proof that some rows equal the reference, and that they are equal alone and in the batch."""
 
     def prove() -> None:
         whole = ops.sample(logits, **options)
@@ -98,7 +100,7 @@ def _part(tokens: SampledTokens, name: str, rows: slice, device: str) -> torch.T
 def _draw_chain(
     logits: torch.Tensor, temperature: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
 ) -> torch.Tensor:
-    """Temperature [B, 1], sort, top-k, top-p, softmax and exponential race; noise of one generator."""
+    """Run temperature [B, 1], sort, top-k, top-p, softmax and exponential race, with noise of one generator."""
     x = logits.float() / temperature
     if k is not None or p is not None:
         x, order = x.sort(dim=-1)
@@ -112,7 +114,7 @@ def _draw_chain(
 
 
 def _torch_chain(logits: torch.Tensor, options: dict[str, Any]) -> partial[torch.Tensor]:
-    """What engines run for these options."""
+    """Return the chain that engines run for these options."""
     if not options:
         return partial(torch.argmax, logits, -1)
     temperature = options["temperature"].float()[:, None]
@@ -120,7 +122,7 @@ def _torch_chain(logits: torch.Tensor, options: dict[str, Any]) -> partial[torch
 
 
 _DRAW = ("temperature", "seeds", "positions")
-# Arguments, target in microseconds for 64 rows.
+# Name, arguments, target in microseconds for 64 rows.
 _KINDS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
     ("greedy", (), 30),
     ("top-k+top-p", (*_DRAW, "top_k", "top_p"), 150),
@@ -134,7 +136,7 @@ _KINDS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
 
 
 def cases() -> Iterator[Case]:
-    """Every kind of row at 64 rows, fp32 and bf16; the two of the targets for one row too; peaked rows for top-p."""
+    """Yield all kinds of rows at 64 rows, fp32 and bf16, those with targets at one row, peaked rows for top-p."""
     for num_rows, dtype in ((64, torch.float32), (64, torch.bfloat16), (1, torch.float32)):
         generator = torch.Generator(device="cuda").manual_seed(num_rows)
         logits = torch.randn(num_rows, VOCAB, generator=generator, device="cuda").to(dtype)
@@ -142,12 +144,12 @@ def cases() -> Iterator[Case]:
             if num_rows == 64 or bound:
                 yield _case(logits, kind, names, bound if num_rows == 64 else None)
         if num_rows == 64:
-            # Spread like a trained model's: a few tokens hold most of the mass.
+            # The spread of a trained model: a few tokens hold most of the mass.
             yield _case(logits * 3.5, "top-p, peaked", (*_DRAW, "top_p"), None)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """The two kinds of the targets over each vocabulary."""
+    """Yield the two kinds of the targets over each vocabulary."""
     for num_rows in rows:
         for vocabulary in dict.fromkeys(model.vocabulary for model in models):
             if num_rows in DECODE_ROWS:

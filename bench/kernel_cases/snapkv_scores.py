@@ -1,4 +1,4 @@
-"""Bench of what a prompt's last 32 queries give to its keys: 32k positions of Qwen3-30B-A3B and of DeepSeek-V3."""
+"""Bench of the weights of a prompt's last 32 queries for its keys: 32k positions, Qwen3-30B-A3B and DeepSeek-V3."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ _WINDOW, _DIM, _ROPE = 32, 128, 64
 
 
 def _inputs(heads: int, kv_heads: int, length: int, *, latent: bool) -> dict[str, Any]:
-    """Keys of pages in an order of chance, or as latent attention decompresses them beside the values."""
+    """Return keys in randomly ordered pages, or as latent attention decompresses them beside the values."""
     torch.manual_seed(length)
     scale = (_DIM + _ROPE * latent) ** -0.5
     q = torch.randn(_WINDOW, heads, _DIM + _ROPE * latent, device="cuda", dtype=torch.bfloat16)
@@ -28,10 +28,16 @@ def _inputs(heads: int, kv_heads: int, length: int, *, latent: bool) -> dict[str
 
 
 def _chain(
-    q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float, rows: torch.Tensor | None = None,
-    k_rope: torch.Tensor | None = None, dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """In torch, with all scores in memory."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    length: int,
+    scale: float,
+    rows: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Compute the weights in torch, with all scores in memory."""
     keys = k if rows is None else k[:, rows]
     if k_rope is not None:
         keys = torch.cat((keys, k_rope.expand(k.shape[0], -1, -1)), 2)
@@ -45,7 +51,7 @@ def _chain(
 
 
 def _prove(heads: int, kv_heads: int, *, latent: bool) -> None:
-    """Keys elsewhere and other heads beside them = alone; near float64: at a length that takes no time."""
+    """Prove on a short length: equal bits with other pages and other heads, near float64."""
     given = _inputs(heads, kv_heads, 2100, latent=latent)
     whole = kernel.snapkv_scores(**given)
     exact = _chain(**given, dtype=torch.float64)

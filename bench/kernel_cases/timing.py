@@ -1,11 +1,11 @@
-"""How long a launch takes on the GPU: medians of replays of a CUDA graph, and the ceilings of the run.
+"""Time of a launch on the GPU: medians of replays of a CUDA graph, and the ceilings of the run.
 
 Each launch finds its inputs outside the L2, as in a step between other layers. An op rotates over copies of its inputs,
-back to back, and pays for what it writes under the launches that follow, as they do for theirs. An op of few bytes
-would need thousands of copies: before each of its launches the L2 is flushed by reading, and the time of the reads
-alone taken off. The reads carry the write-back of the launch before them, which this charges to it although a step
-hides it: `torch.neg` of 4096 x 2048 bf16 took 12.9 us so and 9.8 us rotating, while launches that only read agreed
-within 0.4 us (2026-11-22, one H200); of 1 MiB it is 0.2 us at most.
+back to back. The launches that follow overlap its writes, as in a step. An op of few bytes would need thousands of
+copies. Before each of its launches the L2 is flushed by reading, and the time of the reads is subtracted. The reads
+carry the write-back of the launch before them. This charges the write-back to the op, although a step hides it.
+`torch.neg` of 4096 x 2048 bf16 took 12.9 us this way and 9.8 us in rotation, while launches that only read agreed
+within 0.4 us (2026-11-22, one H200). For 1 MiB it is 0.2 us at most.
 """
 
 import statistics
@@ -23,19 +23,19 @@ from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for
 
 # More than twice the L2 of an H200 (60 MB).
 _FLUSH_BYTES = 160 << 20
-# What all sets of a rotation read and write: where half of it is read, that alone evicts as much as a flush.
+# Bytes that all sets of a rotation read and write. If half of them are read, that evicts as much as a flush.
 _ROTATION_BYTES = 320 << 20
 # An op that moves less would need more than 320 sets.
 _LEAST_ROTATED = 1 << 20
 _LAUNCHES = 16
 _REPLAYS = 15
-# The start of a graph (about 10 us) is taken off a rotation, but where that takes longer, beside which it is nothing.
+# The start of a graph (about 10 us) is subtracted from shorter rotations. For longer ones it is negligible.
 _LONG_SECONDS = 5e-3
 
 
 @triton.jit
 def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Read [i BLOCK, i BLOCK + BLOCK) of int32 and store something only if it holds a value that it never does."""
+    """Read [i BLOCK, i BLOCK + BLOCK) of int32, and store only for a value that it never has."""
     if EARLY:
         wait_for_previous()
         let_next_begin()
@@ -47,7 +47,7 @@ def _read_kernel(p_x, p_out, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 class Timer:
-    """Times launches on the current device. `copy_bandwidth` (bytes/s, read + write) is measured when it is made."""
+    """Times launches on the current device. The constructor measures `copy_bandwidth` (bytes/s, read + write)."""
 
     def __init__(self) -> None:
         self._flushed = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
@@ -55,9 +55,9 @@ class Timer:
         self.copy_bandwidth = copy_bandwidth()
 
     def flush(self, *, early: bool) -> None:
-        """Evict what the L2 holds by reading other memory, which leaves no lines to write back.
+        """Evict the L2 by reading other memory, which leaves no lines to write back.
 
-        early: as a kernel of ours ahead in a step would, let the next launch begin beside it.
+        early: let the next launch begin early, as a kernel of ours before it in a step would.
         """
         block = 8192
         grid = (self._flushed.numel() // block,)
@@ -67,9 +67,10 @@ class Timer:
         )
 
     def seconds(self, run: partial[Any], num_bytes: int, *, early: bool = True) -> float:
-        """Median seconds of one `run`, which moves `num_bytes`; see the module. Copies of its tensors need memory.
+        """Return the median seconds of one `run`, which moves `num_bytes` (see the module). Its tensors are copied.
 
-        early: whether its first launch may begin early; torch's do not, and what is read between them then does not.
+        early: whether its first launch may begin early. torch's launches do not, and then the reads between them do
+        not.
         """
         if num_bytes < _LEAST_ROTATED:
             return self._seconds_flushed(run, early=early)
@@ -77,7 +78,7 @@ class Timer:
         launches = sets * -(-_LAUNCHES // len(sets))
 
         def turns(count: int) -> Callable[[], object]:
-            # As a list: an output let go at once would be the next one's memory, in the L2 and never written back.
+            # A list keeps all outputs. A freed output would be the next one's memory, in the L2 and never written back.
             return lambda: [launch() for _ in range(count) for launch in launches]
 
         [once] = _medians([turns(1)], replays=3)
@@ -88,7 +89,7 @@ class Timer:
         return (thrice - once) / 2 / len(launches)
 
     def _seconds_flushed(self, run: partial[Any], *, early: bool) -> float:
-        """A graph of (flush, run) x n less a graph of (flush) x n, over n."""
+        """Time a graph of (flush, run) x n less a graph of (flush) x n, over n."""
 
         def both() -> None:
             for _ in range(_LAUNCHES):
@@ -104,7 +105,7 @@ class Timer:
 
 
 def _medians(bodies: list[Callable[[], object]], *, replays: int = _REPLAYS) -> list[float]:
-    """Seconds per replay of each body's graph, replayed in turns so that drift meets all alike."""
+    """Return the seconds per replay of each body's graph, replayed in turns so that drift affects all alike."""
     graphs = [capture(body) for body in bodies]
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays + 2):
@@ -119,7 +120,7 @@ def _medians(bodies: list[Callable[[], object]], *, replays: int = _REPLAYS) -> 
 
 
 def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`body` as a graph, after one run outside of it (compilation, lazy handles)."""
+    """Capture `body` as a graph, after one run outside of it (compilation, lazy handles)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

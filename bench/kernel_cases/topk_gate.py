@@ -1,4 +1,4 @@
-"""Bench cases of the gate."""
+"""Bench of the gate."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,14 +25,14 @@ _GATES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     ("Qwen3 softmax", 128, MappingProxyType({"scoring": "softmax", "renormalize": True})),
 )
 _CHAIN = "torch scores, topk, gather, divide"
-# Two units in the last place of an fp32 score: its own error and that of the one it is held against.
+# Two units in the last place of an fp32 score: its own error and that of the reference.
 _ROUNDING = 4 * 2.0**-24
-# Rows beside which the counting of choices is measured: single tokens, a full decode step, a prompt.
+# Rows for which the counting of choices is measured: single tokens, a full decode step, a prompt.
 _COUNTED_ROWS = (1, 8, 64, 8192)
 
 
 def cases() -> Iterator[Case]:
-    """Three gates at the issue's 64 tokens, at one token and at a prompt's 4096; two that count what is chosen."""
+    """Yield three gates at 64 tokens, at one token and at a prompt's 4096, and two that count choices."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
             yield _case(_logits(num_tokens, num_experts), name, options)
@@ -42,7 +42,7 @@ def cases() -> Iterator[Case]:
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:
-    """Each gate over what its model's product gives: logits in fp32 or bf16, a shared expert's gate beside them."""
+    """Yield each gate over its model's product: logits in fp32 or bf16, with or without a shared expert's gate."""
     for model in models:
         for num_tokens in rows:
             logits = _logits(num_tokens, model.num_logits)
@@ -98,8 +98,10 @@ def _case(
 
 
 def _assert_chosen(logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Raise AssertionError unless `ids` are those that the host's reference chose. Of experts whose scores are the same
-    but for a rounding either may be: host and device have each an exp of their own, which differ in the last bit."""
+    """Raise AssertionError unless `ids` are those of the host's reference.
+
+    If scores differ by a rounding only, either expert is right. The exp of host and device differ in the last bit.
+    """
     scores = torch.softmax(logits, -1) if bias is None else torch.sigmoid(logits)
     choice, size = (scores, scores) if bias is None else (scores + bias, scores + bias.abs())
     gap = (choice.gather(1, ids) - choice.gather(1, wanted)).abs()
@@ -107,7 +109,7 @@ def _assert_chosen(logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.T
     assert wrong == 0, (
         f"ids of the reference: {wrong} of {ids.numel()} differ, by {float(gap.max()):.1e} in their score"
     )
-    assert int((ids != wanted).sum()) < 1e-3 * ids.numel() + 1, "more ids differ than roundings make"
+    assert int((ids != wanted).sum()) < 1e-3 * ids.numel() + 1, "more ids differ than roundings explain"
     assert int((ids.sort(1).values.diff(dim=1) == 0).sum()) == 0, "an expert is chosen twice"
 
 

@@ -1,8 +1,8 @@
-"""The engines behind the routers that `bench/peers.py` compares, each a process of its own.
+"""The engines behind the routers that `bench/peers.py` compares, each in its own process.
 
-`TimedEngine` sends ids over ZMQ, to our router or to `ApiServer`, which makes the events of them, as vLLM's API server
-process does for its EngineCore process. `serve_ready_events` is engine and API server in one, with events that are made
-beforehand: the least that can stand behind a router.
+`TimedEngine` sends ids over ZMQ to our router or to `ApiServer`. `ApiServer` makes their events, as vLLM's API server
+process does for its EngineCore process. `serve_ready_events` is engine and API server in one, with prepared events: the
+minimum behind a router.
 """
 
 import asyncio
@@ -30,17 +30,18 @@ from moeyard_worker.protocol import Abort, Message, SamplingParams, Submit, Toke
 from moeyard_worker.wire import encode
 
 WIDTH = 4  # characters of a token
-# A stream is known to both ends by its `max_tokens`, which every router passes on.
+# Both ends identify a stream by its `max_tokens`, which every router forwards.
 FIRST_LIMIT = 50_000
 _MODELS = b'{"object":"list","data":[{"id":"stub","object":"model","owned_by":"x","created":0}]}'
 _CREATED = 1_795_000_000
-# Chunks that are made, then written, as by our router: 6.4 us of CPU for each instead of 7.0 one by one (2026-11-25).
+# Chunks that are made before they are written, as in our router: 6.4 us of CPU for each, and 7.0 one by one
+# (2026-11-25).
 _TOGETHER = 16
-_PROMPT = (300, 301, 302)  # of every chat: none of the routers' work depends on it
+_PROMPT = (300, 301, 302)  # for every chat, because no router's work depends on it
 
 
 class Clock:
-    """When each step of an engine was, and at which step each stream began: a file that two processes map."""
+    """The time of each step of an engine, and the first step of each stream, in a file that two processes map."""
 
     def __init__(self, path: Path) -> None:
         shape = 2_000_000 + FIRST_LIMIT
@@ -51,14 +52,14 @@ class Clock:
         self.step = 0
 
     def tick(self) -> int:
-        """It is the time of the next step; its number."""
+        """Record the time of the next step and return its number."""
         self.step += 1
         self.times[self.step] = time.monotonic()
         return self.step
 
 
 class TimedEngine(Engine):
-    """The scripted engine with a clock, and tokens of four plain characters."""
+    """The scripted engine with a clock, and with tokens of four plain characters."""
 
     def __init__(self, step_seconds: float, clock: Path) -> None:
         super().__init__(0, 1, step_seconds)
@@ -77,7 +78,7 @@ class TimedEngine(Engine):
             rows.setdefault(sequence.peer, []).append(Tokens(request_id=name, start=sequence.sent, token_ids=(token,)))
             sequence.sent += 1
         frames = [(peer, encode(TokenBatch(rows=tuple(some)))) for peer, some in rows.items()]
-        self._clock.tick()  # now that all is written, as the HTTP engine's events are
+        self._clock.tick()  # after all writes, as for the HTTP engine's events
         for frame in frames:
             self._socket.send_multipart(frame)
         for name, sequence in list(self._running.items()):
@@ -86,7 +87,7 @@ class TimedEngine(Engine):
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection of an engine that speaks HTTP: answers every GET; `begin` streams the answer to a POST."""
+    """One connection of an HTTP engine. It answers every GET, and `begin` streams the answer to a POST."""
 
     def __init__(
         self, begin: Callable[[asyncio.Transport, int], None], end: Callable[[asyncio.Transport], None]
@@ -95,11 +96,11 @@ class HttpConnection(asyncio.Protocol):
         self._data = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A connection."""
+        """Note the new connection."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """A request, whole or in part."""
+        """Take part of a request, or all of it."""
         self._data += data
         head, end, body = self._data.partition(b"\r\n\r\n")
         length = re.search(rb"(?i)content-length: *(\d+)", head)
@@ -118,12 +119,12 @@ class HttpConnection(asyncio.Protocol):
         self._begin(self._transport, json.loads(body)["max_tokens"])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Note that the client has gone."""
         self._end(self._transport)
 
 
 def _chunk(name: str, text: str) -> bytes:
-    """One token's event as a chunk of HTTP's chunked encoding."""
+    """Return one token's event as a chunk of HTTP's chunked encoding."""
     choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
     body = {"id": name, "object": "chat.completion.chunk", "created": _CREATED, "model": "stub", "choices": [choice]}
     event = b"data: %b\n\n" % orjson.dumps(body)
@@ -139,21 +140,21 @@ def _write(chunks: list[tuple[asyncio.Transport, bytes]]) -> None:
 async def _listen(
     begin: Callable[[asyncio.Transport, int], None], end: Callable[[asyncio.Transport], None], pipe: Connection
 ) -> asyncio.AbstractServer:
-    """Take connections on a port, and send the address."""
+    """Accept connections on a port and send the address."""
     server = await asyncio.get_running_loop().create_server(
         lambda: HttpConnection(begin, end), "127.0.0.1", 0, backlog=1024
     )
     gc.collect()
-    gc.freeze()  # as vLLM's API server does, and our router
+    gc.freeze()  # as vLLM's API server and our router do
     pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     return server
 
 
 class ApiServer:
-    """Ids come in over ZMQ, as to our router; each token's text and event are made here and written to its stream.
+    """Receives ids over ZMQ, as our router does, makes each token's text and event, and writes it to its stream.
 
-    Nothing else is done: no queue and no task for each stream, no framework, no checks of what comes in, no metrics.
-    vLLM's has all of these, so this is the least that its API server process can take in Python.
+    It has no queue or task per stream, no framework, no checks of its input and no metrics. The one of vLLM has all of
+    these, so this is the lower bound of an API server process in Python.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -167,7 +168,7 @@ class ApiServer:
         self._loop.add_reader(self._socket.FD, self._read)
 
     def begin(self, transport: asyncio.Transport, limit: int) -> None:
-        """Have the engine run a sequence for this connection."""
+        """Start a sequence for this connection."""
         name = f"chatcmpl-{next(self._numbers):032x}"
         self._streams[name] = transport, DecodeStream(ids=list(_PROMPT), skip_special_tokens=True)
         self._names[transport] = name
@@ -175,7 +176,7 @@ class ApiServer:
         self._send(Submit(request_id=name, prompt_token_ids=_PROMPT, sampling=sampling))
 
     def end(self, transport: asyncio.Transport) -> None:
-        """Have it stop."""
+        """Stop the sequence of this connection."""
         name = self._names.pop(transport, None)
         if name is not None:
             del self._streams[name]
@@ -183,7 +184,7 @@ class ApiServer:
 
     def _send(self, message: Message) -> None:
         self._socket.send(encode(message), zmq.NOBLOCK)
-        self._loop.call_soon(self._read)  # sending may swallow the readiness of ZMQ's edge-triggered descriptor
+        self._loop.call_soon(self._read)  # sending may consume the readiness of ZMQ's edge-triggered descriptor
 
     def _read(self) -> None:
         streams, tokenizer = self._streams, self._tokenizer
@@ -203,14 +204,14 @@ class ApiServer:
 
 
 async def serve_made_events(endpoint: str, pipe: Connection) -> None:
-    """Until the process ends."""
+    """Serve until the process ends."""
     server = ApiServer(endpoint)
     async with await _listen(server.begin, server.end, pipe) as listening:
         await listening.serve_forever()
 
 
 async def serve_ready_events(step_seconds: float, path: Path, pipe: Connection) -> None:
-    """Until the process ends."""
+    """Serve until the process ends."""
     clock = Clock(path)
     running: dict[asyncio.Transport, int] = {}
 
@@ -220,7 +221,7 @@ async def serve_ready_events(step_seconds: float, path: Path, pipe: Connection) 
     def end(transport: asyncio.Transport) -> None:
         running.pop(transport, None)
 
-    # litellm ends a stream that says the same a hundred times.
+    # litellm ends a stream that repeats itself a hundred times.
     chunks = [_chunk(f"chatcmpl-{0:032x}", f" {i:03}") for i in range(500)]
     async with await _listen(begin, end, pipe):
         due = time.monotonic()
@@ -237,17 +238,17 @@ async def serve_ready_events(step_seconds: float, path: Path, pipe: Connection) 
 
 
 def run_ready_events(step_seconds: float, clock: Path, pipe: Connection) -> None:
-    """Process of the HTTP engine whose events are made beforehand; sends its address."""
+    """Run the process of the HTTP engine with prepared events, and send its address."""
     uvloop.run(serve_ready_events(step_seconds, clock, pipe))
 
 
 def run_made_events(endpoint: str, pipe: Connection) -> None:
-    """Process of the API server before the engine at `endpoint`; sends its address."""
+    """Run the process of the API server in front of the engine at `endpoint`, and send its address."""
     uvloop.run(serve_made_events(endpoint, pipe))
 
 
 def run_timed_engine(step_seconds: float, clock: Path, pipe: Connection) -> None:
-    """Process of the engine that speaks our workers' protocol; sends its endpoint."""
+    """Run the process of the engine with our workers' protocol, and send its endpoint."""
     engine = TimedEngine(step_seconds, clock)
     pipe.send(engine.endpoint)
     engine.run()

@@ -1,4 +1,4 @@
-"""The other routers that `bench/peers.py` measures, from PyPI: each in a virtual environment and process of its own."""
+"""The other routers that `bench/peers.py` measures, from PyPI, each in its own virtual environment and process."""
 
 import importlib.metadata
 import json
@@ -18,7 +18,7 @@ START_SECONDS = 120.0
 
 
 def environment(directory: Path, package: str) -> tuple[Path, str]:
-    """The `bin` of a virtual environment with this package, and the package's version."""
+    """Return the `bin` of a virtual environment with this package, and the package's version."""
     home = directory / re.sub(r"\W+", "_", package)
     if not (home / "ready").exists():
         venv.create(home, with_pip=True)
@@ -30,13 +30,13 @@ def environment(directory: Path, package: str) -> tuple[Path, str]:
 
 
 def free_port() -> int:
-    """A port that nobody has at the moment."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 def start(command: list[Any], port: int, path: str, log: Path) -> "subprocess.Popen[bytes]":
-    """A peer's process, once it answers."""
+    """Start a peer's process and return it when it answers."""
     quiet = {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_LOG": "ERROR",
@@ -60,7 +60,7 @@ def start(command: list[Any], port: int, path: str, log: Path) -> "subprocess.Po
 
 
 def end(peers: "list[subprocess.Popen[bytes]]") -> None:
-    """Kill them: asked to end, litellm waits for its streams."""
+    """Kill the peers, because litellm waits for its streams on SIGTERM."""
     for peer in peers:
         peer.kill()
         peer.wait()
@@ -68,7 +68,7 @@ def end(peers: "list[subprocess.Popen[bytes]]") -> None:
 
 
 class VllmRouter:
-    """vllm-router before one engine."""
+    """vllm-router in front of one engine."""
 
     def __init__(self, venvs: Path, engine: str, scratch: Path) -> None:
         directory, version = environment(venvs, "vllm-router")
@@ -78,12 +78,12 @@ class VllmRouter:
         self._command += ["--policy", "round_robin", "--prometheus-port", free_port()]
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Its process, once it answers."""
+        """Start the process and return it when it answers."""
         return start(self._command, self.port, "/health", self._log)
 
 
 class Litellm:
-    """litellm's proxy before one engine: one model behind one address; nothing is looked up, written or retried."""
+    """litellm's proxy in front of one engine: one model at one address, without lookups, writes or retries."""
 
     def __init__(self, venvs: Path, engine: str, scratch: Path) -> None:
         directory, version = environment(venvs, "litellm[proxy]")
@@ -95,5 +95,5 @@ class Litellm:
         self._command = [directory / "litellm", "--config", config, "--port", self.port, "--host", "127.0.0.1"]
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Its process, once it answers."""
+        """Start the process and return it when it answers."""
         return start(self._command, self.port, "/health/liveliness", self._log)

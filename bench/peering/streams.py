@@ -1,4 +1,4 @@
-"""The client of `bench/peers.py`: streams read with bare sockets, and how late each token was."""
+"""The client of `bench/peers.py`: it reads streams from bare sockets and records how late each token was."""
 
 import asyncio
 import itertools
@@ -16,25 +16,25 @@ from peering.engines import FIRST_LIMIT, WIDTH, Clock
 
 _WARM_UP_SECONDS = 2.0
 _BEGIN_SECONDS = 20.0
-# litellm does not start without one; nobody else looks at it. It is checked once a request.
+# litellm does not start without a key and checks it once per request. The others ignore it.
 KEY = f"sk-{secrets.token_hex(16)}"
 _CONTENT = re.compile(rb'"content": ?"([^"]+)"')
 
 
 @dataclass(slots=True)
 class Target:
-    """What is measured: its port, the clock of the engine behind it, its process, and the API server's behind it."""
+    """A measured router: its port, its engine's clock, its process, and the process of the API server behind it."""
 
     name: str
     port: int
     clock: Clock
     process: psutil.Process | None = None
     behind: psutil.Process | None = None
-    renew: Callable[[], int] | None = None  # kills the process and starts another; its id
+    renew: Callable[[], int] | None = None  # kills the process and starts another; returns its id
 
 
 def _cpu_seconds(process: psutil.Process | None) -> float:
-    """User and system time of a process and of those that it started."""
+    """Return user and system time of a process and its children."""
     if process is None:
         return 0.0
     family = [process, *process.children(recursive=True)]
@@ -42,7 +42,7 @@ def _cpu_seconds(process: psutil.Process | None) -> float:
 
 
 class Stream(asyncio.Protocol):
-    """One streamed chat, read without parsing it as JSON: when each token came."""
+    """One streamed chat, read without a JSON parser: the arrival time of each token."""
 
     def __init__(self, port: int, limit: int) -> None:
         body = {"model": "stub", "messages": [{"role": "user", "content": "Hello there."}], "max_tokens": limit}
@@ -57,12 +57,12 @@ class Stream(asyncio.Protocol):
         self.status = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         self.transport = cast(asyncio.Transport, transport)
         self.transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count."""
+        """Count the events."""
         now = time.monotonic()
         self.status = self.status or data[:12]
         whole, cut, rest = (self._rest + data).rpartition(b"\n\n")
@@ -74,7 +74,7 @@ class Stream(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One round: streams that had a token, tokens per second, milliseconds late, and microseconds of CPU per token."""
+    """One round: streams with a token, tokens per second, milliseconds late, and microseconds of CPU per token."""
 
     begun: int
     rate: float
@@ -85,14 +85,14 @@ class Seen:
 
 
 async def read_streams(target: Target, count: int, seconds: float, numbers: "itertools.count[int]") -> Seen:
-    """Open the streams, let them run in, look for some seconds, close them."""
+    """Open the streams, warm up, measure for `seconds`, and close them."""
     loop = asyncio.get_running_loop()
     streams = [Stream(target.port, next(numbers)) for _ in range(count)]
     for stream in streams:
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", target.port)
     deadline = time.monotonic() + _BEGIN_SECONDS
     while not all(s.arrivals for s in streams) and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)  # litellm's first answers take it seconds
+        await asyncio.sleep(0.1)  # litellm's first answers take seconds
     await asyncio.sleep(_WARM_UP_SECONDS)
     cpu, behind, began = _cpu_seconds(target.process), _cpu_seconds(target.behind), time.monotonic()
     await asyncio.sleep(seconds)

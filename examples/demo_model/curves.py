@@ -1,4 +1,4 @@
-"""The picture of the demo model's card: training.json's curve as SVG, with the standard library alone."""
+"""Draw training.json's curve as SVG for the demo model's card, with the standard library alone."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ MAX_POINTS = 250
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to seven round values within [low, high]."""
+    """Return three to seven round values within [low, high]."""
     unit = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(s for s in (unit, 2 * unit, 5 * unit, 10 * unit) if (high - low) / s <= 6)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def panel(title: str, lines: Sequence[tuple[str, str, list[tuple[float, float]]]], bound: float | None) -> str:
-    """One plot as SVG elements; `lines` are (name, colour, points [(step, value)]), `bound` a dashed line."""
+    """Return one plot as SVG elements. `lines` are (name, colour, points [(step, value)]), `bound` a dashed line."""
     points = [point for _, _, line in lines for point in line]
     right = max(x for x, _ in points)
     values = [y for _, y in points] + ([] if bound is None else [bound])
@@ -54,7 +54,7 @@ def panel(title: str, lines: Sequence[tuple[str, str, list[tuple[float, float]]]
 
 
 def draw(curve: Sequence[dict[str, Any]], max_bits_per_byte: float, max_busiest: float) -> str:
-    """The picture of the card: losses, held-out bits per byte and the busiest expert over the steps, as SVG."""
+    """Return the picture of the card as SVG: losses, held-out bits per byte and the busiest expert over the steps."""
 
     def points(key: str) -> list[tuple[float, float]]:
         return [(row["step"], row[key]) for row in curve if row.get(key) is not None]

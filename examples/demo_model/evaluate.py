@@ -1,10 +1,11 @@
-"""Figures of the demo model on text that training never saw, for its model card.
+"""Measure the demo model on text that training never saw, for its model card.
 
     python -m examples.demo_model.evaluate [--model DIR] [--heldout FILE] [--json FILE] [--documents N] [--seed S]
 
-Everything is measured in float32 on the stored weights: measure.py does what needs transformers alone, this file what
-the model writes. Greedy continuations ignore end tokens on both sides, so that all have the same length; samples stop
-at them. Prints tables, writes all of it with --json, and returns 1 when a figure misses its bound.
+Everything is measured in float32 on the stored weights. measure.py has the figures that need only transformers, this
+file those of generated text. Greedy continuations ignore end tokens on both sides, so that all have the same length;
+samples stop at them. The script prints tables, writes everything with --json, and returns 1 if a figure misses its
+bound.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.step import Chunk, Step
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo"
-# What issue 3 asks of the model.
+# Bounds that the shipped model must reach.
 MAX_BITS_PER_BYTE = 1.9
 MAX_BUSIEST_EXPERT = 2.0
 MIN_ACCEPTANCE = 0.5
@@ -34,14 +35,14 @@ NUM_SAMPLES = 10
 
 
 def make_runner(directory: Path | str, length: int) -> Runner:
-    """moeyard in float32 on one rank, with pages for one sequence of `length` tokens. Raises CheckpointError."""
+    """Return moeyard in float32 on one rank, with pages for one sequence of `length` tokens. Raises CheckpointError."""
     page_size = 16
     return local_runner(directory, dtype=torch.float32, num_pages=-(-length // page_size), page_size=page_size)
 
 
 @torch.inference_mode()
 def transformers_greedy(main: Any, prompt: Sequence[int], num_tokens: int, **settings: Any) -> list[int]:
-    """`num_tokens` greedy tokens of transformers' generate. `settings` go to generate: use_mtp=True to speculate."""
+    """Return `num_tokens` greedy tokens of transformers. `settings` go to generate: use_mtp=True to speculate."""
     generated = main.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -57,10 +58,10 @@ def transformers_greedy(main: Any, prompt: Sequence[int], num_tokens: int, **set
 def compare_with_moeyard(
     main: Any, runner: Runner, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Greedy tokens of moeyard and transformers after each prompt: (what differs, transformers' continuations).
+    """Compare greedy tokens of moeyard and transformers after each prompt. Return (differences, transformers' tokens).
 
-    `differences` has the index of the prompt, the position of its first other token, both tokens, and how far apart the
-    logits of these two tokens are in moeyard (tiny: a tie that rounding broke).
+    `differences` has the index of the prompt, the position of its first different token and both tokens. It also has
+    the distance of their logits in moeyard, which is tiny if rounding broke a tie.
     """
     continuations, differences = [], []
     for number, prompt in enumerate(prompts):
@@ -80,12 +81,12 @@ def compare_with_moeyard(
 def acceptance(
     model: Any, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], *, num_checked: int = 2
 ) -> dict[str, Any]:
-    """Acceptance at greedy: how often the MTP layer's draft is the main model's next greedy token.
+    """Measure how often the MTP layer's greedy draft is the main model's next greedy token.
 
-    `prompts` are of one length, `continuations` the main model's own greedy tokens c[0..n). c[0] comes with the prompt;
-    once c[i-1] is known the MTP layer drafts c[i], which gives n - 1 drafts a prompt, every one of them counted. One
-    teacher-forced pass over prompt and continuation computes them all; `unstable` counts tokens that this pass would
-    choose otherwise than the decoding did (rounding: 0 or very few).
+    `prompts` have one length. `continuations` are the main model's own greedy tokens c[0..n). c[0] comes with the
+    prompt. When c[i-1] is known, the MTP layer drafts c[i]. That gives n - 1 drafts per prompt, and all of them count.
+    One teacher-forced pass over prompt and continuation computes them. `unstable` counts tokens that this pass would
+    choose differently from the decoding (rounding: 0 or very few).
 
     For the first `num_checked` prompts generate(use_mtp=True) decodes too. `checked` says whether its tokens are the
     same and it needed as many passes of the main model as these drafts imply, and how many tokens a pass gave.
@@ -129,10 +130,10 @@ def acceptance(
 
 
 def speculative_passes(right: Sequence[bool]) -> int:
-    """Passes of the main model that decode len(right) + 1 tokens with one draft each; right[i] is that of token i+1.
+    """Return the passes of the main model that decode len(right) + 1 tokens with one draft each.
 
-    The first pass reads the prompt and gives token 0; every other one gives a token, and the next when its draft was
-    right.
+    right[i] is whether the draft of token i+1 is right. The first pass reads the prompt and gives token 0. Every other
+    pass gives a token, and the next one if its draft was right.
     """
     passes, have, total = 1, 1, len(right) + 1
     while have < total:
@@ -142,7 +143,7 @@ def speculative_passes(right: Sequence[bool]) -> int:
 
 
 def continue_with_moeyard(runner: Runner, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """Tokens of moeyard's own sampler after a prompt, up to an end token (kept) or `params.max_tokens`."""
+    """Return the tokens of moeyard's own sampler after a prompt, up to an end token (kept) or `params.max_tokens`."""
     output: list[int] = []
     pages = tuple(range(-(-(len(prompt) + params.max_tokens) // runner.page_size)))
     ends = runner.config.eos_token_ids
@@ -173,10 +174,10 @@ def sample_texts(
     temperature: float = 0.7,
     max_tokens: int = 72,
 ) -> list[dict[str, Any]]:
-    """One sample for each document: in turn a continuation of its first 24 tokens and an answer to its `ask` as a chat.
+    """Return one sample per document: in turn a continuation of its first 24 tokens, and a chat answer to its `ask`.
 
-    A sample has `max_tokens` tokens, or fewer where it ends or the model's context does. Sampling is counter-based, so
-    (seed, temperature) fixes each text; sample i has seed `seed` + i.
+    A sample has `max_tokens` tokens, or fewer if it ends or the model's context does. Sampling is counter-based, so
+    (seed, temperature) fixes each text. Sample i has seed `seed` + i.
     """
     rows = []
     for number, document in enumerate(documents):
@@ -210,7 +211,7 @@ def sample_texts(
 
 
 def check_bounds(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that issue 3 asks for, each with its bound."""
+    """Return the bounded figures, each with its bound."""
     busiest = max(row["busiest"] for row in result["experts"])
     dead = sum(row["dead"] for row in result["experts"])
     bpb, accepted = result["heldout"]["bits_per_byte"], result["acceptance"]["share"]
@@ -243,9 +244,9 @@ def evaluate(
     prompt_tokens: int = 64,
     num_tokens: int = 64,
 ) -> dict[str, Any]:
-    """All figures. Prompts are <|begin|> and the first `prompt_tokens` tokens of documents spread over the sources.
+    """Return all figures. Prompts are <|begin|> and the first `prompt_tokens` tokens of documents of all sources.
 
-    Raises ValueError when no document is that long.
+    Raises ValueError if no document is that long.
     """
     started = time.monotonic()
     result = measure_heldout(model, documents)
@@ -263,13 +264,13 @@ def evaluate(
 
 
 def main() -> int:
-    """Command line of this script; 1 when a bound is missed."""
+    """Run the command line. Return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description="measure the demo model on held-out text")
     parser.add_argument("--model", type=Path, default=MODEL, help="a deepseek_v3 directory (default: deploy/demo)")
     parser.add_argument("--heldout", type=Path, default=MODEL / "heldout.jsonl")
     parser.add_argument("--json", type=Path, help="write every figure here, for model_card.py")
     parser.add_argument("--documents", type=int, help="measure this many documents only, spread over the sources")
-    parser.add_argument("--seed", type=int, default=1, help="of the samples")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the samples")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = DemoModel(args.model)

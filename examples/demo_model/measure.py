@@ -1,17 +1,17 @@
-"""Figures of the demo model on held-out text, with transformers alone: bits per byte, expert load, teacher-forced MTP.
+"""Measure the demo model on held-out text with transformers alone: bits per byte, expert load, teacher-forced MTP.
 
 The model is transformers' own DeepseekV3ForCausalLM with its MtpModel, in float32 on the stored weights.
 
-Bits per byte: a document is <|begin|> (given), its tokens and <|end|>; the sum of -log2 p over its tokens, <|end|>
-included, is divided by the UTF-8 bytes of its text. It runs in windows of max_position_embeddings inputs that advance
-by half of that, and every token counts once, in the first window that predicts it: the first window's tokens have all
-that came before as context, later ones at least half a window.
+Bits per byte: a document is <|begin|> (given), its tokens and <|end|>. The sum of -log2 p over its tokens, <|end|>
+included, is divided by the UTF-8 bytes of its text. The text runs in windows of max_position_embeddings inputs that
+advance by half of that. Every token counts once, in the first window that predicts it. So tokens of the first window
+have everything before them as context, and later ones at least half a window.
 
 Expert load: how often each expert is among the top k, over every position that predicts a counted token (in the MTP
 layer: over every position that drafts one).
 
-MTP, teacher-forced: the MTP layer is given what generate(use_mtp=True) gives it, the main model's hidden state at t
-after the final norm and the embedding of the true token t+1, and its argmax is a draft of token t+2.
+Teacher-forced MTP: the MTP layer gets the inputs of generate(use_mtp=True). These are the main model's hidden state at
+t after the final norm, and the embedding of the true token t+1. Its argmax is a draft of token t+2.
 """
 
 import json
@@ -26,13 +26,14 @@ import transformers
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-# Inputs of one pass. One long window at a time, short ones together: four long ones took half as long again on a CPU.
+# Inputs of one pass: one long window, or several short ones. Four long windows at once took half as long again on a
+# CPU.
 TOKENS_PER_PASS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One held-out text. `ids` is <|begin|>, its tokens, <|end|>; `num_bytes` its length in UTF-8."""
+    """One held-out text. `ids` is <|begin|>, its tokens, <|end|>; `num_bytes` is its length in UTF-8."""
 
     source: str
     title: str
@@ -47,7 +48,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`ids` of one pass, the last one only as a target; targets from index `first` on count here."""
+    """`ids` of one pass. The last one is only a target. Targets from index `first` on count here."""
 
     document: int
     ids: list[int]
@@ -69,22 +70,22 @@ class Pass:
 class DemoModel:
     """transformers' model and MTP layer of a checkpoint, in float32, and its tokenizer.
 
-    Raises ValueError when the checkpoint has not exactly one MTP layer.
+    Raises ValueError unless the checkpoint has exactly one MTP layer.
     """
 
     def __init__(self, directory: Path | str) -> None:
         transformers.utils.logging.disable_progress_bar()
-        # It would name the MTP layer's tensors as unexpected, and texts longer than the model's context.
+        # It would report the MTP layer's tensors as unexpected, and texts longer than the model's context.
         transformers.utils.logging.set_verbosity_error()
         self.directory = Path(directory)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        # On a CPU torch has no fused attention for keys wider than values; written out it is a sixth faster.
+        # On a CPU torch has no fused attention for keys wider than values. The eager form is a sixth faster there.
         settings = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.main = transformers.DeepseekV3ForCausalLM.from_pretrained(directory, **settings).eval()
         self.config = self.main.config
         if self.config.num_mtp_layers != 1:
             raise ValueError(f"{directory}: {self.config.num_mtp_layers} MTP layers, 1 is needed")
-        # transformers finds MTP layers by this pattern, which names the real model's layer 61 only.
+        # transformers finds MTP layers by this pattern, which names only layer 61 of the real model.
         self.main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{self.config.num_hidden_layers}\..*"]
         self.mtp = MtpModel.from_pretrained(self.main).eval()
         self._draft_hidden: list[torch.Tensor] = []
@@ -97,7 +98,7 @@ class DemoModel:
 
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor) -> Pass:
-        """Logits, drafts and routing of ids [B, T], T >= 2. A row padded on its right keeps its own values."""
+        """Return logits, drafts and routing of ids [B, T], T >= 2. A row padded on its right keeps its own values."""
         batch, length = ids.shape
         hidden = self.main.model(ids, use_cache=False).last_hidden_state
         self._draft_hidden.clear()
@@ -116,7 +117,7 @@ class DemoModel:
 
 
 def read_documents(path: Path, model: DemoModel) -> list[Document]:
-    """The lines of heldout.jsonl, tokenized."""
+    """Read and tokenize the lines of heldout.jsonl."""
     begin, end = model.config.bos_token_id, model.config.eos_token_id
     documents = []
     for line in path.read_text().splitlines():
@@ -127,7 +128,7 @@ def read_documents(path: Path, model: DemoModel) -> list[Document]:
 
 
 def spread(documents: Sequence[Document], count: int) -> list[Document]:
-    """`count` documents, or all when there are fewer: as equal a number of each source as there are, evenly spaced."""
+    """Return `count` documents (all if there are fewer), as equally from each source as possible, evenly spaced."""
     sources: dict[str, list[Document]] = {}
     for document in documents:
         sources.setdefault(document.source, []).append(document)
@@ -144,7 +145,7 @@ def spread(documents: Sequence[Document], count: int) -> list[Document]:
 
 
 def cut_windows(documents: Sequence[Document], size: int) -> list[Window]:
-    """Windows of up to `size` inputs (`size` + 1 ids); together they count each token of a document but the first."""
+    """Cut windows of up to `size` inputs (`size` + 1 ids). Together they count all tokens but the first."""
     stride = size // 2
     windows = []
     for number, document in enumerate(documents):
@@ -157,7 +158,7 @@ def cut_windows(documents: Sequence[Document], size: int) -> list[Window]:
 
 
 def batches(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Windows of similar length together, TOKENS_PER_PASS inputs at most (or one window)."""
+    """Yield groups of windows of similar length, TOKENS_PER_PASS inputs at most (or one window)."""
     batch: list[Window] = []
     for window in sorted(windows, key=lambda w: -len(w.ids)):
         if batch and (len(batch) + 1) * len(batch[0].ids) > TOKENS_PER_PASS:
@@ -194,7 +195,7 @@ class HeldOut:
             greedy = logits.argmax(-1)
             self.num_tokens += len(targets)
             self.num_right += int((greedy == targets).sum())
-            # Index i drafts token i+2; a document's first token has no hidden state before it to be drafted from.
+            # Index i drafts token i+2. A document's first token has no earlier hidden state to be drafted from.
             skip = max(0, 2 - first)
             drafts = result.drafts[row, first + skip - 2 : inputs - 1].argmax(-1)
             self.num_drafts += len(drafts)
@@ -207,7 +208,7 @@ class HeldOut:
 
 
 def measure_heldout(model: DemoModel, documents: Sequence[Document], *, window: int | None = None) -> dict[str, Any]:
-    """Figures 1 to 3: bits per byte in all and by source, expert load by layer, teacher-forced MTP.
+    """Return figures 1 to 3: bits per byte in total and by source, expert load by layer, teacher-forced MTP.
 
     `window` is the number of inputs of a pass, by default the model's max_position_embeddings.
     """
@@ -246,7 +247,7 @@ def measure_heldout(model: DemoModel, documents: Sequence[Document], *, window: 
 
 
 def load_figures(layer: int, counts: torch.Tensor, config: Any) -> dict[str, Any]:
-    """Load of one layer's experts [E] relative to the mean; `dead` counts experts that no position chose."""
+    """Return the load of one layer's experts [E] relative to the mean. `dead` counts experts that no position chose."""
     mean = float(counts.sum()) / len(counts)
     return {
         "layer": layer,

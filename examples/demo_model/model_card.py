@@ -1,10 +1,10 @@
-"""Write the demo model's card, README.md with curves.svg, from what other scripts recorded.
+"""Write the demo model's card, README.md with curves.svg, from the records of other scripts.
 
     python -m examples.demo_model.evaluate --json deploy/demo/evaluation.json
     python -m examples.demo_model.model_card [--folder deploy/demo]
 
-Reads of the folder: config.json, model.safetensors, data.json (prepare_data.py), training.json (train.py) and
-evaluation.json (evaluate.py). The words stand in card_template.md; numbers come from those files alone.
+It reads config.json, model.safetensors, data.json (prepare_data.py), training.json (train.py) and evaluation.json
+(evaluate.py) of the folder. The text is in card_template.md, and all numbers come from those files.
 """
 
 import argparse
@@ -24,7 +24,7 @@ USAGE_PROMPT = "In the beginning"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, text: bool = False) -> str:
-    """A Markdown table, padded so that it reads in a terminal too. Columns after the first are numbers, or `text`."""
+    """Return a Markdown table, padded to be readable in a terminal. Columns after the first are numbers, or `text`."""
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [head, *rows]]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
     lines = [
@@ -40,12 +40,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, text: bool =
 
 
 def number(value: float | int) -> str:
-    """Integers in groups of three digits, fractions to three places."""
+    """Format integers in groups of three digits, and fractions to three places."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
 
 
 def figures(result: dict[str, Any]) -> str:
-    """The tables of evaluation.json as Markdown: bounds, bits per byte by source, expert load by layer, MTP, greedy."""
+    """Return evaluation.json as Markdown tables: bounds, bits per byte by source, expert load by layer, MTP, greedy."""
     held, mtp, accepted, greedy = (result[key] for key in ("heldout", "mtp", "acceptance", "greedy"))
     bounds = [(r["figure"], number(r["value"]), r["bound"], "met" if r["met"] else "MISSED") for r in result["bounds"]]
     sources = [
@@ -79,12 +79,12 @@ def figures(result: dict[str, Any]) -> str:
         table(("held-out text", "documents", "tokens", "bytes", "bits/byte", "nats/token"), sources),
         "Load of a layer's experts over all held-out tokens, relative to the layer's mean:",
         table(("layer", "busiest", "least", "dead"), layers),
-        f"Multi-token prediction: the first three over {mtp['positions']:,} held-out tokens (it reads true text),"
-        f" the last over {accepted['drafts']:,} drafts while it writes {greedy['tokens']} greedy tokens after"
+        f"Multi-token prediction: the first three over {mtp['positions']:,} held-out tokens (with true text as input),"
+        f" the last over {accepted['drafts']:,} drafts while generating {greedy['tokens']} greedy tokens after"
         f" {accepted['prompts']} held-out prompts.",
         table(("share of tokens where the", ""), drafts),
         *speculated,
-        f"moeyard and transformers write the same {greedy['tokens']} greedy tokens in float32 after"
+        f"moeyard and transformers generate the same {greedy['tokens']} greedy tokens in float32 after"
         f" {greedy['equal']} of {greedy['prompts']} held-out prompts.",
         *differing,
     ]
@@ -92,7 +92,7 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def quote(row: dict[str, Any]) -> str:
-    """One sample as a Markdown quotation that keeps its line breaks."""
+    """Return one sample as a Markdown quotation that keeps its line breaks."""
 
     def escape(text: str) -> str:
         return re.sub(r"([\\`*_<>#\[\]|~])", r"\\\1", text)
@@ -107,14 +107,14 @@ def quote(row: dict[str, Any]) -> str:
 
 
 def samples(result: dict[str, Any]) -> str:
-    """All samples as Markdown."""
+    """Return all samples as Markdown."""
     return "\n\n".join(quote(row) for row in result["samples"])
 
 
 def count_parameters(folder: Path) -> dict[str, int]:
-    """Numbers in model.safetensors by part of the model, in the order they are used, and in all.
+    """Count the parameters in model.safetensors by part of the model, in order of use, and in total.
 
-    `used per token` leaves out routed experts beyond the top k, the embedding (one row of it) and the MTP layer.
+    `used per token` excludes routed experts beyond the top k, the embedding except one row, and the MTP layer.
     """
     config = json.loads((folder / "config.json").read_text())
     parts = dict.fromkeys(
@@ -153,7 +153,7 @@ def count_parameters(folder: Path) -> dict[str, int]:
 
 
 def architecture(folder: Path) -> str:
-    """config.json as a table of what is where."""
+    """Return config.json as a table of the architecture."""
     c = json.loads((folder / "config.json").read_text())
     with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
         dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - no mapping
@@ -182,7 +182,7 @@ def architecture(folder: Path) -> str:
 
 
 def training_text(training: dict[str, Any]) -> str:
-    """Command, seed, hardware and options of training.json."""
+    """Return command, seed, hardware and options of training.json."""
     last = training["curve"][-1]
     rows = [
         ("command", f"`{training['command']}`"),
@@ -196,7 +196,7 @@ def training_text(training: dict[str, Any]) -> str:
 
 
 def data_text(data: dict[str, Any]) -> str:
-    """Sources, licences and sizes of data.json, and how held-out documents were chosen."""
+    """Return sources, licences and sizes of data.json, and the rule for held-out documents."""
     rows = [
         (
             row["source"],
@@ -216,13 +216,13 @@ documents / thousand bytes.
 
 {table(head, rows, text=True)}
 
-A hash of its source and title decides that a document is held out, about {split["share"]:.1%} of the text; training
-never sees it. Of those, a document of which more than {split["max_shared_shingles"]:.0%} of the 50-character passages
-stand in the training text too is left out of both: {left_out}."""
+A hash of source and title decides which documents are held out, about {split["share"]:.1%} of the text. Training
+never sees them. A held-out document that shares more than {split["max_shared_shingles"]:.0%} of its 50-character
+passages with the training text is left out of both: {left_out}."""
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md and curves.svg. Raises OSError or KeyError when a record is missing or incomplete."""
+    """Write README.md and curves.svg. Raises OSError or KeyError if a record is missing or incomplete."""
     result, training, data = (
         json.loads((folder / f"{name}.json").read_text()) for name in ("evaluation", "training", "data")
     )
@@ -252,7 +252,7 @@ def write_card(folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line of this script."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="write the demo model's card")
     parser.add_argument("--folder", type=Path, default=MODEL, help="the model's directory (default: deploy/demo)")
     write_card(parser.parse_args().folder)

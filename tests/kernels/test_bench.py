@@ -235,10 +235,10 @@ def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_rows_are_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--rows", "8"], "--rows is of the steps of a --model"),
+        (["--rows", "8"], "--rows needs a --model"),
         (["--model", "Qwen"], "invalid choice: 'Qwen'"),
         (["--model", "all", "--rows", "7"], "invalid choice: 7"),
-        (["--merge", "a.csv"], "--merge takes rows over into the file of --csv"),
+        (["--merge", "a.csv"], "--merge copies rows to the file of --csv"),
     ):
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
         with pytest.raises(SystemExit):
