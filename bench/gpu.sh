@@ -1,35 +1,36 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in parts of a few minutes each on an H200 with an empty Triton cache; equality first.
+# Tests and figures that need a GPU, in parts of a few minutes each on an H200 with an empty Triton cache; equality first.
 #
-#   bench/gpu.sh wheels [DIR]          here, with a network: what Python 3.12 there lacks beside torch and transformers
-#   OUT=/tmp/out bench/gpu.sh PART...  there, in the root of the tree (carry .wheels): equality, figures
-#     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; the whole product
-#     state                            of workers: what linear attention keeps, through graphs and drafts
-#     decode prefill                   issue-sized figures of Qwen3-30B-A3B
-#     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, beside fla's
-#     arrivals                         TTFT of prompts that arrive while others decode, by when steps are planned
-#     launches gaps                    where steps and prompts spend their time; what stands between two steps
+#   bench/gpu.sh wheels [DIR]          on a machine with a network: fetch packages that a Python 3.12 with torch and
+#                                      transformers lacks
+#   OUT=/tmp/out bench/gpu.sh PART...  on the GPU machine, in the root of the tree (with .wheels): equality and figures
+#     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; all combinations
+#     state                            part of workers: state of linear attention through graphs and drafts
+#     decode prefill                   figures of Qwen3-30B-A3B
+#     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, also against fla
+#     arrivals                         TTFT of prompts that arrive while others decode, by the planning of steps
+#     launches gaps                    time of each launch of steps and prompts; time between two steps
 #     contexts                         steps behind long prompts
-#     choices                          what it costs a decode step to count the rows of every expert
+#     choices                          cost of counting the rows of every expert in a decode step
 #     variants                         latent attention of short contexts, products by head, in whole decode steps
-#     steps                            the same of linear attention: two launches or three, states read early, tiles
+#     steps                            the same for linear attention: two launches or three, early reads, tiles
 #     splits                           decode attention by the length of its splits: few sequences, and many
-#     sums                             the experts' weighted sum of 33 to 64 rows: on the way in shared memory or registers
-#     tune tune_rules experts          every config of the products and of latent decode, of linear attention and the
-#     wide_experts                     experts' sum, of the experts' products, and of wide ones' prompts, the best stored
-#     shapes shapes_prompts            the kernels at every size that steps of eight models have, of 1, 8 and 64 rows and
-#                                      of 1024 and 8192 (MODELS='Kimi-K2 Mixtral-8x7B' ROWS=256: of these), in $OUT/steps.csv
+#     sums                             the experts' weighted sum of 33 to 64 rows: through shared memory or registers
+#     tune tune_rules experts          try all configs and store the best: products and latent decode; linear attention
+#     wide_experts                     and the experts' sum; the experts' products; prompts of wide experts
+#     shapes shapes_prompts            the kernels at all sizes of the steps of eight models, of 1, 8 and 64 rows and of
+#                                      1024 and 8192 (choose with MODELS='Kimi-K2 Mixtral-8x7B' ROWS=256), in $OUT/steps.csv
 #     table residency                  the whole table of one GPU; experts without slots
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
-#     four                             four GPUs: named failures, rows between them, figures (Kimi-K2's want H200s)
-#     drills                           two GPUs: `moeyard serve` in a Ray cluster, and on its own Ray with ranks killed under load
-#     keep                             what Triton compiled so far, in $OUT: a minute of each part's time is this
+#     four                             four GPUs: named failures, rows between them, figures (Kimi-K2 needs H200s)
+#     drills                           two GPUs: `moeyard serve` in a Ray cluster, and on its own Ray with killed ranks
+#     keep                             copy the compiled Triton kernels to $OUT, which saves a minute of each part
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
-#   bench/gpu.sh kept FOLDER           here: take that over into .wheels, from where the next run has it
-# Every command has its limit of seconds, and its output is $OUT/NAME.txt; the last line of each is printed. Tests name
-# what fails as it fails, and when they are cut what still ran (tests/named_at_once.py).
+#   bench/gpu.sh kept FOLDER           copy kept kernels from FOLDER into .wheels for the next run
+# Every command has a limit in seconds. Its output is $OUT/NAME.txt, and its last line is printed. Tests report failures
+# at once, and a cut run names the tests that still ran (tests/named_at_once.py).
 set -uo pipefail
 
 wheels() {
@@ -59,7 +60,7 @@ wheels() {
 }
 
 if [ "${1:-}" = wheels ]; then wheels "${@:2}"; exit; fi
-# Compiled kernels are found by their source's hash, so what is out of date is only of no use.
+# Kernels are found by the hash of their source, so outdated ones do no harm.
 if [ "${1:-}" = kept ]; then
   for name in serving tests; do
     if compgen -G "$2/kernels-$name.tar.xz.*" > /dev/null; then
@@ -71,7 +72,7 @@ if [ "${1:-}" = kept ]; then
   ls -l .wheels/kernels-*
   exit
 fi
-: "${OUT:?is the folder for results}"
+: "${OUT:?must name the folder for results}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 SITE=${TMPDIR:-/tmp}/moeyard-site
 if [ -d .wheels ] && [ ! -d "$SITE" ]; then
@@ -79,13 +80,13 @@ if [ -d .wheels ] && [ ! -d "$SITE" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$SITE" || exit 1
   [ ! -f .wheels/ray.tar.xz ] || tar -xJf .wheels/ray.tar.xz -C "$SITE" || exit 1
 fi
-# Apart: of tests there are thousands.
+# Separate caches, because tests compile thousands of kernels.
 KERNELS=${TMPDIR:-/tmp}/moeyard-kernels
 for name in serving tests; do
   if [ ! -d "$KERNELS-$name" ]; then
     mkdir -p "$KERNELS-$name"
     [ ! -f ".wheels/kernels-$name.tar.xz" ] || tar -xJf ".wheels/kernels-$name.tar.xz" -C "$KERNELS-$name" || exit 1
-    # What is read from here on is what `keep` keeps.
+    # `keep` keeps only files that are read after this.
     find "$KERNELS-$name" -type f -exec touch -a -d @0 {} +
   fi
 done
@@ -98,12 +99,12 @@ FAILED=0
 step() {
   local name=$1 limit=$2 rc=0
   shift 2
-  # Workers of xdist are given ten seconds to end.
+  # Workers of xdist need up to ten seconds to end.
   timeout -k 20 "$limit" "$@" > "$OUT/$name.txt" 2>&1 || rc=$?
   echo "[$((SECONDS - BEGAN)) s] $name: exit $rc; $(tail -n 1 "$OUT/$name.txt" | cut -c1-160)"
   [ $rc -eq 0 ] || FAILED=1
 }
-# One -q, that of pyproject.toml, leaves the line that counts.
+# pyproject.toml has one -q, which leaves the summary line.
 tests() { local name=$1 limit=$2; shift 2
   step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest --all -p no:cacheprovider -p no:benchmark \
     -p tests.named_at_once -rfE --tb=short --durations=12 "$@"; }
@@ -112,8 +113,8 @@ ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"
   step "$name" "$limit" python3 bench/kernel_times.py ${TUNE:+--tune} "${args[@]}"; }
 
 kernels() {
-  # The longest first (tests/kernels/conftest.py), two to a worker: of some files thirty tests, which xdist would deal out
-  # at once, build for minutes.
+  # The longest first (tests/kernels/conftest.py), two per worker. Some files have thirty tests that compile for minutes,
+  # and xdist would give all of them to one worker.
   tests kernels 330 -n 16 --maxschedchunk 2 tests/kernels --ignore tests/kernels/cpu --maxfail 60
 }
 state() {
@@ -127,20 +128,20 @@ workers() {
   tests compaction 200 tests/engine/test_compaction_cuda.py tests/engine/test_hybrid_compaction_cuda.py &
   tests rows_of_experts 120 tests/engine/test_choices.py tests/engine/test_grammars_cuda.py \
     tests/gpu/test_launches.py &
-  # Each rank with an empty cache of its own.
+  # Each rank has its own empty cache.
   tests compile_ahead 240 -n 7 tests/gpu/test_compile_ahead.py &
   tests parity 240 -s tests/gpu/test_parity.py &
   wait
   tests one_answer 240 -n 4 tests/gpu/test_one_answer.py tests/gpu/test_faults.py
   tests on_cuda 240 tests/e2e/test_faults.py tests/e2e/test_gpu_matrix.py tests/deploy/test_bench_engine.py -k cuda
-  # What takes the device that there is.
+  # Tests that use any available device.
   tests on_device 240 -n 4 tests/engine/test_step_sampler.py tests/exchange/test_staged_exchange.py \
     tests/experts/test_cache.py tests/models/test_verified_rows.py tests/models/test_backends.py
 }
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }
 prefill() { engine prefill 150 --shape Qwen3-30B-A3B --streams --prefill 1x256 1x1024 1x8192 4x4096; }
-# What a GPU of 80 GB holds; behind 32768 tokens eight streams of this model want more.
+# Sizes for a GPU of 80 GB. Eight streams of this model behind 32768 tokens need more.
 table() {
   engine qwen3-30b 330 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill 1x256 1x1024 1x2048 1x8192 4x4096 --mixed \
     --json "$OUT/qwen3-30b.json"
@@ -154,14 +155,14 @@ hybrids() {
   engine kimi-linear 200 --shape Kimi-Linear-48B-A3B --streams 1 8 64 --prefill 1x1024 1x8192 4x4096
   engine qwen3.5 200 --shape Qwen3.5-35B-A3B --streams 1 8 64 --prefill 1x8192
 }
-# The first proves every config: some compile for long.
+# The first step proves every config, and some compile for a long time.
 delta() {
   ops chunk_prefill 150 kda_chunk_prefill gdn_chunk_prefill
   step delta_launches 60 python3 bench/launches.py --op kda_chunk_prefill --op gdn_chunk_prefill --variants
 }
-# Theirs tunes itself for each length, the longest last: some 40 s each, before 2 x 4 lines.
+# fla tunes itself for each length, about 40 s each and the longest last, before 2 x 4 lines.
 fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$SITE"; }
-# What the rows of every expert cost to count.
+# The cost of counting the rows of every expert.
 choices() {
   ops gate 60 topk_gate
   step choices 200 python3 bench/choices.py
@@ -169,7 +170,7 @@ choices() {
 arrivals() {
   step arrivals 200 python3 bench/gpu_ranks.py --ranks 1 --shape Qwen3-30B-A3B --streams 8 --arrivals 20x512 4x4096
 }
-# Between two replays of a step.
+# The time between two replays of a step.
 gaps() {
   step gaps_qwen 90 python3 bench/step_gaps.py --model Qwen3.5-35B-A3B:8
   step gaps_gqa 90 python3 bench/step_gaps.py --model Qwen3-30B-A3B:12
@@ -179,12 +180,12 @@ launches() {
   engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
   engine launches_gqa 90 --shape Qwen3-30B-A3B --layers 8 --streams 1 --prefill 1x8192 4x4096 --profile
 }
-# Steps behind long prompts, where few sequences share their keys among all multiprocessors.
+# Steps behind long prompts, in which few sequences split their keys over all multiprocessors.
 contexts() {
   engine contexts_gqa 120 --shape Qwen3-30B-A3B --layers 12 --streams --prefill --context 1x1024 1x8192 1x32768 8x8192
   engine contexts_mla 120 --shape DeepSeek-V2-Lite --layers 12 --streams --prefill --context 1x1024 1x8192 1x32768 8x8192
 }
-# What no default names: a step of a few layers with each line of the table of stored configs in turn.
+# Configs that are no defaults: a step of a few layers with each line of the table of stored configs in turn.
 variants() {
   local hopper='"kernel": "hopper", "PER_SM": 1, "num_stages": 2' model tiles tile shape fields lines=()
   for model in DeepSeek-V2-Lite:10/16 Kimi-Linear-48B-A3B:8/32 DeepSeek-V3:5/128; do
@@ -214,7 +215,7 @@ variants() {
   done
   step wide_heads 60 python3 bench/stored_configs.py --model Qwen3.5-35B-A3B:8 --streams 1 8 "${lines[@]}"
 }
-# step_line RULE FIELDS: a line for each class of rows, joined.
+# step_line RULE FIELDS: one joined line with all classes of rows.
 step_line() { local class lines=()
   for class in one few many; do lines+=("$1_step / $class H32 128x128 / {$2, \"num_stages\": 1}"); done
   local IFS=';'; echo "${lines[*]}"; }
@@ -231,10 +232,10 @@ steps() {
     step "steps_$rule" 200 python3 bench/stored_configs.py --model $model --streams 1 8 64 "${lines[@]}"
   done
 }
-# tuned NAME SECONDS OP...: the best configs of these stored, and the table of all.
+# tuned NAME SECONDS OP...: store the best configs of these ops, and print the table of all.
 tuned() { TUNE=yes ops "$@"; cp kernels/moeyard_kernels/configs/*.json "$OUT"; }
 splits() { step splits 200 python3 bench/splits.py; }
-# By the bench two launches are faster there on an H100 (docs/kernels_h100.csv), of which a step is to say what it says.
+# In the bench two launches are faster here on an H100 (docs/kernels_h100.csv). This measures them in whole steps.
 sums() {
   local model way lines
   for model in Qwen3-30B-A3B:12/K8_H2048 DeepSeek-V2-Lite:12/K6_H2048 Kimi-Linear-48B-A3B:8/K8_H2304; do
@@ -246,14 +247,14 @@ sums() {
     step "sums_${model%%:*}" 120 python3 bench/stored_configs.py --model "${model%/*}" --streams 48 64 "${lines[@]}"
   done
 }
-# What is cut keeps its rows; `python bench/kernel_times.py --csv docs/FILE.csv --merge steps.csv` adds them here.
+# An interrupted run keeps its rows; `python bench/kernel_times.py --csv docs/FILE.csv --merge steps.csv` adds them here.
 shape_rows() { local name=$1 limit=$2 model args=(); shift 2
   for model in ${MODELS:-all}; do args+=(--model "$model"); done
   for rows; do args+=(--rows "$rows"); done
   step "$name" "$limit" python3 bench/kernel_times.py "${args[@]}" --csv "$OUT/steps.csv"; }
 shapes() { shape_rows shapes 480 1 8 64; }
 shapes_prompts() { shape_rows shapes_prompts 480 ${ROWS:-1024 8192}; }
-# All tiles of the prompts of the widest experts.
+# All tiles for prompts of the widest experts.
 wide_experts() {
   local model args=()
   for model in Mixtral-8x7B DeepSeek-V3 Kimi-K2 Qwen3-235B-A22B; do args+=(--model "$model"); done
@@ -263,17 +264,17 @@ wide_experts() {
 tune() { tuned tune 400 linear mla_decode; }
 experts() { tuned experts 150 grouped_gemm; }
 tune_rules() { tuned tune_rules 150 kda_chunk_prefill gdn_chunk_prefill moe_reduce_add_norm; }
-# Binaries, what describes them and launchers; the stages between are for people. Only what was read or written since the
-# machine began: kernels change. At most 8 files come back of a call, of 16 MB each, and 64 MB travel with the tree.
+# Keep binaries, their descriptions and launchers, without the intermediate stages. Only files that were used since the
+# start are kept, because kernels change. A call returns at most 8 files of 16 MB each, and the tree carries 64 MB.
 keep() {
   local name archive
   for name in serving tests; do
     archive=$KERNELS-$name.tar.xz
     (cd "$KERNELS-$name" && find . -type f \( -name '*.json' -o -name '*.cubin' -o -name '*.so' \) \
       -newerat @1 -print0 | tar -c --null -T - | xz -T0 -3 > "$archive") || { FAILED=1; continue; }
-    echo "of $name: $(tar -tJf "$archive" | grep -c 'cubin$') kernels, $(stat -c %s "$archive") bytes"
+    echo "$name: $(tar -tJf "$archive" | grep -c 'cubin$') kernels, $(stat -c %s "$archive") bytes"
     if [ "$(stat -c %s "$archive")" -gt 25000000 ]; then
-      echo "too much of $name to be kept"
+      echo "kernels of $name are too large to keep"
       FAILED=1
     else
       split -d -b 15000000 "$archive" "$OUT/kernels-$name.tar.xz." || FAILED=1
@@ -288,10 +289,10 @@ drafts() {
   step verify_64 200 python3 bench/verify_steps.py --model DeepSeek-V3:6 Kimi-K2:4 --streams 64 --no-prompts
   step verify_hybrid 200 python3 bench/verify_steps.py --model Qwen3.5-35B-A3B:40 --no-prompts
 }
-# Through P2P, and as between hosts: P2P and shared memory off. A first communicator is what is asked here.
+# Through P2P, and as between hosts, without P2P and shared memory. This covers a first communicator.
 nccl() {
   local network=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo)
-  # Beside zmq with its staging, by which `auto` is to choose one of the two (engine/assembly/topology.py).
+  # Compared with zmq and its staging, from which `auto` chooses one of the two (engine/assembly/topology.py).
   local rows=(python3 bench/exchange.py --kinds nccl zmq --device cuda --ranks 2 --dtypes bfloat16 --top-k 8 --layers 150)
   tests nccl 60 tests/exchange/test_conformance.py -k "nccl and 2gpus"
   tests nccl_lost 90 tests/exchange/test_failures.py -k gpus_wait_no_more
@@ -304,7 +305,7 @@ nccl() {
   step nccl_tokens 100 python3 bench/gpu_ranks.py --exchange nccl --shape Qwen3-30B-A3B --layers 8 --streams 1 8 64 --check
   tests nccl_failures 150 tests/gpu/test_failures.py -k nccl
 }
-# A rank is killed; then a step has a token whose embedding is NaN.
+# Kill a rank; then run a step with a token whose embedding is NaN.
 drills() {
   tests cluster 400 tests/gpu/test_cluster.py
   local fault serve=(--workers 2 --serve "--device cuda")
@@ -329,7 +330,7 @@ four() {
     --uneven 8,0,0,0 --arrivals 20x512
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
 }
-# Experts without a slot, read by each rank alone and by all for each other: equality first, then tokens/s of both.
+# Experts without a slot, read by each rank alone and by all ranks for each other: equality, then tokens/s of both.
 links() {
   tests fetch_kernel 90 tests/kernels/test_fetch_experts.py tests/kernels/test_host_experts.py
   ops fetch_launches 60 fetch_experts gather_experts
@@ -339,7 +340,7 @@ links() {
 }
 
 for part in ${@//[,\/]/ }; do
-  declare -F "$part" > /dev/null || { echo "gpu.sh: there is no part '$part'" >&2; exit 2; }
+  declare -F "$part" > /dev/null || { echo "gpu.sh: unknown part '$part'" >&2; exit 2; }
 done
 mkdir -p "$OUT"
 python3 - <<'PY' || exit 1
@@ -356,10 +357,10 @@ end.record()
 end.synchronize()
 rate = 10 * 2 * a.numel() / begin.elapsed_time(end) * 1e-9
 print(f"{torch.cuda.get_device_name()}: copy {rate:.2f} TB/s (read and write), torch {torch.__version__}")
-# One at hand on 2026-11-23 copied half of what such a card does; no figure of it would have told anything.
+# On 2026-11-23 one machine copied at half of the usual rate, and its figures would have been useless.
 raise SystemExit(rate < 2.6)
 PY
-# in_turn PART,PART
+# in_turn PART,PART: run the parts in sequence.
 in_turn() { local part; for part in ${1//,/ }; do "$part"; done; }
 for parts; do
   if [ "$parts" = "${parts/\//}" ]; then in_turn "$parts"; continue; fi
