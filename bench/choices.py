@@ -34,7 +34,7 @@ def capture(runner: Runner, sampler: StepSampler, rows: int, pool: Any, *, count
         backend.choices.on = True
 
 
-def counted(runner: Runner) -> list[list[int]]:
+def read_counts(runner: Runner) -> list[list[int]]:
     """Wait for the counts of the gates and return them."""
     assert runner.backend.choices is not None
     while (found := runner.backend.choices.read()) is None:
@@ -47,7 +47,7 @@ def look_seconds(runner: Runner) -> float:
     taken = []
     for _ in range(LOOKS):
         begun = time.perf_counter()
-        counted(runner)
+        read_counts(runner)
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)
 
@@ -62,9 +62,9 @@ def measure(model: str, streams: list[int], device: str) -> bool:
     with runner.backend.without_collection():
         for rows in streams:
             kinds = {counts: capture(runner, sampler, rows, pool, counts=counts) for counts in (False, True)}
-            before = counted(runner)
+            before = read_counts(runner)
             logits = {counts: variant.chain(STEPS) for counts, variant in kinds.items()}
-            grown = {sum(now) - sum(then) for now, then in zip(counted(runner), before, strict=True)}
+            grown = {sum(now) - sum(then) for now, then in zip(read_counts(runner), before, strict=True)}
             sound &= torch.equal(logits[False], logits[True])
             # The launches before a chain of a model with state slots count too, and both variants have them.
             sound &= min(grown) >= STEPS * rows * runner.config.gate.rule.top_k and len(grown) == 1

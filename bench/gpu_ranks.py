@@ -259,37 +259,37 @@ class Bench:
         ranks, chance = range(self.args.ranks), random.Random(5)
         streams = [self.submit(rank, self.prompt(self.args.prompt), 590) for rank in ranks for _ in range(8)]
         self.client.wait_for(lambda: all(len(self.times.get(name, ())) > 20 for name in streams), timeout=120)
-        asked: dict[str, float] = {}
+        sent: dict[str, float] = {}
         at = time.perf_counter()
-        while min(len(self.times[name]) for name in streams) < 560 and len(asked) < 400:
+        while min(len(self.times[name]) for name in streams) < 560 and len(sent) < 400:
             at += chance.expovariate(rate)
             # Lengths are log-uniform: as many between 1000 and 2000 as between 2000 and 4000.
             prompt = self.prompt(round(shortest * (longest / shortest) ** chance.random()))
             while (left := at - time.perf_counter()) > 0:
                 self.client.pump(left)
-            asked[self.submit(len(asked) % self.args.ranks, prompt, 1)] = time.perf_counter()
-        loud = min(asked.values()), max(asked.values())
-        self.client.wait(*asked, *streams, timeout=120)
+            sent[self.submit(len(sent) % self.args.ranks, prompt, 1)] = time.perf_counter()
+        loud = min(sent.values()), max(sent.values())
+        self.client.wait(*sent, *streams, timeout=120)
         gaps = [b - a for name in streams for a, b in itertools.pairwise(self.times[name]) if loud[0] <= a < loud[1]]
         self.say(
             f"{rate} prompts of {shortest} to {longest} a second, planned {'when due' if paced else 'at once'}",
             begun,
             before,
-            ttft_ms=milliseconds([self.times[name][0] - then for name, then in asked.items()]),
+            ttft_ms=milliseconds([self.times[name][0] - then for name, then in sent.items()]),
             itl_ms=milliseconds(gaps),
-            prompts=len(asked),
+            prompts=len(sent),
         )
 
     def check(self) -> None:
         """Compare prompts that run alone on the first rank with the same prompts among others."""
-        asked: dict[str, Any] = {
+        sampling: dict[str, Any] = {
             "temperature": 0.0,
             "max_tokens": self.args.output // 2,
             "ignore_eos": True,
             "logprobs": 1,
         }
         prompts = [self.prompt(100 + 9 * i) for i in range(6)]
-        told = []
+        found = []
         for turn in range(3):
             strangers = [
                 self.submit(rank, self.prompt(50), self.args.output)
@@ -298,11 +298,11 @@ class Bench:
             ]
             names = [f"check-{turn}-{i}" for i in range(len(prompts))]
             for i, name in enumerate(names):
-                self.client.submit((i + turn) % self.args.ranks if turn else 0, name, prompts[i], **asked)
-            told.append([(a.token_ids, a.logprobs) for a in self.client.wait(*names, timeout=120)])
+                self.client.submit((i + turn) % self.args.ranks if turn else 0, name, prompts[i], **sampling)
+            found.append([(a.token_ids, a.logprobs) for a in self.client.wait(*names, timeout=120)])
             self.client.wait(*strangers, timeout=120)
-        same = all(each == told[0] for each in told)
-        print(f"one answer: {len(prompts)} prompts, {len(told)} ways: {'equal' if same else 'DIFFERENT'}", flush=True)
+        same = all(each == found[0] for each in found)
+        print(f"one answer: {len(prompts)} prompts, {len(found)} ways: {'equal' if same else 'DIFFERENT'}", flush=True)
         assert same
 
 

@@ -79,7 +79,7 @@ def size(router: psutil.Process | None) -> tuple[int, int]:
     return (0, 0) if router is None else (router.memory_info().rss, router.num_fds())
 
 
-def of(seconds: Sequence[float]) -> str:
+def describe(seconds: Sequence[float]) -> str:
     """Describe median and maximum in ms."""
     return f"median {1e3 * statistics.median(seconds):.0f} ms, max {1e3 * max(seconds):.0f} ms"
 
@@ -117,12 +117,15 @@ async def drill(url: str, router: psutil.Process | None, count: int, limits: tup
     meanwhile, statuses = await asking
     await asyncio.sleep(0.5)
     after = size(router)
-    print(f"whole requests before: {of(before)}; meanwhile: {len(meanwhile)}, {of(meanwhile)}, {dict(statuses)}")
+    print(
+        f"whole requests before: {describe(before)}; "
+        f"meanwhile: {len(meanwhile)}, {describe(meanwhile)}, {dict(statuses)}"
+    )
     for half, name in enumerate(("nothing", "half a head", "half a body")):
         lasted = [cut.ended - cut.made for cut in cuts if cut.half == half and cut.ended]
         print(f"{name}: {len(lasted)} cut after {min(lasted, default=0):.2f} to {max(lasted, default=0):.2f} s")
-    told = [f"{memory >> 20} MB and {files} files" for memory, files in (was, during, after)]
-    print(f"router: {told[0]} before, {told[1]} during, {told[2]} after")
+    sizes = [f"{memory >> 20} MB and {files} files" for memory, files in (was, during, after)]
+    print(f"router: {sizes[0]} before, {sizes[1]} during, {sizes[2]} after")
     wrong = wrong_cuts(cuts, limits)
     if set(statuses) != {200}:
         wrong.append(f"whole requests were answered with {dict(statuses)}")

@@ -63,7 +63,7 @@ RED = (AssertionError, OutOfResources, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Selection:
     """The requested ops (all if `ops` is empty), of the table or of steps of `models` with `rows` rows."""
 
     ops: Sequence[str] = ()
@@ -80,22 +80,22 @@ class Asked:
         return [f"--{name}={value}" for name, values in named.items() for value in values]
 
 
-def all_cases(asked: Asked) -> Iterator[Case]:
+def all_cases(selection: Selection) -> Iterator[Case]:
     """Yield the requested cases, made one at a time. A launch that several models share comes once."""
     seen = set()
     for name in MODULES:
         module = importlib.import_module(f"kernel_cases.{name}")
-        if asked.ops and not set(asked.ops) & set(module.OPS):
+        if selection.ops and not set(selection.ops) & set(module.OPS):
             continue
-        if not asked.models:
+        if not selection.models:
             found = module.cases()
         elif hasattr(module, "model_cases"):
-            found = module.model_cases(asked.steps(), asked.rows)
+            found = module.model_cases(selection.steps(), selection.rows)
         else:
             continue
         for case in found:
             key = (case.op, case.shape)
-            if (not asked.ops or case.op in asked.ops) and not (asked.models and key in seen):
+            if (not selection.ops or case.op in selection.ops) and not (selection.models and key in seen):
                 yield case
             seen.add(key)
             torch.cuda.empty_cache()
@@ -145,13 +145,13 @@ def row_of(case: Case, timer: Timer) -> list[str]:
     ]
 
 
-def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> int:
+def report(selection: Selection, csv_file: Path | None, earlier: Sequence[Results]) -> int:
     """Print the table as it grows, merge it into `csv_file`, compare it with earlier runs. Return the exit status."""
     before = read(csv_file) if csv_file and csv_file.exists() else []
     for run in (*before, *earlier):
         check_device(torch.cuda.get_device_name(), run.facts)
-    if asked.models:
-        compile_all(asked)
+    if selection.models:
+        compile_all(selection)
     timer = Timer()
     facts = Facts(
         device=torch.cuda.get_device_name(),
@@ -164,7 +164,7 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
     print(f"{facts}\n| " + " | ".join(HEADS) + " |\n|" + "---|" * len(HEADS))
     rows: list[dict[str, str]] = []
     red = 0
-    for case in all_cases(asked):
+    for case in all_cases(selection):
         try:
             rows.append(dict(zip(HEADS, row_of(case, timer), strict=True)))
         except RED as error:
@@ -177,7 +177,7 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
     print(f"{len(rows)} timed, {sum(row['met'] == 'no' for row in rows)} short of their target, {red} red")
     good = True
     if earlier:
-        lines, good = compare(Results(facts, rows), earlier, asked.ops, whole=not asked.models)
+        lines, good = compare(Results(facts, rows), earlier, selection.ops, whole=not selection.models)
         print("\n".join(lines))
     return 0 if good and not red else 1
 
@@ -186,15 +186,15 @@ def report(asked: Asked, csv_file: Path | None, earlier: Sequence[Results]) -> i
 _WORTH = 0.98
 
 
-def tune(asked: Asked) -> int:
+def tune(selection: Selection) -> int:
     """Time all variants that give the default's bits. Store the fastest of each shape class if it is enough faster."""
-    compile_all(asked, "--tune")
+    compile_all(selection, "--tune")
     timer = Timer()
     name = torch.cuda.get_device_name()
     path = tuning.device_file(name)
     table = tuning.stored_for(name)
     red = 0
-    for case in all_cases(asked):
+    for case in all_cases(selection):
         if not case.variants or case.tune_key is None:
             continue
         # Run on copies, because an op that writes in place must not change the next run's inputs.
@@ -223,22 +223,22 @@ def tune(asked: Asked) -> int:
     return 1 if red else 0
 
 
-def compile_all(asked: Asked, *more: str) -> None:
+def compile_all(selection: Selection, *more: str) -> None:
     """Fill Triton's cache from several processes at once, because one at a time takes minutes."""
-    room = torch.cuda.mem_get_info()[0] // (MODEL_BYTES if asked.models else CASE_BYTES)
+    room = torch.cuda.mem_get_info()[0] // (MODEL_BYTES if selection.models else CASE_BYTES)
     count = max(1, min((os.cpu_count() or 1) - 1, room))
-    command = [sys.executable, __file__, *asked.arguments(), *more]
+    command = [sys.executable, __file__, *selection.arguments(), *more]
     workers = [subprocess.Popen([*command, f"--compile={i}/{count}"]) for i in range(count)]
     codes = [worker.wait() for worker in workers]
     if any(codes):
         raise SystemExit(f"compiling failed: exit codes {codes}")
 
 
-def compile_part(asked: Asked, part: str, *, variants: bool) -> int:
+def compile_part(selection: Selection, part: str, *, variants: bool) -> int:
     """Run every `count`-th variant, or the launches of a case, once, from the `index`-th on ("index/count")."""
     index, count = map(int, part.split("/"))
     n = 0
-    for case in all_cases(asked):
+    for case in all_cases(selection):
         for run in [run for _, run in case.variants] if variants else [partial(_prove_and_run, case)]:
             if n % count == index:
                 run()
@@ -288,12 +288,12 @@ def main() -> int:
     known = {op for name in MODULES for op in importlib.import_module(f"kernel_cases.{name}").OPS}
     if unknown := sorted(set(args.op) - known):
         parser.exit(2, f"kernel_times: no op {', '.join(unknown)}: choose of {', '.join(sorted(known))}\n")
-    asked = Asked(ops=args.op, models=args.model, rows=args.rows or ROWS)
+    selection = Selection(ops=args.op, models=args.model, rows=args.rows or ROWS)
     if args.compile:
-        return compile_part(asked, args.compile, variants=args.tune)
+        return compile_part(selection, args.compile, variants=args.tune)
     if args.tune:
-        return tune(asked)
-    return report(asked, args.csv, read(args.against) if args.against else ())
+        return tune(selection)
+    return report(selection, args.csv, read(args.against) if args.against else ())
 
 
 if __name__ == "__main__":

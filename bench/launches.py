@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 from kernel_cases.case import with_own_tensors
-from kernel_times import Asked, all_cases
+from kernel_times import Selection, all_cases
 from torch.profiler import ProfilerActivity, profile
 
 CALLS = 5
@@ -34,9 +34,9 @@ def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
     return [(event.name, event.time_range.elapsed_us()) for event in events]
 
 
-def of_ops(ops: list[str], variants: bool) -> None:
+def print_launches(ops: list[str], variants: bool) -> None:
     """Print a line for each case, and with `variants` for each of its configs."""
-    for case in all_cases(Asked(ops=ops)):
+    for case in all_cases(Selection(ops=ops)):
         for config, run in [("", case.run), *(case.variants if variants else ())]:
             found = launches(with_own_tensors(run))
             each = len(found) // CALLS
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--variants", action="store_true", help="run each config of its cases")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    of_ops(args.op, args.variants)
+    print_launches(args.op, args.variants)
     return 0
 
 

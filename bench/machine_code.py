@@ -45,7 +45,7 @@ def notes(ptx: str) -> list[str]:
     return re.findall(r"\(C75\d\d\).*|Used \d+ registers|[1-9]\d* bytes spill stores", said.stdout + said.stderr)
 
 
-def counted(instructions: list[str]) -> str:
+def count_instructions(instructions: list[str]) -> str:
     """Count all instructions, those of each of KINDS, and loads of 2 bytes."""
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0] for text in instructions]
     kinds = Counter(name.split(".")[0] for name in names)
@@ -59,13 +59,13 @@ def report(name: str, kernel: Any) -> None:
     text = sass(kernel.asm["cubin"])
     lines = [(int(at, 16), what) for at, what in LINE.findall(text)]
     print(f"{name}: {kernel.metadata.shared} bytes shared; {'; '.join(notes(kernel.asm['ptx']))}")
-    print(f"    {counted([what for _, what in lines])}")
+    print(f"    {count_instructions([what for _, what in lines])}")
     for at, what in lines:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", what)
         # The last instruction of a program branches to itself.
         if target and int(target[1], 16) < at:
             body = [here for place, here in lines if int(target[1], 16) <= place <= at]
-            print(f"    loop of {counted(body)}", flush=True)
+            print(f"    loop of {count_instructions(body)}", flush=True)
 
 
 def main() -> int:
@@ -82,8 +82,8 @@ def main() -> int:
         if kernel.hash in seen:
             return
         seen.add(kernel.hash)
-        told = [f"{key}={value}" for key, value in options.items() if key.isupper() or key.startswith("num_")]
-        report(f"{self.__name__} {' '.join(told)}", kernel)
+        named = [f"{key}={value}" for key, value in options.items() if key.isupper() or key.startswith("num_")]
+        report(f"{self.__name__} {' '.join(named)}", kernel)
         if args.keep:
             args.keep.mkdir(parents=True, exist_ok=True)
             stem = args.keep / f"{self.__name__}_{kernel.hash[:8]}"
@@ -94,7 +94,7 @@ def main() -> int:
     JITFunction.run = compiled
     build.pretend()
     with build.NoStorage():
-        for case in build.all_cases(build.Asked(ops=args.op)):
+        for case in build.all_cases(build.Selection(ops=args.op)):
             for run in (case.run, *(variant for _, variant in case.variants if args.variants)):
                 run()
     return 0

@@ -105,7 +105,7 @@ def ask(fleet: Fleet, name: str) -> list[str]:
     return names
 
 
-def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
+def comparable(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
     """Return everything that must be equal."""
     return [(tuple(each.token_ids), tuple(each.logprobs), each.end.finish_reason) for each in answers if each.end]
 
@@ -148,13 +148,13 @@ def drill(args: argparse.Namespace) -> bool:
     config = EngineConfig(model_path=str(MODEL), num_workers=2, exchange="zmq-tcp", step_deadline=args.deadline)
     survived = True
     with start_fleet(Processes(), config, hosts=HOSTS, make=make_rank) as fleet:
-        expected = told(fleet.client.wait(*ask(fleet, "reference")))
+        expected = comparable(fleet.client.wait(*ask(fleet, "reference")))
         print("round  named by rank 0, 1 after s  stood still  named          whole after s  different")
         for number in range(1, args.rounds + 1):
             names = ask(fleet, f"round-{number}")
             seconds, losses, stood = cut(fleet, names, args.deadline)
             healed = time.monotonic()
-            answers = told(heal(fleet, losses, names))
+            answers = comparable(heal(fleet, losses, names))
             different = sum(a != b for a, b in zip(answers, expected, strict=True))
             named = [tuple(loss["ranks"]) for loss in losses]
             still = "yes" if stood else "NO"

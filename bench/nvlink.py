@@ -194,7 +194,7 @@ def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
     return words.view(rows.dtype).flatten(0, 1)
 
 
-def mixed(home: torch.Tensor) -> torch.Tensor:
+def next_rows(home: torch.Tensor) -> torch.Tensor:
     """Return the next layer's rows [T, H]: all K results of each row, in order."""
     words = home.view(torch.int16)
     out = words[:, 0]
@@ -203,7 +203,7 @@ def mixed(home: torch.Tensor) -> torch.Tensor:
     return out.contiguous().view(home.dtype)
 
 
-def drawn(seed: str, rank: int, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_rows(seed: str, rank: int, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random rows and ids of one rank, the same in every process."""
     g = torch.Generator().manual_seed(random.Random(f"{seed} {rank}").getrandbits(40))
     x = torch.randint(-(2**15), 2**15, (count, hidden), generator=g).to(torch.int16).view(torch.bfloat16)
@@ -261,7 +261,8 @@ def equal_eager(rank: Rank) -> str:
         counts = [draw.choice((0, 1, 3, most // 2, most)) for _ in range(rank.world)]
         bound = draw.choice((max(1, *counts), most))
         inputs = [
-            [drawn(f"eager {step} {layer}", r, counts[r], hidden) for r in range(rank.world)] for layer in range(6)
+            [random_rows(f"eager {step} {layer}", r, counts[r], hidden) for r in range(rank.world)]
+            for layer in range(6)
         ]
         mine = [[x.to(rank.device) for x in layer[rank.number]] for layer in inputs]
         seen = []
@@ -304,7 +305,7 @@ class Chain:
             rows, here = self.rank.dispatch(x, self.ids[layer], self.window, layer=layer, max_rows=self.bound)
             out = answers(rows, here, self.rank.number)
             home = self.rank.combine(out, self.window, layer=layer, num_tokens=self.count)
-            x = mixed(home) if self.count else x
+            x = next_rows(home) if self.count else x
         self.out = x
         self.wrong += (x.view(torch.int16) != self.expected.view(torch.int16)).any().long()
 
@@ -346,12 +347,12 @@ def equal_graphs(rank: Rank) -> str:
         if not any(counts):
             counts[draw.randrange(rank.world)] = 1
         drawn_by = [
-            [drawn(f"{seed} {layer}", r, counts[r], hidden) for r in range(rank.world)] for layer in range(layers)
+            [random_rows(f"{seed} {layer}", r, counts[r], hidden) for r in range(rank.world)] for layer in range(layers)
         ]
         xs = [x for x, _ in drawn_by[0]]
         for layer in range(layers):
             results = wanted.exchange(xs, [i for _, i in drawn_by[layer]], max(bounds))
-            xs = [mixed(home) if len(home) else x for x, (_, _, home) in zip(xs, results, strict=True)]
+            xs = [next_rows(home) if len(home) else x for x, (_, _, home) in zip(xs, results, strict=True)]
         # Ranks may name different bounds.
         able = [b for b in bounds if b >= max(counts)]
         chain = chains[counts[rank.number], random.Random(f"{seed} {rank.number}").choice(able)]
@@ -387,7 +388,7 @@ def faults(rank: Rank) -> str:
     hidden, victim, said = 2048, rank.world - 1, []
     for limit, abort_after in ((0.5, None), (30.0, 0.3)):
         window = rank.window(hidden, 8, seconds=limit)
-        x, ids = (each.to(rank.device) for each in drawn("fault", rank.number, 4, hidden))
+        x, ids = (each.to(rank.device) for each in random_rows("fault", rank.number, 4, hidden))
         for layer in range(3):
             rows, here = rank.dispatch(x, ids, window, layer=layer, max_rows=8)
             rank.combine(answers(rows, here, rank.number), window, layer=layer, num_tokens=4)
@@ -400,15 +401,15 @@ def faults(rank: Rank) -> str:
             if abort_after is not None:
                 time.sleep(abort_after)
                 window.abort()
-            told = time.monotonic() - begun
+            named = time.monotonic() - begun
             torch.cuda.synchronize()
             spent = time.monotonic() - begun
             record = window.fault[: fields.REASON + 1].tolist()
-            what = f"launched at {launched:.2f} s, host's word at {told:.2f} s, ended at {spent:.2f} s of {limit}"
+            what = f"launched at {launched:.2f} s, host's word at {named:.2f} s, ended at {spent:.2f} s of {limit}"
             rank.say(what, record)
             assert record == [1, fields.DISPATCH, 17, 1 << victim, 4, fields.SILENT], record
             assert spent < limit + 1, what
-            assert abort_after is None or spent < told + 1, what
+            assert abort_after is None or spent < named + 1, what
             said.append(what if abort_after is not None else f"by the limit after {spent:.2f} s of {limit}")
         rank.meet()
         window.reset()
@@ -433,7 +434,7 @@ def times(rank: Rank) -> str:
     places = [(hidden, count) for hidden, w in windows.items() for count in (1, 8, 64, 256, w.shape.max_tokens)]
     for wanted in ("auto", "options"):
         for hidden, count in places:
-            x, ids = (each.to(rank.device) for each in drawn("times", rank.number, count, hidden))
+            x, ids = (each.to(rank.device) for each in random_rows("times", rank.number, count, hidden))
             out = torch.randn(count * rank.world * TOP_K, hidden, device=rank.device).bfloat16()
             for first, second in [(None, None)] if wanted == "auto" else options(count):
                 if rank.agreed(time.monotonic() < end) != "True":

@@ -56,7 +56,7 @@ KEYS = {"flood": "flood-key-1", "light": "light-key-1"}
 
 
 @dataclass(slots=True)
-class Asked:
+class Record:
     """One request. Times are `time.perf_counter` seconds."""
 
     due: float
@@ -67,7 +67,7 @@ class Asked:
     status: int = 0
     retry_after: float | None = None
     whole: bool = False
-    again: "Asked | None" = None
+    again: "Record | None" = None
 
     @property
     def ttft(self) -> float | None:
@@ -78,33 +78,33 @@ class Asked:
 class Exchange(asyncio.Protocol):
     """One request on one connection, read with minimal work."""
 
-    def __init__(self, request: bytes, asked: Asked) -> None:
-        self._request, self._asked = request, asked
+    def __init__(self, request: bytes, record: Record) -> None:
+        self._request, self._record = request, record
         self.ended = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
-        self._asked.connected = time.perf_counter()
+        self._record.connected = time.perf_counter()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclasses of it
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         """Find the first event and the last."""
-        asked = self._asked
-        if asked.first is None and b"data: " in data:
-            asked.first = time.perf_counter()
-        asked.whole = asked.whole or b"data: [DONE]" in data
+        record = self._record
+        if record.first is None and b"data: " in data:
+            record.first = time.perf_counter()
+        record.whole = record.whole or b"data: [DONE]" in data
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header (httptools)."""
         if name.lower() == b"retry-after":
-            self._asked.retry_after = float(value)
+            self._record.retry_after = float(value)
 
     def on_headers_complete(self) -> None:
         """Take the status (httptools)."""
-        self._asked.status = self._parser.get_status_code()
+        self._record.status = self._parser.get_status_code()
 
     def on_message_complete(self) -> None:
         """Take the end of the answer (httptools)."""
@@ -112,7 +112,7 @@ class Exchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note the end of the connection."""
-        self._asked.ended = time.perf_counter()
+        self._record.ended = time.perf_counter()
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -130,34 +130,34 @@ class Client:
     def _bytes(self) -> bytes:
         ids = [self.rng.randrange(300, 3000) for _ in range(self.prompt)]
         most = self.rng.randint(self.output // 2, self.output * 3 // 2)
-        asked = {"prompt": ids, "max_tokens": most, "stream": True, "ignore_eos": True, "temperature": 0}
-        data = json.dumps(asked).encode()
+        body = {"prompt": ids, "max_tokens": most, "stream": True, "ignore_eos": True, "temperature": 0}
+        data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(self.url).netloc}\r\nConnection: close\r\n"
         if self.key is not None:
             head += f"Authorization: Bearer {self.key}\r\n"
         return (head + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n").encode() + data
 
-    async def ask(self, due: float | None = None, *, retry_until: float = 0.0) -> Asked:
+    async def ask(self, due: float | None = None, *, retry_until: float = 0.0) -> Record:
         """Send one request, and another if it is refused with a Retry-After before `retry_until`."""
         now = time.perf_counter()
-        asked = Asked(due=now if due is None else due, sent=now)
+        record = Record(due=now if due is None else due, sent=now)
         split = urlsplit(self.url)
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Exchange(self._bytes(), asked), split.hostname, split.port
+                lambda: Exchange(self._bytes(), record), split.hostname, split.port
             )
             await connection.ended
         except OSError:
-            asked.ended = time.perf_counter()
-        if asked.status == 429 and asked.retry_after is not None and asked.ended + asked.retry_after < retry_until:
-            await asyncio.sleep(asked.retry_after)
-            asked.again = await self.ask()
-        return asked
+            record.ended = time.perf_counter()
+        if record.status == 429 and record.retry_after is not None and record.ended + record.retry_after < retry_until:
+            await asyncio.sleep(record.retry_after)
+            record.again = await self.ask()
+        return record
 
 
-async def closed_loop(client: Client, concurrency: int, seconds: float) -> list[Asked]:
+async def closed_loop(client: Client, concurrency: int, seconds: float) -> list[Record]:
     """Keep `concurrency` requests in flight for `seconds`. Requests that end in the second half count."""
-    done: list[Asked] = []
+    done: list[Record] = []
     end = time.perf_counter() + seconds
 
     async def one() -> None:
@@ -168,7 +168,7 @@ async def closed_loop(client: Client, concurrency: int, seconds: float) -> list[
     return done
 
 
-async def open_loop(client: Client, rate: float, seconds: float, *, seed: int, patience: float = 0.0) -> list[Asked]:
+async def open_loop(client: Client, rate: float, seconds: float, *, seed: int, patience: float = 0.0) -> list[Record]:
     """Send requests with Poisson arrivals."""
     begun = time.perf_counter()
     tasks = []
@@ -184,20 +184,20 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def row(name: str, asked: list[Asked], seconds: float) -> str:
+def row(name: str, records: list[Record], seconds: float) -> str:
     """Format one line of the table."""
-    ttft = [a.ttft for a in asked if a.whole and a.ttft is not None]
-    refused = [a for a in asked if a.status == 429]
-    told = [a.retry_after for a in refused if a.retry_after is not None]
+    ttft = [a.ttft for a in records if a.whole and a.ttft is not None]
+    refused = [a for a in records if a.status == 429]
+    waits = [a.retry_after for a in refused if a.retry_after is not None]
     back = [a.again for a in refused if a.again is not None]
     answered = percentile([a.ended - a.connected for a in refused], 0.5)
-    late = percentile([a.connected - a.due for a in asked if a.connected], 0.99)
-    others = Counter(a.status for a in asked if not a.whole and a.status != 429)
+    late = percentile([a.connected - a.due for a in records if a.connected], 0.99)
+    others = Counter(a.status for a in records if not a.whole and a.status != 429)
     admitted = sum(a.status == 200 for a in back)
     return (
-        f"| {name} | {len(asked)} | {len(ttft) / seconds:.1f} | {percentile(ttft, 0.5) * 1e3:.0f} | "
+        f"| {name} | {len(records)} | {len(ttft) / seconds:.1f} | {percentile(ttft, 0.5) * 1e3:.0f} | "
         f"{percentile(ttft, 0.99) * 1e3:.0f} | {len(refused)} | "
-        + (f"{percentile(told, 0.5):.0f} / {max(told):.0f}" if told else "")
+        + (f"{percentile(waits, 0.5):.0f} / {max(waits):.0f}" if waits else "")
         + f" | {f'{admitted} of {len(back)}' if back else ''} | {dict(others) or ''} | {late * 1e3:.0f} | "
         + f"{answered * 1e3:.0f} |"
     )
@@ -302,8 +302,8 @@ async def drill(args: argparse.Namespace, url: str, router: psutil.Process | Non
         flooded = await flood
         print(row(f"flood, {args.factor:g}x", flooded, args.seconds))
     # Until then the flood fills free places, and these prompts take their own time.
-    since = min(asked.due for asked in flooded) + 1.0
-    print(row("after its first second", [asked for asked in flooded if asked.due >= since], args.seconds - 1.0))
+    since = min(record.due for record in flooded) + 1.0
+    print(row("after its first second", [record for record in flooded if record.due >= since], args.seconds - 1.0))
     watching.cancel()
     await asyncio.wait([watching])
     print(f"\nin the flood: {watch}")

@@ -29,7 +29,7 @@ KV_PAGES = 4096  # per rank: 262,144 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TraceRequest:
     """One request of a trace. `pages` are keys of the prompt's full pages; times are seconds."""
 
     at: float
@@ -43,7 +43,7 @@ class Asked:
 class Running:
     """A request in the simulation."""
 
-    asked: Asked
+    spec: TraceRequest
     number: int
     rank: int = 0
     expected: int = 0  # tokens that the router expects in the cache
@@ -54,8 +54,8 @@ class Running:
 
     def __post_init__(self) -> None:
         begin, size = 0, 1
-        while begin + size <= len(self.asked.pages):
-            self.blocks.append(PromptBlock(hash(self.asked.pages[begin : begin + size]), size, begin + size))
+        while begin + size <= len(self.spec.pages):
+            self.blocks.append(PromptBlock(hash(self.spec.pages[begin : begin + size]), size, begin + size))
             begin += size
             size *= 1 + (begin == 64 * size)
 
@@ -91,14 +91,14 @@ class Simulation:
         self.now = 0.0
         self.step = 0
 
-    def run(self, trace: Sequence[Asked]) -> list[Running]:
+    def run(self, trace: Sequence[TraceRequest]) -> list[Running]:
         """Run the trace and return its requests, all ended."""
         ended: list[Running] = []
-        coming = deque(Running(asked, i) for i, asked in enumerate(trace))
+        coming = deque(Running(request, i) for i, request in enumerate(trace))
         while coming or any(rank.sequences for rank in self.ranks):
             if not any(rank.sequences for rank in self.ranks):
-                self.now = max(self.now, coming[0].asked.at)
-            while coming and coming[0].asked.at <= self.now:
+                self.now = max(self.now, coming[0].spec.at)
+            while coming and coming[0].spec.at <= self.now:
                 self._submit(coming.popleft())
             ended += self._step()
         return ended
@@ -107,9 +107,9 @@ class Simulation:
         request.rank = self.choose(request)
         self.ranks[request.rank].waiting.append(request)
         request.expected = self.map.known(request.rank, request.blocks) * PAGE
-        self.pending[request.rank] += request.asked.prompt_tokens - request.expected
+        self.pending[request.rank] += request.spec.prompt_tokens - request.expected
         self.map.sent(request.rank, request.blocks, KV_PAGES)
-        self.last_ranks[request.asked.client] = request.rank
+        self.last_ranks[request.spec.client] = request.rank
 
     def _turns(self, request: Running) -> int:
         return request.number % len(self.ranks)
@@ -131,8 +131,8 @@ class Simulation:
             )
             for i, rank in enumerate(self.ranks)
         ]
-        last_rank = self.last_ranks.get(request.asked.client) if request.asked.client else None
-        route = choose_rank(loads, prompt_tokens=request.asked.prompt_tokens, last_rank=last_rank)
+        last_rank = self.last_ranks.get(request.spec.client) if request.spec.client else None
+        route = choose_rank(loads, prompt_tokens=request.spec.prompt_tokens, last_rank=last_rank)
         assert route is not None
         return route.rank
 
@@ -159,13 +159,13 @@ class Simulation:
         for request in ready:
             rank = self.ranks[request.rank]
             request.first = self.now
-            self.pending[request.rank] -= request.asked.prompt_tokens - request.expected
-            for key in reversed(request.asked.pages):
+            self.pending[request.rank] -= request.spec.prompt_tokens - request.expected
+            for key in reversed(request.spec.pages):
                 rank.cache[key] = None
                 rank.cache.move_to_end(key)
             while rank.cache and len(rank.cache) > KV_PAGES - rank.used:
                 rank.cache.popitem(last=False)
-            heapq.heappush(rank.ends, (self.step + request.asked.output_tokens - 1, request.number, request))
+            heapq.heappush(rank.ends, (self.step + request.spec.output_tokens - 1, request.number, request))
         return ended
 
     def _over(self, rank: Rank) -> bool:
@@ -177,16 +177,16 @@ class Simulation:
             if rank.used and rank.used + need(request) > KV_PAGES:
                 return
             known = 0
-            while known < len(request.asked.pages) and request.asked.pages[known] in rank.cache:
+            while known < len(request.spec.pages) and request.spec.pages[known] in rank.cache:
                 known += 1
-            request.left = max(1, request.asked.prompt_tokens - known * PAGE)
+            request.left = max(1, request.spec.prompt_tokens - known * PAGE)
             rank.used += need(request)
             rank.prefilling.append(rank.waiting.popleft())
 
 
 def need(request: Running) -> int:
     """Return the pages of a whole sequence."""
-    return math.ceil((request.asked.prompt_tokens + request.asked.output_tokens) / PAGE)
+    return math.ceil((request.spec.prompt_tokens + request.spec.output_tokens) / PAGE)
 
 
 def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
@@ -197,20 +197,22 @@ def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
         yield now
 
 
-def asked(at: float, shared: tuple[str, int], own: tuple[str, int], output: int, client: str = "") -> Asked:
+def trace_request(
+    at: float, shared: tuple[str, int], own: tuple[str, int], output: int, client: str = ""
+) -> TraceRequest:
     """Return a request whose prompt begins with a shared text. Texts are (name, tokens)."""
     pages = [hash((shared[0], i)) for i in range(shared[1] // PAGE)]
     total = shared[1] + own[1]
     pages += [hash((own[0], i)) for i in range(len(pages), total // PAGE)]
-    return Asked(at=at, pages=tuple(pages), prompt_tokens=total, output_tokens=output, client=client)
+    return TraceRequest(at=at, pages=tuple(pages), prompt_tokens=total, output_tokens=output, client=client)
 
 
-def shared_prefixes(rng: random.Random, count: int, rate: float) -> list[Asked]:
+def shared_prefixes(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
     """Return requests with 64 system prompts of 1,000 to 6,000 tokens, equally likely, each with its own question."""
     sizes = [rng.randrange(1000, 6000) for _ in range(64)]
     times = arrivals(rng, rate)
     return [
-        asked(
+        trace_request(
             next(times),
             (f"system {which}", sizes[which]),
             (f"question {i}", rng.randrange(50, 500)),
@@ -220,11 +222,11 @@ def shared_prefixes(rng: random.Random, count: int, rate: float) -> list[Asked]:
     ]
 
 
-def one_hot_prefix(rng: random.Random, count: int, rate: float) -> list[Asked]:
+def one_hot_prefix(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
     """Return requests, four in five with the same system prompt of 4,000 tokens. One rank cannot serve all of them."""
     times = arrivals(rng, rate)
     return [
-        asked(
+        trace_request(
             next(times),
             ("hot", 4000) if rng.random() < 0.8 else (f"cold {i}", 2000),
             (f"question {i}", rng.randrange(50, 500)),
@@ -234,11 +236,11 @@ def one_hot_prefix(rng: random.Random, count: int, rate: float) -> list[Asked]:
     ]
 
 
-def skewed_lengths(rng: random.Random, count: int, rate: float) -> list[Asked]:
+def skewed_lengths(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
     """Return requests that share nothing, of 16 to 32,768 tokens, most of them short."""
     times = arrivals(rng, rate)
     return [
-        asked(
+        trace_request(
             next(times),
             ("", 0),
             (f"prompt {i}", min(32768, int(16 + rng.lognormvariate(6, 1.6)))),
@@ -248,29 +250,29 @@ def skewed_lengths(rng: random.Random, count: int, rate: float) -> list[Asked]:
     ]
 
 
-def conversations(rng: random.Random, count: int, rate: float) -> list[Asked]:
+def conversations(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
     """Return conversations of 8 turns that resend earlier turns. Half of the clients name themselves."""
-    turns: list[Asked] = []
+    turns: list[TraceRequest] = []
     times = arrivals(rng, rate / 8)
     for client in range(count // 8):
         at, said = next(times), rng.randrange(200, 2000)
         for _ in range(8):
             answer = rng.randrange(32, 384)
             name = f"client {client}" if client % 2 else ""
-            turns.append(asked(at, (f"talk {client}", said), (f"new {client} {said}", 40), answer, name))
+            turns.append(trace_request(at, (f"talk {client}", said), (f"new {client} {said}", 40), answer, name))
             said += answer + rng.randrange(20, 400)
             at += 4 + rng.expovariate(1 / 10)
     return sorted(turns, key=lambda t: t.at)
 
 
-def even(rng: random.Random, count: int, rate: float) -> list[Asked]:
+def even(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
     """Return equal requests that share nothing. No policy can gain here, and none may lose."""
     times = arrivals(rng, rate)
-    return [asked(next(times), ("", 0), (f"prompt {i}", rng.randrange(400, 600)), 128) for i in range(count)]
+    return [trace_request(next(times), ("", 0), (f"prompt {i}", rng.randrange(400, 600)), 128) for i in range(count)]
 
 
 # Each trace with its requests per second and rank: about three quarters of the capacity of round robin.
-TRACES: tuple[tuple[Callable[[random.Random, int, float], list[Asked]], float], ...] = (
+TRACES: tuple[tuple[Callable[[random.Random, int, float], list[TraceRequest]], float], ...] = (
     (shared_prefixes, 10.0),
     (one_hot_prefix, 10.0),
     (skewed_lengths, 14.0),
@@ -291,17 +293,17 @@ class Outcome:
     computed: float
 
 
-def outcome(trace: Sequence[Asked], policy: str, num_ranks: int) -> Outcome:
+def outcome(trace: Sequence[TraceRequest], policy: str, num_ranks: int) -> Outcome:
     """Simulate one trace under one policy."""
     simulation = Simulation(num_ranks, policy)
     ended = simulation.run(trace)
     assert len(ended) == len(trace)
-    ttft = sorted((r.first - r.asked.at) * 1e3 for r in ended)
+    ttft = sorted((r.first - r.spec.at) * 1e3 for r in ended)
     return Outcome(
         ttft=statistics.fmean(ttft),
         ttft_p99=ttft[int(0.99 * len(ttft))],
-        tpot=statistics.fmean((r.end - r.first) * 1e3 / max(1, r.asked.output_tokens - 1) for r in ended),
-        latency=statistics.fmean((r.end - r.asked.at) * 1e3 for r in ended),
+        tpot=statistics.fmean((r.end - r.first) * 1e3 / max(1, r.spec.output_tokens - 1) for r in ended),
+        latency=statistics.fmean((r.end - r.spec.at) * 1e3 for r in ended),
         computed=simulation.computed / sum(a.prompt_tokens for a in trace),
     )
 

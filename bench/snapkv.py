@@ -30,7 +30,7 @@ def last(q: torch.Tensor, k: torch.Tensor, *, length: int, budget: int, shared: 
     return latest(length, budget).expand(1 if shared else k.shape[0], -1)
 
 
-def by_chance(seed: int) -> Choice:
+def random_positions(seed: int) -> Choice:
     chance = torch.Generator().manual_seed(seed)
 
     def choose(
@@ -111,7 +111,7 @@ def main() -> None:
     for share in args.shares:
         budget = round(args.prompt * share)
         chosen = None
-        for name, choice in (("SnapKV", snapkv), ("the last", last), ("by chance", by_chance(1))):
+        for name, choice in (("SnapKV", snapkv), ("the latest", last), ("random", random_positions(1))):
             found = mean(choice, budget)
             chosen = found if chosen is None else chosen
             beside = "" if found is chosen else more(found, chosen)

@@ -44,8 +44,8 @@ class Soak:
     def body(self, **given: Any) -> bytes:
         """Return a request of random size."""
         ids = [self.rng.randrange(5, 390) for _ in range(self.rng.randint(1, 50))]
-        asked = {"prompt": ids, "max_tokens": self.rng.randint(1, 80), "ignore_eos": True, **given}
-        return json.dumps(asked).encode()
+        body = {"prompt": ids, "max_tokens": self.rng.randint(1, 80), "ignore_eos": True, **given}
+        return json.dumps(body).encode()
 
     async def open(self, body: bytes, *, buffer: int = 65536) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Send a request on a new connection. At most `buffer` bytes of its answer are buffered unread."""

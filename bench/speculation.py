@@ -75,8 +75,8 @@ def run(worker: Worker, prompts: list[list[int]], num_tokens: int, temperature: 
         step = scheduler.schedule(time.monotonic())
         if step.chunks:
             last = flights[-1] if flights else None
-            asked = scheduler.requests(step)
-            flights.append(worker.runner.launch(step, asked, before=last, num_drafts=step.num_drafts))
+            requests = scheduler.requests(step)
+            flights.append(worker.runner.launch(step, requests, before=last, num_drafts=step.num_drafts))
             if len(flights) < scheduler.config.max_in_flight:
                 continue
         launched = flights.popleft()

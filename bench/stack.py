@@ -180,8 +180,8 @@ def main() -> int:
                     continue
                 found.append(inflict(stack, container, what, how, expected=expected, patience=args.patience))
                 h = found[-1]
-                told = "never" if h.seconds is None else f"{h.seconds:6.1f} s"
-                print(f"{h.fault:<40} {told:>8} {'same' if h.same else 'NOT':<5} {h.restarts} {h.seen}", flush=True)
+                duration = "never" if h.seconds is None else f"{h.seconds:6.1f} s"
+                print(f"{h.fault:<40} {duration:>8} {'same' if h.same else 'NOT':<5} {h.restarts} {h.seen}", flush=True)
                 if not h.healed:
                     break
         except (TimeoutError, subprocess.SubprocessError) as error:

@@ -50,7 +50,7 @@ def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) 
     rows = variant._rows
     staging, side, ids = variant._inputs._staging, torch.cuda.Stream(), sampler.last_ids[:rows]
     words = staging._block.view(torch.int32)
-    told = torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True)
+    copied = torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True)
     stage = staging._stages[0].view(torch.int32)
 
     def event() -> torch.cuda.Event:
@@ -84,7 +84,7 @@ def time_step(name: str, variant: stored_configs.Variant, sampler: StepSampler) 
     torch.cuda.synchronize()
     for each in staging._stages:
         each.copy_(staging._block)
-    tell, replay = by_kernel(ids.view(torch.int32), told), variant.replay
+    tell, replay = by_kernel(ids.view(torch.int32), copied), variant.replay
     cases: dict[str, list[Callable[[], object]]] = {
         "graph": [replay],
         "events before and after": [event, replay, event],

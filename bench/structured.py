@@ -174,12 +174,12 @@ class Bench:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._steps = 0
 
-    def run(self, asked: Sequence[SamplingParams], *, deep: int = 1) -> tuple[list[Answer], float]:
+    def run(self, wanted: Sequence[SamplingParams], *, deep: int = 1) -> tuple[list[Answer], float]:
         """Return all answers, and the seconds of the steps."""
-        scheduler = Scheduler(replace(self.worker.scheduler.config, max_in_flight=deep, max_waiting=len(asked)))
+        scheduler = Scheduler(replace(self.worker.scheduler.config, max_in_flight=deep, max_waiting=len(wanted)))
         prompt = tuple(self.tokenizer.encode(PROMPT).ids)
-        answers = {str(i): Answer() for i in range(len(asked))}
-        for name, params in zip(answers, asked, strict=True):
+        answers = {str(i): Answer() for i in range(len(wanted))}
+        for name, params in zip(answers, wanted, strict=True):
             held = None
             if params.grammar is not None:
                 held = self.grammars.constraint(self.grammars.compile(params.grammar).result(), params)
@@ -216,7 +216,7 @@ class Bench:
         self.worker.stop()
 
 
-def asked_for(seed: int, schema: Any) -> SamplingParams:
+def sampling_for(seed: int, schema: Any) -> SamplingParams:
     """Return parameters that are greedy and sampled in turn."""
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     return SamplingParams(max_tokens=MAX_TOKENS, temperature=float(seed % 2), seed=seed, grammar=grammar)
@@ -244,7 +244,7 @@ def check_schemas(bench: Bench, count: int) -> int:
         if seeds.start > 2 * count:
             raise SystemExit(f"{cut} of {seeds.start} answers were cut, too many to continue")
         schemas = [random_schema(seed) for seed in seeds]
-        answers, _ = bench.run([asked_for(seed, schema) for seed, schema in zip(seeds, schemas, strict=True)])
+        answers, _ = bench.run([sampling_for(seed, schema) for seed, schema in zip(seeds, schemas, strict=True)])
         for seed, schema, answer in zip(seeds, schemas, answers, strict=True):
             assert answer.end is not None, "every request ends"
             lengths.append(len(answer.token_ids))
@@ -292,8 +292,8 @@ def pace_beside(bench: Bench, count: int, tokens: int) -> None:
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in others}
     for _ in range(4):
         for name, beside in others.items():
-            asked = [free, *(replace(each, seed=i + 1) for each in beside for i in range(count))]
-            (stream, *rest), _ = bench.run(asked)
+            wanted = [free, *(replace(each, seed=i + 1) for each in beside for i in range(count))]
+            (stream, *rest), _ = bench.run(wanted)
             gaps = [after - before for before, after in pairwise(stream.times)]
             longest = max((len(answer.token_ids) for answer in rest), default=0)
             found[name].append((len(gaps) / sum(gaps), max(gaps), longest))

@@ -42,12 +42,12 @@ def summary(outcomes: Sequence[Outcome], *, planned: int, requests: int, beyond:
         rows.append((f"tokens {name}", str(sum(getattr(outcome, name) for outcome in outcomes))))
     for name, text in (("output_seconds", "tokens again"), ("ready_seconds", "ready again")):
         known = [value for outcome in outcomes if (value := getattr(outcome, name)) is not None]
-        told = f"{statistics.median(known):.2f} / {max(known):.2f}" if known else "never"
-        rows.append((f"{text}, s, median / max", told))
+        shown = f"{statistics.median(known):.2f} / {max(known):.2f}" if known else "never"
+        rows.append((f"{text}, s, median / max", shown))
     rows.append(("requests of the whole drill", f"{requests}, wrong without a fault {beyond}"))
     if share:
-        told = ", ".join(f"{phase} {100 * value:.0f} %" for phase, value in share.items())
-        rows.append(("share of step time in exchanges", told))
+        shown = ", ".join(f"{phase} {100 * value:.0f} %" for phase, value in share.items())
+        rows.append(("share of step time in exchanges", shown))
     return "\n".join(f"{name:<34} {value}" for name, value in rows)
 
 

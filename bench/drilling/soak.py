@@ -132,14 +132,14 @@ async def sample(server: Server, samples: list[Sample]) -> None:
 async def held(server: Server, watch: Watch) -> Held:
     """Return what the server holds now. `pages` excludes pages that only the prefix cache holds."""
     fleet: dict[str, Any] = await read_json(watch.http, "/v1/fleet") or {"inflight": 0, "workers": []}
-    told = [worker["snapshot"] for worker in fleet["workers"] if "snapshot" in worker]
+    snapshots = [worker["snapshot"] for worker in fleet["workers"] if "snapshot" in worker]
     with contextlib.suppress(psutil.Error):
         router = server.router_process()
         established = [c for c in router.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
         ranks = server.rank_processes()
         return Held(
-            running=fleet["inflight"] + sum(s["num_running"] + s["num_waiting"] for s in told),
-            pages=sum(s["kv_pages_total"] - s["kv_pages_free"] for s in told),
+            running=fleet["inflight"] + sum(s["num_running"] + s["num_waiting"] for s in snapshots),
+            pages=sum(s["kv_pages_total"] - s["kv_pages_free"] for s in snapshots),
             connections=sum(c.laddr.port == port_of(server) for c in established),
             files=router.num_fds(),
             ranks=len(ranks),

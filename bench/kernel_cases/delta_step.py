@@ -47,16 +47,16 @@ def _case(op: str, batch: int, k_heads: int, heads: int) -> Case:
         config for config in delta_step.CONFIGS if isinstance(config, delta_step.TwoLaunches) and config.BV == 16
     )
 
-    def of_copies(config: Any) -> tuple[torch.Tensor, ...]:
+    def on_copies(config: Any) -> tuple[torch.Tensor, ...]:
         """Return (out, states, windows)."""
         own = list(run.args)
         own[2], own[7] = window.clone(), state.clone()
         return kernel(*own, **run.keywords, config=config), own[7], own[2]
 
     def prove() -> None:
-        whole = of_copies(delta_step.Chain())
+        whole = on_copies(delta_step.Chain())
         for config in delta_step.CONFIGS:
-            assert_bits(str(config), of_copies(config), whole)
+            assert_bits(str(config), on_copies(config), whole)
 
     return Case(
         op=op,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench.structured import Answer, Bench, asked_for, fault, random_schema
+from bench.structured import Answer, Bench, fault, random_schema, sampling_for
 from tests.checkpoints import make_checkpoint
 from tests.limits import HANG_SECONDS
 
@@ -79,7 +79,7 @@ def choice(*texts: str) -> Grammar:
 def test_random_schemas_hold(bench: Bench) -> None:
     """Some of those of bench/structured.py, whose answers are short, two steps deep."""
     schemas = {seed: random_schema(seed) for seed in (2, 5, 6, 10, 15, 19, 28, 31)}
-    answers, _ = bench.run([asked_for(seed, schema) for seed, schema in schemas.items()], deep=2)
+    answers, _ = bench.run([sampling_for(seed, schema) for seed, schema in schemas.items()], deep=2)
     said = [fault(schema, bench.text(answer)) for schema, answer in zip(schemas.values(), answers, strict=True)]
     assert said == [None] * len(schemas), said
     assert all(answer.end is not None and answer.end.finish_reason == "stop" for answer in answers)

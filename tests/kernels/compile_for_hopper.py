@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import triton
 from kernel_cases.model_steps import MODELS
-from kernel_times import Asked, all_cases
+from kernel_times import Selection, all_cases
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -197,7 +197,7 @@ def main() -> None:
     pretend()
     with NoStorage():
         models = [name for name in sys.argv[2:] if name in (*MODELS, "all")]
-        for case in all_cases(Asked(ops=[name for name in sys.argv[2:] if name not in models], models=models)):
+        for case in all_cases(Selection(ops=[name for name in sys.argv[2:] if name not in models], models=models)):
             op = case.op
             for run in (case.run, *(variant for _, variant in case.variants)):
                 run()

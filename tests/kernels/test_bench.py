@@ -15,7 +15,7 @@ import pytest
 import torch
 from kernel_cases.case import Case, Target, assert_bits, with_own_tensors
 from kernel_cases.results import HEADS, Facts, Results, compare, merged, read, write
-from kernel_times import MODULES, Asked, describe, main, report, row_of
+from kernel_times import MODULES, Selection, describe, main, report, row_of
 
 from moeyard_kernels.common import tuning
 from moeyard_kernels.types.decode_tables import DecodeTables
@@ -28,13 +28,13 @@ from functools import partial
 from triton.runtime.jit import JITFunction
 from compile_for_hopper import NoStorage, pretend
 from itertools import chain
-from kernel_times import Asked, all_cases
+from kernel_times import Selection, all_cases
 from kernel_cases.case import with_own_tensors
 
 JITFunction.run = lambda *args, **kwargs: None
 pretend()
 with NoStorage():
-    for case in chain(all_cases(Asked()), all_cases(Asked(models=["all"], rows=(8, 1024)))):
+    for case in chain(all_cases(Selection()), all_cases(Selection(models=["all"], rows=(8, 1024)))):
         for run in (case.run, case.baseline, *(run for _, run in case.variants)):
             if run is None:
                 continue
@@ -247,9 +247,9 @@ def test_rows_are_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_what_compiles_is_asked_for_as_the_table_is() -> None:
-    asked = Asked(ops=["linear"], models=["Mixtral-8x7B"], rows=(1, 8))
-    assert asked.arguments() == ["--op=linear", "--model=Mixtral-8x7B", "--rows=1", "--rows=8"]
-    assert Asked(ops=["linear"]).arguments() == ["--op=linear"]
+    selection = Selection(ops=["linear"], models=["Mixtral-8x7B"], rows=(1, 8))
+    assert selection.arguments() == ["--op=linear", "--model=Mixtral-8x7B", "--rows=1", "--rows=8"]
+    assert Selection(ops=["linear"]).arguments() == ["--op=linear"]
 
 
 def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
@@ -260,7 +260,7 @@ def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
     def prove() -> None:
         raise torch.OutOfMemoryError("2 GiB more")
 
-    def some(asked: Asked) -> Iterator[Case]:
+    def some(selection: Selection) -> Iterator[Case]:
         for shape, proof in (("M1", lambda: None), ("M8", prove), ("M64", lambda: None)):
             yield Case(op="linear", shape=shape, run=partial(float, 2e-6), prove=proof, num_bytes=2 * 10**9)
         raise KeyboardInterrupt
@@ -269,17 +269,17 @@ def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
     earlier = results({("linear", "M1"): 9.2, ("linear", "M8"): 9.9})
     write(path, [earlier])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    for name, stand_in in (("all_cases", some), ("compile_all", lambda asked: None), ("Timer", Clock)):
+    for name, stand_in in (("all_cases", some), ("compile_all", lambda selection: None), ("Timer", Clock)):
         monkeypatch.setattr(f"kernel_times.{name}", stand_in)
     with pytest.raises(KeyboardInterrupt):
-        report(Asked(models=["all"]), path, [])
+        report(Selection(models=["all"]), path, [])
     kept, new = read(path)
     assert (kept.times(), kept.facts) == ({("linear", "M8"): 9.9}, FACTS)
     assert new.times() == {("linear", "M1"): 2.0, ("linear", "M64"): 2.0}
     assert "RED linear M8: 2 GiB more" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.raises(ValueError, match="this is a NVIDIA H100 80GB HBM3, the earlier run is of a NVIDIA H200"):
-        report(Asked(), path, [])
+        report(Selection(), path, [])
 
 
 def test_every_family_is_named_once() -> None:

@@ -28,13 +28,13 @@ LIST = """
 import json
 from triton.runtime.jit import JITFunction
 from compile_for_hopper import NoStorage, pretend
-from kernel_times import Asked, all_cases
+from kernel_times import Selection, all_cases
 
 JITFunction.run = lambda *args, **kwargs: None
 pretend()
 with NoStorage():
     for model in MODELS:
-        print(json.dumps([model, [(case.op, case.shape) for case in all_cases(Asked(models=[model]))]]))
+        print(json.dumps([model, [(case.op, case.shape) for case in all_cases(Selection(models=[model]))]]))
 """
 
 

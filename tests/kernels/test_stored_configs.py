@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases.case import assert_bits, with_own_tensors
-from kernel_times import Asked, all_cases
+from kernel_times import Selection, all_cases
 
 import moeyard_kernels
 from moeyard_kernels.common import tuning
@@ -73,7 +73,7 @@ def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) 
     if not unseen:
         pytest.skip(f"nothing is stored for {torch.cuda.get_device_name()}")
     ops = [name for op in {op for op, _ in unseen} for name in (op, SHARES.get(op, op))]
-    for case in chain(all_cases(Asked(ops=ops)), all_cases(Asked(ops=ops, models=["all"]))):
+    for case in chain(all_cases(Selection(ops=ops)), all_cases(Selection(ops=ops, models=["all"]))):
         if not unseen:
             break
         chosen = unseen.pop(case.tune_key, None) if case.tune_key else None
