@@ -1,7 +1,8 @@
-"""MkDocs hooks for the site of docs/ (mkdocs.yml): links to source files, and no asset from another host.
+"""MkDocs hooks for the site of docs/ (mkdocs.yml). A warning here stops `make docs`, because the build is strict.
 
-A link from a document to a file outside docs/ works on GitHub. On the site it leads to a page that shows the file. A
-warning here stops `make docs`, because the build is strict.
+- A link from a document to a file outside docs/ works on GitHub. On the site it leads to a page that shows the file.
+- Lists, code blocks and tables must come out as on GitHub. Python-Markdown wants four spaces inside a list item.
+- Nothing may be loaded from another host.
 """
 
 import logging
@@ -10,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -22,6 +24,8 @@ SHOWN = "source"
 LINK = re.compile(r"(?<=\]\()(?![a-z][a-z0-9+.-]*:|[#/])([^)\s#]+)")
 # Addresses that a page loads by itself: scripts, images, style sheets, fonts.
 FOREIGN = re.compile(r"""(?:\bsrc=|<link\b[^>]*\bhref=|\burl\(|@import\s)["']?((?:https?:)?//[^"'\s>)]+)""")
+# Elements that are counted on both renderings of a page.
+COUNTED = ("li", "pre", "table", "blockquote")
 LANGUAGES = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -81,6 +85,19 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Make a document's links to source files lead to their pages."""
     return markdown if page.file.generated_by else with_site_links(markdown, f"{DOCS}/{page.file.src_uri}")
+
+
+def counts(html: str) -> dict[str, int]:
+    """Return how many of the counted elements a page has."""
+    return {name: len(re.findall(rf"<{name}\b", html)) for name in COUNTED}
+
+
+def on_page_content(html: str, *, page: Page, **_: Any) -> None:
+    """Warn of a page that has other lists, code blocks or tables than on GitHub, which follows CommonMark."""
+    expected = counts(MarkdownIt("commonmark").enable("table").render(page.markdown or ""))
+    for name, found in counts(html).items():
+        if found != expected[name]:
+            log.warning("%s has %d <%s>, %d on GitHub", page.file.src_uri, found, name, expected[name])
 
 
 def on_post_build(config: MkDocsConfig) -> None:

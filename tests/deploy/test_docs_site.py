@@ -48,3 +48,8 @@ def test_links_lead_to_pages_of_the_site(site: ModuleType, path: str, link: str,
 )
 def test_assets_of_other_hosts_are_found(site: ModuleType, text: str, urls: list[str]) -> None:
     assert site.FOREIGN.findall(text) == urls
+
+
+def test_a_page_that_comes_out_otherwise_than_on_github_is_found(site: ModuleType) -> None:
+    github = site.MarkdownIt("commonmark").enable("table").render("- item\n\n      code\n\n| a |\n|---|\n| b |\n")
+    assert site.counts(github) == {"li": 1, "pre": 1, "table": 1, "blockquote": 0}
