@@ -1,4 +1,4 @@
-"""A checkpoint's text files, scripted workers behind real ZMQ sockets, and a real router before them."""
+"""A checkpoint's text files, scripted workers behind real ZMQ sockets, and a real router in front of them."""
 
 import asyncio
 import dataclasses
@@ -33,7 +33,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Like Qwen3's in what it knows: tools, calls, tool messages, and a block of thinking that a switch closes at once.
+# The same features as Qwen3's template: tools, calls, tool messages, and a thinking block that a switch closes at once.
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>Tools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Call: <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ eos_token }}\n{% endif %}'
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Characters beyond Latin-1 are not in the corpus, so each is spread over several tokens.
+    # The corpus has no characters beyond Latin-1, so each of them takes several tokens.
     known = STORY.encode("latin-1", "ignore").decode("latin-1")
     tokenizer.train_from_iterator([known, "Hello world. " * 3, "one two three stop"] * 3, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -78,13 +78,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def codec(checkpoint: Path) -> TextCodec:
-    """The router's view of that tokenizer."""
     return TextCodec(checkpoint)
 
 
 @pytest.fixture(scope="session")
 def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer with Qwen3's markers as added tokens and Kimi's as special ones, and a template with tools."""
+    """The same tokenizer with Qwen3's markers as added tokens, Kimi's as special tokens, and a template with tools."""
     directory = tmp_path_factory.mktemp("tools")
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     tokenizer.add_tokens(
@@ -103,13 +102,12 @@ def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def tool_codec(tool_checkpoint: Path) -> TextCodec:
-    """The router's view of it."""
     return TextCodec(tool_checkpoint)
 
 
 @dataclasses.dataclass
 class Service:
-    """A running router, its workers and a client. `lost` are the ranks that it reported, `failures` the reasons."""
+    """A running router, its workers and a client. `lost` and `failures` are the ranks and reasons that it reported."""
 
     url: str
     client: httpx.Client
@@ -119,23 +117,22 @@ class Service:
     lost: list[int]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """POST a JSON body."""
         return self.client.post(path, json=body)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """A completion that must succeed."""
+        """Return a completion that must succeed."""
         answer = self.post("/v1/completions", **body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def chat(self, **body: Any) -> dict[str, Any]:
-        """A chat completion that must succeed."""
+        """Return a chat completion that must succeed."""
         answer = self.post("/v1/chat/completions", **body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """All events of a stream that must end with [DONE]."""
+        """Return all events of a stream that must end with [DONE]."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -145,22 +142,22 @@ class Service:
         return [json.loads(line[6:]) for line in lines[:-1]]
 
     def wait_idle(self) -> None:
-        """Until nothing is in flight; fails if a sequence leaked."""
+        """Wait until nothing is in flight; fail if a sequence leaked."""
         wait_for(lambda: self.client.get("/v1/fleet").json()["inflight"] == 0, "sequences still in flight")
 
     @property
     def submits(self) -> list[Submit]:
-        """What all workers were given."""
+        """Requests that all workers received."""
         return [s for w in self.workers for s in w.submits]
 
     @property
     def aborts(self) -> list[str]:
-        """What all workers were told to stop."""
+        """Aborts that all workers received."""
         return [a for w in self.workers for a in w.aborts]
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Poll until `condition` holds. Fails with `what`."""
+    """Poll until `condition` holds; fail with `what` after a time limit."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < HANG_SECONDS, what
@@ -169,19 +166,18 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture(name="wait_for")
 def wait_for_fixture() -> Callable[..., None]:
-    """Poll until a condition holds."""
     return wait_for
 
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests of which a test looks at the answers later."""
+    """Threads for requests whose answers a test reads later."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
 
 
 class Starter:
-    """Starts services and ends them all."""
+    """Start services and stop them all at the end."""
 
     def __init__(self, checkpoint: Path, script: Callable[[Submit], list[int]]) -> None:
         self._checkpoint = checkpoint
@@ -199,10 +195,10 @@ class Starter:
         locked: WorkerKeys | None = None,
         **overrides: Any,
     ) -> Service:
-        """A router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
+        """Start a router with `num_workers` scripted workers; `overrides` are fields of RouterConfig.
 
-        Workers take sequences as long as it promises. `prepare` sets up each worker before the router knows it;
-        `through` reroutes endpoints. Several routers are processes of their own.
+        Workers accept sequences as long as the router promises. `prepare` sets up each worker before the router
+        connects; `through` reroutes endpoints. With several routers, each is a process.
         """
         workers = [ScriptedWorker(rank, num_workers, self._script, keys=locked) for rank in range(num_workers)]
         longest = overrides.get("max_model_len", MAX_MODEL_LEN)
@@ -275,7 +271,7 @@ class Starter:
 
 @pytest.fixture(scope="session")
 def story(codec: TextCodec) -> Callable[[Submit], list[int]]:
-    """The default script: the story's tokens, over and over."""
+    """The default script: the story's tokens, repeated."""
     ids = codec.encode(STORY, add_special_tokens=False)
 
     def script(submit: Submit) -> list[int]:
@@ -286,7 +282,7 @@ def story(codec: TextCodec) -> Callable[[Submit], list[int]]:
 
 @pytest.fixture
 def start(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Starter]:
-    """Start services of one's own."""
+    """A starter for one test."""
     starter = Starter(checkpoint, story)
     yield starter
     starter.close()
@@ -294,7 +290,7 @@ def start(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[St
 
 @pytest.fixture(scope="module")
 def starter(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[Starter]:
-    """Start services for all tests of a module."""
+    """A starter for all tests of a module."""
     starter = Starter(checkpoint, story)
     yield starter
     starter.close()
@@ -302,13 +298,13 @@ def starter(checkpoint: Path, story: Callable[[Submit], list[int]]) -> Iterator[
 
 @pytest.fixture(scope="module")
 def shared_service(starter: Starter) -> Service:
-    """One service for all tests of a module; use `service`."""
+    """One service for all tests of a module; tests use `service`."""
     return starter()
 
 
 @pytest.fixture
 def service(shared_service: Service) -> Iterator[Service]:
-    """The module's service with workers as new; afterwards nothing may be in flight."""
+    """The module's service with reset workers; at the end nothing may be in flight."""
     for worker in shared_service.workers:
         worker.reset()
     yield shared_service
@@ -319,13 +315,13 @@ def service(shared_service: Service) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def tool_service(starter: Starter, tool_checkpoint: Path) -> Service:
-    """One service with tools and reasoning for all tests of a module; use `model`."""
+    """One service with tools and reasoning for all tests of a module; tests use `model`."""
     return starter(1, model_path=tool_checkpoint, **LONG)
 
 
 @pytest.fixture
 def model(tool_service: Service, tool_codec: TextCodec) -> Iterator[Model]:
-    """The module's service with tools as new; afterwards nothing may be in flight."""
+    """The module's tool service with a reset worker; at the end nothing may be in flight."""
     tool_service.workers[0].reset()
     yield Model(tool_service, tool_codec)
     tool_service.wait_idle()
@@ -333,7 +329,7 @@ def model(tool_service: Service, tool_codec: TextCodec) -> Iterator[Model]:
 
 @pytest.fixture(scope="session")
 def script(codec: TextCodec) -> Callable[[Submit], list[int]]:
-    """The story from a place that the prompt names, so that no two requests have one answer."""
+    """The story, starting at a place that depends on the prompt, so that requests have different answers."""
     ids = codec.encode(STORY, add_special_tokens=False)
 
     def script(submit: Submit) -> list[int]:
@@ -345,6 +341,6 @@ def script(codec: TextCodec) -> Callable[[Submit], list[int]]:
 
 @pytest.fixture
 def launched(start: Starter, script: Callable[[Submit], list[int]]) -> tuple[Service, Launcher]:
-    """A service of three workers and what starts others in their place."""
+    """A service of three workers and its launcher."""
     service = start(WORLD, prepare=lambda worker: prepared(worker, script))
     return service, Launcher(service, script)

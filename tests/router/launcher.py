@@ -1,4 +1,4 @@
-"""What loses workers and starts others in their place before a real router, and requests that tell what changed."""
+"""A launcher that kills and replaces workers of a real router, and requests whose answers show any change."""
 
 import asyncio
 import dataclasses
@@ -14,7 +14,7 @@ WORLD = 3
 
 
 class Launcher:
-    """What starts workers in the place of lost ones: the survivors hold on, the epoch rises, the router is told."""
+    """Replace lost workers: the survivors pause, the epoch rises, and the router gets the new addresses."""
 
     def __init__(self, service, script):
         self.service, self.script = service, script
@@ -32,7 +32,7 @@ class Launcher:
             self.workers[rank].die()
 
     def replace(self, *ranks, then=lambda: None, incident=None):
-        """New workers at these ranks, which are not ready before `together` says so."""
+        """Start workers at these ranks; they are ready only after `together`."""
         self.epoch += 1
         for rank in ranks:
             old = self.workers[rank]
@@ -44,7 +44,7 @@ class Launcher:
         self.service.server.replace_workers(addresses, then, incident)
 
     def leave(self, *ranks):
-        """The others go on without these, in an epoch of their own."""
+        """Let the other ranks serve without these, in a new epoch."""
         self.epoch += 1
         there = [w for w in self.workers if w.rank not in ranks]
         for worker in there:
@@ -73,7 +73,7 @@ def prepared(worker, script):
 
 
 def bodies():
-    """Sixteen requests of every kind that an interruption could tell apart."""
+    """Return sixteen requests that cover every way in which an interruption could change an answer."""
     plain = [{"prompt": f"{i}: once upon a time", "max_tokens": 40 + 7 * i, "return_token_ids": True} for i in range(7)]
     return [
         *({**body, "stream": True, "logprobs": 2, "stream_options": {"include_usage": True}} for body in plain[:3]),
@@ -92,7 +92,7 @@ def bodies():
 
 
 def folded(service, body):
-    """An answer, or all events of a stream put together: how tokens were spread over events is a matter of time."""
+    """Return an answer, or all events of a stream merged, because the split of tokens over events depends on timing."""
     path = CHAT if "messages" in body else COMPLETIONS
     if not body.get("stream"):
         answer = service.client.post(path, json=body)
@@ -123,7 +123,7 @@ def sampled(service):
 
 
 def validate(service):
-    """The fleet's own assertions, in its loop."""
+    """Run the fleet's own assertions in its event loop."""
 
     async def check():
         service.server._fleet.validate()
@@ -136,7 +136,7 @@ def incidents(service):
 
 
 def in_flight(service, pool, wait_for, count=4, **body):
-    """Streams whose first tokens are there and whose last ones take 2 s, each a future of its lines."""
+    """Start streams and wait for their first tokens; each is a future of its events. The last tokens take 2 s."""
     begun = set()
 
     def read(i):
@@ -152,10 +152,10 @@ def in_flight(service, pool, wait_for, count=4, **body):
     for worker in service.workers:
         worker.pace = 0.01
     futures = [pool.submit(read, i) for i in range(count)]
-    wait_for(lambda: len(begun) == count, "they must run")
+    wait_for(lambda: len(begun) == count, "the requests must run")
     return futures
 
 
 def errors(future):
-    """What a stream says of its end."""
+    """Return the error messages of a stream."""
     return [event["error"]["message"] for event in future.result(HANG_SECONDS) if "error" in event]

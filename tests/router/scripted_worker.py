@@ -1,4 +1,4 @@
-"""A worker whose answers a script names, behind a real ZMQ socket."""
+"""A worker behind a real ZMQ socket whose answers follow a script."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ from moeyard_worker.protocol import (
 from moeyard_worker.sockets import Gate, lock
 from moeyard_worker.wire import decode, encode
 
-VOCAB_SIZE = 400  # a little more than the tokenizer has, as padded embeddings do
+VOCAB_SIZE = 400  # more than the tokenizer has, like padded embeddings
 MAX_MODEL_LEN = 256
 
 
@@ -67,16 +67,16 @@ class _Running:
 
 
 class ScriptedWorker:
-    """Speaks the worker's side of protocol.py over a real socket and emits the tokens that its script names.
+    """Speak the worker's side of protocol.py over a real socket and emit the tokens that the script returns.
 
-    A sequence that comes with output goes on behind it, and what `scripted_logprob` says depends on the token alone: so
-    an answer does not tell who gave it.
+    A sequence that arrives with output continues after it, and `scripted_logprob` depends on the token alone, so an
+    answer does not depend on the worker.
 
-    Test knobs: `script` (Submit -> output ids), `chunk` (tokens per message), `score_chunk` (prompt tokens per message
-    of their logprobs), `pace` (seconds per message), `paused` (accept but emit nothing), `phases` (seconds of queue and
-    prefill that its ends tell), `reject` (answer every Submit with this), `loads` (the answer to Inspect, if any), `do`
-    (run something in its thread), `sent_at` (request id -> monotonic seconds of its tokens, if it is to be
-    written down). `hold` and `go_on` are what a survivor does while a peer is missing.
+    Test knobs: `script` maps a Submit to output ids. `chunk` is the number of tokens per message, `score_chunk` of
+    prompt log-probabilities. `pace` is the seconds per message, `phases` the seconds of queue and prefill in each Done.
+    `paused` accepts requests but emits nothing. `reject` and `loads` answer every Submit and Inspect. `do` runs a
+    function in the worker's thread. `sent_at` maps a request id to the monotonic seconds of its tokens. `hold` and
+    `go_on` act as a survivor does while a peer is missing.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class ScriptedWorker:
         self.reset()
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: set[bytes] = set()
-        # By client, too: two routers begin with a probe of the same name.
+        # The key includes the client, because two routers begin with a probe of the same name.
         self._running: dict[tuple[bytes, str], _Running] = {}
         self._sampled = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # as workers have it: this one writes faster than it is read
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # Workers set this too: this one writes faster than the router reads.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         if keys is not None:
             Gate(self._context, key=keys.router)
@@ -125,7 +125,7 @@ class ScriptedWorker:
         self._thread.start()
 
     def reset(self) -> None:
-        """Back to the defaults, records forgotten."""
+        """Restore the defaults and clear the records."""
         self.script = self.default_script
         self.chunk, self.pace, self.paused = 1, 0.0, False
         self.score_chunk = 4
@@ -146,21 +146,21 @@ class ScriptedWorker:
         self._todo.put(action)
 
     def say(self, message: Message) -> None:
-        """Send to every router. Only in the worker's thread."""
+        """Send a message to every router. Call it in the worker's thread only."""
         self.say_raw(encode(message))
 
     def say_raw(self, frame: bytes) -> None:
-        """Send bytes to every router. Only in the worker's thread."""
+        """Send bytes to every router. Call it in the worker's thread only."""
         for peer in self._peers:
             self._socket.send_multipart([peer, frame])
 
     def fail(self, failure: str) -> None:
-        """Report that the fleet is broken, from any thread."""
+        """Report from any thread that the fleet is broken."""
         self.snapshot = dataclasses.replace(self.snapshot, state="failed", failure=failure)
         self.do(lambda: self.say(self.snapshot))
 
     def hold(self, why: str) -> None:
-        """A peer is lost: run nothing, and say so; from any thread."""
+        """Report from any thread that a peer is lost, and run nothing."""
 
         def recover() -> None:
             self.snapshot = dataclasses.replace(self.snapshot, state="recovering", failure=why)
@@ -169,7 +169,7 @@ class ScriptedWorker:
         self.do(recover)
 
     def go_on(self, epoch: int) -> None:
-        """The fleet is whole again, under a new epoch; from any thread."""
+        """Report from any thread that the fleet is whole again, under a new epoch."""
 
         def ready() -> None:
             self.snapshot = dataclasses.replace(self.snapshot, state="ready", failure=None, epoch=epoch)
@@ -178,7 +178,7 @@ class ScriptedWorker:
         self.do(ready)
 
     def hang_up(self) -> None:
-        """Break all connections of this process to it, and go on listening; from any thread."""
+        """Break all connections of this process to the worker, which continues to listen. Any thread may call it."""
         port = int(self.endpoint.rpartition(":")[2])
         for connection in psutil.Process().net_connections("tcp"):
             if connection.raddr and connection.raddr.port == port:
@@ -187,11 +187,11 @@ class ScriptedWorker:
 
     @property
     def runs(self) -> list[str]:
-        """What clients' sequences it has now."""
+        """Client sequences that run now."""
         return [name for _, name in self._running.copy() if not name.startswith("canary-")]
 
     def forget(self, name: str) -> _Running | None:
-        """Stop a client's sequence without a word."""
+        """Drop a client's sequence silently."""
         return next((self._running.pop(key) for key in list(self._running) if key[1] == name), None)
 
     def _run(self) -> None:
@@ -233,7 +233,7 @@ class ScriptedWorker:
                     return
             output = [1] * message.sampling.max_tokens if canary else self.script(message)
             running = _Running(peer, message, output, len(message.output_token_ids), message.num_scored)
-            assert list(message.output_token_ids) == output[: running.sent], "it was told something else"
+            assert list(message.output_token_ids) == output[: running.sent], "the output differs from the script"
             reason = self._ended(running) if running.sent else None
             if reason is not None:
                 self._end(running, reason, output[running.sent - 1] if reason == "stop" else None)
@@ -284,7 +284,7 @@ class ScriptedWorker:
             self._end(running, reason, ids[-1] if reason == "stop" else None)
 
     def _ended(self, running: _Running) -> str | None:
-        """The finish reason, if its last token ended it."""
+        """Return the finish reason if the last token ended the sequence."""
         sampling, token_id = running.submit.sampling, running.output[running.sent - 1]
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos and not sampling.grammar else {1})
         if token_id in ends and running.sent > sampling.min_tokens:
@@ -292,7 +292,7 @@ class ScriptedWorker:
         return "length" if running.sent == sampling.max_tokens else None
 
     def _score(self, running: _Running) -> bool:
-        """The next `score_chunk` log-probabilities of the prompt; False if there are no more."""
+        """Send the next `score_chunk` log-probabilities of the prompt; return False if none are left."""
         top, ids = running.submit.sampling.prompt_logprobs or 0, running.submit.prompt_token_ids
         start = running.scored + 1
         some = tuple(scripted_logprob(i, top) for i in ids[start : start + self.score_chunk])
@@ -319,6 +319,6 @@ class ScriptedWorker:
 
 
 def scripted_logprob(token_id: int, top: int) -> TokenLogprob:
-    """The chosen token second, behind its neighbours."""
+    """Return a score in which the chosen token has rank 2."""
     likeliest = tuple((token_id + 1 + i, -0.25 * (i + 1)) for i in range(top))
     return TokenLogprob(logprob=-1.5, rank=2, top=likeliest)

@@ -1,4 +1,4 @@
-"""Who comes in: keys, certificates, web pages; and what is written down of it. Over real sockets, with real clients."""
+"""Access control over real sockets with real clients: keys, certificates, web pages and the access log."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ def bearer(key):
 
 
 def test_without_keys_any_key_will_do(service):
-    """As before: clients must send some key, and send nonsense."""
+    """Clients must send some key, and many send nonsense."""
     assert service.client.get("/v1/models", headers=bearer("EMPTY")).status_code == 200
 
 
@@ -120,7 +120,7 @@ def test_changed_key_file_is_read_again(key_file, caplog):
 def test_router_reads_changed_keys(start, key_file, wait_for):
     service = start(1, access=AccessConfig(api_key_file=key_file))
     key_file.write_text("fresh\n")
-    wait_for(lambda: service.client.get("/v1/models", headers=bearer("fresh")).status_code == 200, "it must be read")
+    wait_for(lambda: service.client.get("/v1/models", headers=bearer("fresh")).status_code == 200, "the key is unknown")
     assert service.client.get("/v1/models", headers=bearer(KEY)).status_code == 401
 
 
@@ -226,7 +226,7 @@ def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
     url = service.url.replace("http:", "https:")
     known = trusting(authority, authority.issue_cert("client@example.org"))
     with httpx.Client(verify=known, timeout=HANG_SECONDS) as client:
-        wait_for(lambda: client.get(f"{url}/readyz").status_code == 200, "a known client comes in")
+        wait_for(lambda: client.get(f"{url}/readyz").status_code == 200, "a client with a certificate must connect")
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/livez", verify=trusting(authority), timeout=HANG_SECONDS)
 
@@ -477,7 +477,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
     service.client.headers.update(bearer(KEY))
 
     def written(count):
-        wait_for(lambda: len(lines()) >= count, "a line is written once the answer is out")
+        wait_for(lambda: len(lines()) >= count, "the access log must have a line after the answer")
         assert len(lines()) == count
         return lines()[-1]
 
@@ -514,7 +514,7 @@ def test_access_log_of_streams_that_end_early(start, lines, wait_for):
     body = {"prompt": "x", "max_tokens": 200, "stream": True}
     with service.client.stream("POST", COMPLETIONS, json=body) as answer:
         next(answer.iter_lines())
-    wait_for(lambda: lines(), "the line is written when the client has left")
+    wait_for(lambda: lines(), "the access log must have a line after the client left")
     assert (lines()[0]["status"], lines()[0]["left"]) == (200, 1)
     assert 0 < lines()[0]["output_tokens"] < 200
     service.wait_idle()
@@ -523,7 +523,7 @@ def test_access_log_of_streams_that_end_early(start, lines, wait_for):
         next(events)
         service.workers[0].fail("spoilt")
         list(events)
-    wait_for(lambda: len(lines()) > 1 and "failure" in lines()[-1], "the failure is written down")
+    wait_for(lambda: len(lines()) > 1 and "failure" in lines()[-1], "the access log must name the failure")
     assert (lines()[-1]["status"], lines()[-1]["failure"]) == (200, 503)
 
 
@@ -540,7 +540,7 @@ def test_version_and_ping(start, wait_for):
     assert service.client.get("/version").json() == {"version": "1.2.3"}
     assert service.client.get("/ping").status_code == service.client.post("/ping").status_code == 200
     service.workers[0].fail("spoilt")
-    wait_for(lambda: service.client.post("/ping").status_code == 503, "a broken fleet is not well")
+    wait_for(lambda: service.client.post("/ping").status_code == 503, "a broken fleet must fail the ping")
 
 
 def test_docs_need_no_other_server(service):

@@ -18,21 +18,21 @@ RANKS = 2
 NEW = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 20}") for rank in range(RANKS))
 
 
-class Played:
-    """A machine whose time, clients and workers are this test. `validate` follows every event."""
+class MachineDriver:
+    """The machine, driven by a test that plays time, clients and workers. It is validated after every event."""
 
     def __init__(self, **changes):
         addresses = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 9}") for rank in range(RANKS))
         options = {"model_path": Path(), "workers": addresses, "max_model_len": 64, "vocab_size": 10}
         self.now = 100.0
         self.machine = Admission(self.now, RouterConfig(model_name="m", **{**options, "max_inflight": 8, **changes}))
-        self.events = {}  # of each sequence
+        self.events = {}  # by sequence
         self.do("start", timed=False)
         for rank in range(RANKS):
             self.ready(rank)
 
     def do(self, event, *args, timed=True, **named):
-        """Tell the machine of an event; return its instructions."""
+        """Apply an event; return the instructions."""
         try:
             getattr(self.machine, event)(*([self.now] if timed else []), *args, **named)
         finally:
@@ -68,12 +68,12 @@ def of(kind, instructions):
 
 
 def where(instructions):
-    """What is run: (rank, sequence, tokens of its output)."""
+    """Return what runs: (rank, sequence, tokens of its output)."""
     return [(r.route.rank, r.submit.request_id, list(r.submit.output_token_ids)) for r in of(Run, instructions)]
 
 
-def test_a_request_runs_and_its_client_hears_of_it():
-    played = Played()
+def test_request_runs_and_client_gets_its_events():
+    played = MachineDriver()
     (run,) = played.submit("a")
     assert where([run]) == [(0, "a-0", [])]
     tokens = Tokens(request_id="a-0", start=0, token_ids=(3, 4))
@@ -82,7 +82,7 @@ def test_a_request_runs_and_its_client_hears_of_it():
 
 
 def test_requests_queue_until_a_rank_has_room_and_keys_take_turns():
-    played = Played(worker_places=1)
+    played = MachineDriver(worker_places=1)
     assert [len(of(Run, played.submit(f"r{i}", key="many"))) for i in range(4)] == [1, 1, 0, 0]
     assert of(Run, played.submit("few", key="few")) == []
     assert [run[1] for run in where(played.end("r0-0"))] == ["r2-0"]
@@ -90,7 +90,7 @@ def test_requests_queue_until_a_rank_has_room_and_keys_take_turns():
 
 
 def test_a_wait_that_is_too_long_is_refused_at_a_tick():
-    played = Played(worker_places=1, max_queue_seconds=0.2)
+    played = MachineDriver(worker_places=1, max_queue_seconds=0.2)
     wakes = [of(WakeAt, played.submit(f"r{i}")) for i in range(3)]
     assert wakes == [[], [], [WakeAt(played.now + TICK_SECONDS)]]
     assert played.wait(0.1) == [WakeAt(played.now + TICK_SECONDS)]
@@ -99,16 +99,16 @@ def test_a_wait_that_is_too_long_is_refused_at_a_tick():
     assert (refusal.reason, refusal.message) == ("queue_timeout", "waited 0.2 s for its start")
 
 
-def test_a_full_fleet_refuses_and_says_when_to_retry():
-    played = Played(max_inflight=2)
+def test_full_fleet_refuses_with_retry_after():
+    played = MachineDriver(max_inflight=2)
     played.submit("a", 2)
     with pytest.raises(ApiError, match="2 of 2 sequences are in flight") as caught:
         played.submit("b")
     assert (caught.value.status, caught.value.retry_after) == (429, 5.0)
 
 
-def test_a_lost_rank_is_reported_and_its_sequences_go_on_with_their_output():
-    played = Played()
+def test_lost_rank_is_reported_and_its_sequences_resume():
+    played = MachineDriver()
     played.submit("a", 2)
     played.do("heard", 0, [Tokens(request_id="a-0", start=0, token_ids=(3,))])
     lost = played.do("lose", 0, "it died")
@@ -122,8 +122,8 @@ def test_a_lost_rank_is_reported_and_its_sequences_go_on_with_their_output():
     assert of(Carried, instructions) == [Carried(1, 3)]
 
 
-def test_a_broken_connection_is_made_again_once():
-    played = Played()
+def test_broken_connection_is_retried_once():
+    played = MachineDriver()
     played.submit("a")
     assert of(Connect, played.do("broke", 0, "cut")) == [Connect(played.machine.ranks.addresses[0], "cut")]
     assert where(played.ready(0)) == [(0, "a-0", [])]
@@ -131,8 +131,8 @@ def test_a_broken_connection_is_made_again_once():
     assert of(ReportLost, played.do("broke", 0, "cut")) == [ReportLost(0, "cut")]
 
 
-def test_a_fleet_that_does_not_recover_ends_everything():
-    played = Played(recovery_timeout=0)
+def test_fleet_without_recovery_ends_all_requests():
+    played = MachineDriver(recovery_timeout=0)
     played.submit("a")
     played.do("lose", 1, "it died")
     assert played.events == {"a-0": [Lost("it died")]}
@@ -140,8 +140,8 @@ def test_a_fleet_that_does_not_recover_ends_everything():
         played.submit("b")
 
 
-def test_recovery_has_a_bound():
-    played = Played(recovery_timeout=30)
+def test_recovery_has_a_time_limit():
+    played = MachineDriver(recovery_timeout=30)
     played.submit("a")
     assert WakeAt(played.now + 30) in played.do("lose", 1, "it died")
     played.wait(29)
@@ -150,21 +150,21 @@ def test_recovery_has_a_bound():
     assert played.events == {"a-0": [Lost("the fleet was not whole again within 30 s: it died")]}
 
 
-def test_draining_carries_sequences_and_waits_for_the_confirmation():
-    played = Played()
+def test_draining_moves_sequences_and_waits_for_confirmation():
+    played = MachineDriver()
     played.submit("a")
     carried = played.do("drain", Drain(ranks=(0,), rank=0, carry=True))
     assert [of(Stop, carried), where(carried)] == [[Stop(0, "a-0")], [(1, "a-0", [])]]
     played.do("drain", Drain(ranks=(), rank=0))
-    # Back to a rank that has not confirmed yet that it stopped.
+    # The sequence returns to a rank that has not confirmed yet that it stopped.
     back = played.do("drain", Drain(ranks=(1,), rank=1, carry=True))
     assert (where(back), of(WakeAt, back)) == ([], [WakeAt(played.now + SOON_SECONDS)])
     played.do("heard", 0, [done("a-0", "abort")])
     assert where(played.wait(SOON_SECONDS)) == [(0, "a-0", [])]
 
 
-def test_a_carried_sequence_that_finds_a_full_queue_pauses():
-    played = Played()
+def test_moved_sequence_pauses_at_a_full_queue():
+    played = MachineDriver()
     played.submit("a")
     played.do("drain", Drain(ranks=(0,), rank=0, carry=True))
     full = Rejected(request_id="a-0", reason="queue_full", message="full")
@@ -172,8 +172,8 @@ def test_a_carried_sequence_that_finds_a_full_queue_pauses():
     assert where(played.wait(PAUSE_SECONDS)) == [(1, "a-0", [])]
 
 
-def test_a_client_that_leaves_frees_its_place():
-    played = Played(worker_places=1)
+def test_disconnect_frees_the_slot():
+    played = MachineDriver(worker_places=1)
     for i in range(3):
         played.submit(f"r{i}")
     rank = played.machine.flights.by_name["r0-0"].rank
@@ -185,11 +185,11 @@ def test_a_client_that_leaves_frees_its_place():
 
 @pytest.mark.parametrize("places", [None, 1])
 def test_random_walk(places):
-    """All invariants hold after every event, and each sequence ends once at most."""
+    """All invariants hold after every event, and each sequence ends at most once."""
     ended = 0
     for seed in range(60):
         chance = random.Random(seed)
-        played = Played(worker_places=places, max_queue_seconds=chance.choice([None, 0.5]))
+        played = MachineDriver(worker_places=places, max_queue_seconds=chance.choice([None, 0.5]))
         for step in range(150):
             played.now += chance.random() * 0.1
             walk(played, chance, step)

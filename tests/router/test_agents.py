@@ -1,4 +1,4 @@
-"""Recorded requests of coding agents (tests/clients/agents.py --record): each is answered, whole and streamed."""
+"""Recorded requests of coding agents (tests/clients/agents.py --record) get answers, whole and streamed."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from tests.router.tool_model import THOUGHT
 
 REQUESTS = Path(__file__).resolve().parents[1] / "clients" / "requests"
-# What may be named as ignored: none of it is for the model.
+# Fields that the server may name as ignored: none of them is for the model.
 HARMLESS = {
     "codex": {
         *("client_metadata", "include", "input.id", "input.status", "prompt_cache_key", "reasoning.summary", "store"),
@@ -23,11 +23,11 @@ AGENTS = ("aider", "claude", "cline", "codex", "continue", "opencode", "opencode
 
 @pytest.fixture(scope="module")
 def tool_service(starter, tool_checkpoint):
-    """As tests/router/conftest.py has it, with room for the instructions of agents."""
+    """The fixture of tests/router/conftest.py, with room for the instructions of agents."""
     return starter(1, model_path=tool_checkpoint, model_name="demo", max_model_len=200_000)
 
 
-def test_there_is_a_record_of_each():
+def test_each_agent_has_a_record():
     assert sorted(path.stem for path in REQUESTS.glob("*.jsonl")) == sorted(AGENTS)
 
 
@@ -36,7 +36,7 @@ def test_requests_of_an_agent_are_answered(model, agent):
     version, *requests = map(json.loads, (REQUESTS / f"{agent}.jsonl").read_text().splitlines())
     assert version["version"]
     assert requests
-    model.worker.chunk = 500  # a text in one event
+    model.worker.chunk = 500  # one event per text
     for request in requests:
         body = request["body"]
         called = body["tools"][0] if body.get("tools") else {"name": "none"}

@@ -1,4 +1,4 @@
-"""What an answer that must have a form may look like: the family's own parser reads its calls, and the schema holds."""
+"""The grammar of an answer: the family's own parser reads its calls, and schemas hold."""
 
 import json
 
@@ -26,7 +26,7 @@ FORMS = [(name, special) for name in PARSERS for special in (True, False, None)]
 
 
 def tokenizer_with(markers, special):
-    """Bytes as tokens, and the markers: special tokens, other added ones, or (None) none of their own."""
+    """Return a tokenizer of bytes and the markers: special tokens, added tokens, or (None) no tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def tokenizer_with(markers, special):
 
 
 class Checker:
-    """Whether a text is what a grammar allows, whole."""
+    """Check whether a grammar allows a whole text."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Checker:
 
 
 def shown(markup, arguments):
-    """Arguments as a format has them: JSON, or one by one."""
+    """Return arguments in a format's notation: JSON, or one by one."""
     if markup is None:
         return arguments
     text = ""
@@ -88,7 +88,7 @@ def shown(markup, arguments):
 
 
 def written(name, calls):
-    """These calls as the family's templates write them."""
+    """Return these calls in the notation of the family's templates."""
     form = TOOL_FORMATS[name]
     begin, middle, end = form.written
     texts = [
@@ -99,7 +99,7 @@ def written(name, calls):
 
 
 @pytest.mark.parametrize(("name", "special"), [*FORMS, (JSON_CALLS.name, None)])
-def test_what_the_template_writes_is_allowed_and_is_read(name, special):
+def test_template_notation_is_allowed_and_parsed(name, special):
     checker = Checker(name, special)
     one = [("weather", '{"city": "Köln <b> }", "days": 3}')]
     two = [*one, ("weather_now", json.dumps({"a": [1, {"b": None}]}))]
@@ -122,14 +122,14 @@ def test_what_the_template_writes_is_allowed_and_is_read(name, special):
         assert not checker.allows(written(name, [("weather", '{"city":  "x"}')]))
     assert not checker.allows(written(name, [("weather", '{"city": "x", "other": 1}')]))
     assert not checker.allows(written(name, one) + "!")
-    assert ("<[" in checker.grammar) == (special is not None), "markers by their tokens"
+    assert ("<[" in checker.grammar) == (special is not None), "the grammar must use the markers' tokens"
     single = Checker(name, special, one_call=True)
     assert single.allows(written(name, one))
     assert not single.allows(written(name, two))
 
 
 @pytest.mark.parametrize("special", [True, False, None])
-def test_a_model_that_thinks_may_do_so_before(special):
+def test_reasoning_may_precede_a_call(special):
     call = written("hermes", [("weather", '{"city": "x"}')])
     free = Checker("hermes", special, thinking="possible")
     assert free.allows(call)
@@ -160,7 +160,7 @@ BODIES = [
 
 @pytest.mark.parametrize("special", [True, None])
 @pytest.mark.parametrize(("body", "good", "bad"), BODIES, ids=[f"{i}-{b.kind}" for i, (b, _, _) in enumerate(BODIES)])
-def test_the_form_of_an_answer_holds_behind_its_reasoning_and_beside_calls(special, body, good, bad):
+def test_body_grammar_holds_after_reasoning_and_with_calls(special, body, good, bad):
     call = written("hermes", [("weather", '{"city": "x"}')])
     opened = Checker("hermes", special, thinking="inside", calls=False, body=body)
     free = Checker("hermes", special, thinking="possible", body=body)
@@ -177,7 +177,7 @@ def test_the_form_of_an_answer_holds_behind_its_reasoning_and_beside_calls(speci
     assert not opened.allows("So.</think>\n" + call)
 
 
-def test_without_reasoning_and_calls_a_grammar_is_left_as_it_is():
+def test_grammar_is_unchanged_without_reasoning_and_calls():
     body = Grammar(kind="lark", text='start: "x"')
     assert answer_grammar(thinking="none", calls=None, body=body, token_ids={}) is body
     assert answer_grammar(thinking="inside", calls=None, body=None, token_ids={}) is None
@@ -217,7 +217,7 @@ BAD = [
 
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32"])
-def test_arguments_that_are_written_one_by_one_are_held_to_their_schema(name, special):
+def test_separate_arguments_follow_their_schema(name, special):
     checker = Checker(name, special, functions=[("file", FILE), ("silent", {"type": "object", "required": ["a"]})])
     quoted = {"path": 'say "</parameter>" and <parameter=x>', "mode": 3}
     for arguments in (*GOOD, *([quoted] if name == "qwen3_coder" else [])):
@@ -234,7 +234,7 @@ def test_arguments_that_are_written_one_by_one_are_held_to_their_schema(name, sp
 
 
 @pytest.mark.parametrize(("name", "special"), FORMS)
-def test_a_call_in_free_text_is_held_to_its_schema_once_it_begins(name, special):
+def test_call_in_free_text_follows_its_schema(name, special):
     checker = Checker(name, special, among_text=True)
     one = written(name, [("weather", '{"city": "x"}')])
     two = written(name, [("weather", '{"city": "x"}'), ("weather_now", '{"a": 1}')])
@@ -264,8 +264,8 @@ def test_a_call_in_free_text_is_held_to_its_schema_once_it_begins(name, special)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_other_properties_are_let_in_as_the_schema_says(name):
-    """`additionalProperties`: absent and true are any, false is none, a schema is what fits it."""
+def test_additional_properties_follow_the_schema(name):
+    """Absent and true allow any property, false allows none, and a schema must match."""
     base = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     given = [("absent", {}), ("true", {"additionalProperties": True}), ("false", {"additionalProperties": False})]
     given.append(("numbers", {"additionalProperties": {"type": "integer"}}))

@@ -1,4 +1,4 @@
-"""/v1/messages by the anthropic package and by hand: text, tools, thinking, streams, errors in Anthropic's shape."""
+"""/v1/messages with the anthropic package and plain HTTP: text, tools, thinking, streams, Anthropic's error format."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def client(tool_service):
 
 
 def events(model, **body):
-    """The events of a stream."""
+    """Return the events of a stream."""
     with model.service.client.stream("POST", PATH, json={**BODY, **body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line]
@@ -38,7 +38,7 @@ def events(model, **body):
 
 
 def blocks(message):
-    """The content as the client's package has it, without ids."""
+    """Return the content blocks of the client package without ids."""
     found = [block.model_dump(exclude_none=True) for block in message.content]
     return [{k: v for k, v in block.items() if k not in ("id", "caller", "parsed_output")} for block in found]
 
@@ -91,7 +91,7 @@ def test_thinking_text_and_calls_whole_and_streamed(model, client):
     assert [e["type"] for e in stream[:3]] == ["message_start", "ping", "content_block_start"]
     assert stream[0]["message"]["content"] == []
     usage = stream[0]["message"]["usage"]
-    counted = usage["input_tokens"] + usage["cache_read_input_tokens"]  # the worker may have told it by then
+    counted = usage["input_tokens"] + usage["cache_read_input_tokens"]  # the worker may have reported it by then
     assert counted == len(model.worker.submits[-1].prompt_token_ids)
 
 
@@ -175,10 +175,10 @@ def test_thinking_is_a_switch_of_the_template(model, client):
     model.says(THOUGHT + "Yes.")
     for thinking in (off, {"type": "adaptive", "display": "omitted"}):
         answer = client.messages.create(**BODY, thinking=thinking)
-        assert answer.content[0].type == "text", "what was not to be shown is not"
+        assert answer.content[0].type == "text", "hidden thinking must not appear"
 
 
-def test_deferred_tools_are_shown_once_a_result_refers_to_them(model):
+def test_deferred_tools_appear_after_a_reference(model):
     model.says("Yes.")
     search = {"name": "search", "input_schema": {"type": "object"}}
     tools = [{**WEATHER, "defer_loading": True}, {**NOW, "defer_loading": True}, {**search, "defer_loading": False}]
@@ -203,14 +203,14 @@ def test_deferred_tools_are_shown_once_a_result_refers_to_them(model):
     assert shown({"role": "assistant", "content": [{**call, "name": "now"}]}, turns[1]) == {"search", "now", "weather"}
     assert shown(tool_choice={"type": "tool", "name": "now"}) == {"search", "now"}
     tools = [{**NOW, "defer_loading": True}]
-    assert shown() == {"now"}, "nothing could find it"
+    assert shown() == {"now"}, "the tool must not appear before a result refers to it"
     tools = [{**NOW, "defer_loading": True}, search, {"name": "f g", "input_schema": {"type": "object"}}]
     answer = model.service.post(PATH, **BODY, tools=tools)
     assert (answer.status_code, "'tools.2.name'" in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("words", ["The answer is (", "e", "|", ""])
-def test_it_goes_on_with_the_assistants_words(model, client, words):
+def test_assistant_prefix_is_continued(model, client, words):
     model.says("B)")
     messages = [*ASK, {"role": "assistant", "content": words}]
     assert client.messages.create(**{**BODY, "messages": messages}).content[0].text == "B)"
@@ -229,16 +229,16 @@ def test_integers_above_64_bits_keep_their_digits(model):
     assert f'{{"wei": {number}}}' in model.prompt()
 
 
-def test_a_call_that_was_cut_off_goes_back_as_the_model_wrote_it(model, client):
+def test_truncated_call_returns_as_the_model_wrote_it(model, client):
     model.says("Hm.")
     written = '{"city": "K'
     block = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"INVALID_JSON": written}}
     messages = [*ASK, {"role": "assistant", "content": [block]}, *ASK]
     client.messages.create(**{**BODY, "messages": messages})
-    assert json.dumps(written) in model.prompt(), "the template writes arguments by tojson"
+    assert json.dumps(written) in model.prompt(), "the template must write arguments with tojson"
 
 
-def test_the_form_of_an_answer(model, client):
+def test_output_format(model, client):
     model.says('{"a": 1}')
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     assert client.messages.create(**BODY, output_config=form).content[0].text == '{"a": 1}'
@@ -257,7 +257,7 @@ def test_tokens_are_counted(model, client):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_has_no_effect_is_named(model):
+def test_fields_without_effect_are_named(model):
     model.says("Hi.")
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "abc"},
@@ -287,7 +287,7 @@ def test_what_has_no_effect_is_named(model):
         "thinking.budget_tokens",
     }
     assert "<|user|><tool_response></tool_response>" in model.prompt()
-    assert model.worker.submits[-1].sampling.grammar is not None, "a strict tool is held to its schema"
+    assert model.worker.submits[-1].sampling.grammar is not None, "a strict tool must follow its schema"
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -318,7 +318,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{p}" for i, (_, p) in enumerate(BAD)])
-def test_what_cannot_be_asked_for(model, body, param):
+def test_unsupported_fields_are_refused(model, body, param):
     answer = model.service.post(PATH, **{**BODY, **body})
     assert answer.status_code == 400, answer.text
     error = answer.json()
@@ -327,7 +327,7 @@ def test_what_cannot_be_asked_for(model, body, param):
     assert model.worker.submits == []
 
 
-def test_errors_are_in_anthropics_shape_wherever_they_come_from(model, client):
+def test_all_errors_have_anthropics_format(model, client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(**{**BODY, "model": "other"})
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -343,7 +343,7 @@ def test_errors_are_in_anthropics_shape_wherever_they_come_from(model, client):
         assert (answer.status_code >= 400, answer.json()["type"]) == (True, "error"), answer.text
 
 
-def test_a_stream_that_fails(start, tool_checkpoint):
+def test_failed_stream(start, tool_checkpoint):
     service = start(1, model_path=tool_checkpoint, recovery_timeout=0.0, **LONG)
     service.workers[0].pace = 0.01
     with (
@@ -357,7 +357,7 @@ def test_a_stream_that_fails(start, tool_checkpoint):
     assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
-def test_a_large_body_is_read_by_a_process(model):
+def test_large_body_is_read_by_a_process(model):
     model.says("Long.")
     answer = model.service.post(PATH, **BODY, metadata={"user_id": "x" * 70_000})
     assert answer.json()["content"][0]["text"] == "Long."

@@ -1,4 +1,4 @@
-"""`moeyard bench URL` and `moeyard chat` against a real router: what they send, count and say."""
+"""`moeyard bench URL` and `moeyard chat` against a real router: requests, counts and output."""
 
 import io
 import json
@@ -20,7 +20,7 @@ Run = Callable[..., tuple[int, str, dict[str, Any]]]
 
 @pytest.fixture
 def bench(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line on the service: its code, its table, its --json."""
+    """Run the command line on the service; return its exit code, its table and its --json."""
 
     def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
         file = tmp_path / "result.json"
@@ -31,7 +31,7 @@ def bench(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
 
 
 def test_closed_loop(service: Any, bench: Run) -> None:
-    """Every measured request has its own prompt and answer length, and every token is counted once."""
+    """Every measured request has its own prompt and answer length, and every token counts once."""
     code, table, result = bench(
         "--num-requests",
         "12",
@@ -54,7 +54,7 @@ def test_closed_loop(service: Any, bench: Run) -> None:
     assert figures["prompt_tokens"] == sum(len(s.prompt_token_ids) for s in measured)
     assert figures["cached_tokens"] == 3 * 12
     assert len({s.prompt_token_ids for s in service.submits}) == len(service.submits)
-    # Words are an estimate of tokens, made with three probes.
+    # Three probes estimate the tokens per word.
     assert 55 <= figures["prompt_tokens"] / 12 <= 95
     assert {s.sampling.max_tokens for s in measured} <= set(range(5, 10))
     assert all(s.sampling.ignore_eos for s in measured)
@@ -66,7 +66,7 @@ def test_closed_loop(service: Any, bench: Run) -> None:
 
 
 def test_open_loop_of_conversations(service: Any, bench: Run) -> None:
-    """A turn resends the turns before it, and the answers."""
+    """A turn resends the earlier turns and the answers."""
     short = ("--prompt-tokens", "40", "--output-tokens", "4", "--warmup", "0")
     code, _, result = bench("--rate", "inf", "--num-requests", "4", "--turns", "2", *short)
     assert (code, result["figures"]["completed"]) == (0, 4)
@@ -78,7 +78,7 @@ def test_token_ids(service: Any, bench: Run) -> None:
     _, _, result = bench(*IDS, "--num-requests", "3", "--output-tokens", "4", "--shared-prefix", "16")
     assert result["figures"]["prompt_tokens"] == 3 * 46
     assert result["figures"]["completed"] == 3
-    assert len({s.prompt_token_ids[:16] for s in service.submits}) == 2  # those to warm up have other words
+    assert len({s.prompt_token_ids[:16] for s in service.submits}) == 2  # warm-up prompts have other words
     assert len({s.prompt_token_ids for s in service.submits}) == 3 + 2
 
 
@@ -94,7 +94,7 @@ def test_failures_are_counted_and_named(service: Any, bench: Run) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which a command line ends."""
+    """Return the single line with which a command ends."""
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
     assert ended.value.code == 2
@@ -105,7 +105,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_what_cannot_be_measured(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "bench", service.url, "--model", "other")
     assert "HTTP 404" in line
     assert "other" in line
@@ -132,7 +132,7 @@ def test_compare_and_png(service: Any, bench: Run, tmp_path: Path, capsys: pytes
 
 
 def test_piped_chat(service: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer on stdout and nothing else anywhere."""
+    """Stdout has the answer and nothing else."""
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\nthree\n"))
     assert main(["chat", service.url, "--set", "max_tokens=6", "--system", "Be brief."]) == 0
     out, err = capsys.readouterr()
@@ -146,7 +146,7 @@ def test_piped_chat(service: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_conversation(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was said is sent again; a failed request is forgotten; commands change what is asked for."""
+    """The next turn resends the conversation, a failed request is dropped, and commands change the settings."""
     lines = iter(["/set max_tokens=4", "first", "/set temperature=-1", "fails", "/set temperature=", "second", "/quit"])
     talk = Talk(model="tiny")
     converse(parse_target(service.url), talk, lambda: next(lines))
@@ -166,7 +166,7 @@ def test_conversation(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(service: Any, wait_for: Callable[..., None]) -> None:
-    """The server stops to decode, and what was said until then is remembered."""
+    """The server stops decoding, and the conversation keeps the partial answer."""
     for worker in service.workers:
         worker.pace = 0.01
     shown: list[str] = []
@@ -184,6 +184,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(service: Any, wait_for: Callab
 
 
 def stream(service: Any, show: Callable[[str, bool], None]) -> Any:
-    """A long answer."""
+    """Return a long answer."""
     talk = Talk(model="tiny", messages=[{"role": "user", "content": "Hello"}], settings={"max_tokens": 200})
     return stream_chat(parse_target(service.url), talk.body(), show)

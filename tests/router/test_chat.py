@@ -1,4 +1,4 @@
-"""A checkpoint's text files: where templates are found, how they render, and what broken files say."""
+"""A checkpoint's text files: where templates are found, how they render, and the errors of broken files."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from moeyard_router.errors import ApiError
 from moeyard_router.text.chat import ChatTemplate, TextCodec
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " <b>hi</b> "}]
-# What real templates use: trimmed blocks, loop controls, namespaces, tojson, generation blocks, strftime_now.
+# Features of real templates: trimmed blocks, loop controls, namespaces, tojson, generation blocks, strftime_now.
 INTRICATE = """{%- set ns = namespace(n=0) %}
 {{- bos_token }}
 {%- for m in messages %}
@@ -34,7 +34,7 @@ INTRICATE = """{%- set ns = namespace(n=0) %}
 
 @pytest.fixture
 def directory(checkpoint, tmp_path):
-    """A copy of the checkpoint without any template."""
+    """Return a copy of the checkpoint without any template."""
     (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>"}))
     return tmp_path
@@ -84,11 +84,11 @@ PARTS = """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m
     ],
 )
 def test_continues_as_transformers_does(last, source):
-    """Also a last message that is found again in what the template writes behind it."""
+    """Cases include a last message whose text the template repeats after it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if isinstance(last, list) and source != PARTS:
-        pytest.skip("this template takes no parts")
+        pytest.skip("this template does not support parts")
     messages = [*MESSAGES, {"role": "assistant", "content": last}]
     theirs, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
     mine = render(ChatTemplate(source, {}), messages, add_generation_prompt=False, continue_final_message=True)
@@ -159,7 +159,7 @@ def test_named_templates_are_chosen_as_transformers_does(directory, name):
 
 
 def test_a_template_for_tools_alone(directory):
-    """transformers and vLLM render chats with tools and refuse all others."""
+    """Like transformers and vLLM, chats with tools render and all others are refused."""
     store(directory, {"additional_chat_templates/tool_use.jinja": "{{ tools | length }}<tool_call>"})
     codec = TextCodec(directory)
     assert codec.template is None
@@ -252,7 +252,7 @@ def test_tokenizer_that_cannot_stream_is_named(directory, decoder, says):
     ],
     ids=["small", "long text", "many messages", "variables"],
 )
-def test_large_chats_are_rendered_beside_the_event_loop(checkpoint, monkeypatch, body, threaded):
+def test_large_chats_render_outside_the_event_loop(checkpoint, monkeypatch, body, threaded):
     codec = TextCodec(checkpoint)
     render, threads = codec.template.render, []
 
@@ -277,7 +277,7 @@ def test_large_chats_are_rendered_beside_the_event_loop(checkpoint, monkeypatch,
 def test_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"with a tokenizer\.json$"):
         TextCodec(tmp_path)
-    (tmp_path / "tiktoken.model").touch()  # what Moonshot publishes in its place
+    (tmp_path / "tiktoken.model").touch()  # Moonshot publishes this file instead
     with pytest.raises(ValueError, match=r"/tokenizer\.json: .* from tiktoken\.model with .*TikTokenConverter \(docs/"):
         TextCodec(tmp_path)
 
@@ -290,7 +290,7 @@ def test_templates_are_sandboxed():
         render(ChatTemplate("{{ messages.append(1) }}", {}))
 
 
-def test_names_that_are_missing_are_empty():
+def test_missing_names_are_empty():
     assert render(ChatTemplate("a{{ nothing }}b", {})) == "ab"
     assert issubclass(jinja2.UndefinedError, jinja2.TemplateError)
 

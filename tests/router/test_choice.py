@@ -42,9 +42,9 @@ cuts = st.lists(st.integers(min_value=1, max_value=6), min_size=25, max_size=25)
 
 
 def run(job, output, sizes, shorter=()):
-    """Feed a worker's messages until the choice ends: everything it gave.
+    """Feed a worker's messages until the choice ends; return the complete output.
 
-    Message i is offered to `plain_text` first if `shorter[i]`: of one that it takes only the text is known.
+    If `shorter[i]`, message i goes to `plain_text` first, which returns text only.
     """
     sampling = job.continuations[0].sampling
     choice = Choice(job, index=0, tokens=TOKENS)
@@ -108,7 +108,7 @@ def job_with(*, stop_strings=(), include=False, skip=True, stop_token_ids=(), mi
     st.lists(st.integers(0, EOS - 1), max_size=2),
     st.integers(min_value=0, max_value=4),
 )
-def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_token_ids, min_tokens):
+def test_message_boundaries_change_nothing(output, stop_strings, sizes, include, skip, stop_token_ids, min_tokens):
     job = job_with(
         stop_strings=stop_strings, include=include, skip=skip, stop_token_ids=stop_token_ids, min_tokens=min_tokens
     )
@@ -124,9 +124,7 @@ def test_cuts_change_nothing(output, stop_strings, sizes, include, skip, stop_to
     st.lists(st.integers(0, EOS - 1), max_size=2),
     st.integers(min_value=0, max_value=4),
 )
-def test_the_shorter_way_of_plain_text_changes_nothing(
-    output, stop_strings, sizes, shorter, include, stop_token_ids, min_tokens
-):
+def test_plain_text_shortcut_changes_nothing(output, stop_strings, sizes, shorter, include, stop_token_ids, min_tokens):
     job = job_with(stop_strings=stop_strings, include=include, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
     whole, short = run(job, output, sizes), run(job, output, sizes, shorter)
     assert (short.text, short.finish_reason, short.stop_reason) == (whole.text, whole.finish_reason, whole.stop_reason)
@@ -151,7 +149,7 @@ def test_the_stop_string_ends_text_and_tokens(output, stop_strings, sizes, inclu
         at = shown.index(total.text + ("" if include else total.stop_reason))
         assert at == 0
         before = TOKENIZER.decode(total.token_ids[:-1]).removesuffix("�")
-        assert not any(s in before for s in stop_strings), "no token after the one that completed the stop string"
+        assert not any(s in before for s in stop_strings), "no token may follow the completed stop string"
 
 
 def test_the_first_min_tokens_are_not_searched():
@@ -163,8 +161,8 @@ def test_the_first_min_tokens_are_not_searched():
 
 
 @given(ids_lists, stops, cuts, st.booleans(), st.integers(min_value=0, max_value=6))
-def test_a_stop_string_ends_behind_min_tokens_and_may_begin_within(output, stop_strings, sizes, include, min_tokens):
-    """The first one that is complete behind the text of the first min_tokens tokens, of these the longest (vLLM)."""
+def test_stop_string_ends_after_min_tokens_and_may_begin_within(output, stop_strings, sizes, include, min_tokens):
+    """The first stop string completed after the text of the first min_tokens tokens wins, then the longest (vLLM)."""
     total = run(job_with(stop_strings=stop_strings, include=include, min_tokens=min_tokens), output, sizes)
     end = next((i for i, t in enumerate(output) if t == EOS and i >= min_tokens), len(output))
     detokenizer, text, searched = Detokenizer(TOKENS), "", 0
@@ -181,19 +179,19 @@ def test_a_stop_string_ends_behind_min_tokens_and_may_begin_within(output, stop_
         assert (total.text, total.stop_reason) == (text, None)
 
 
-def test_a_stop_string_over_the_border_of_min_tokens():
+def test_stop_string_across_the_min_tokens_boundary():
     a, b, c, ab, bc = (LETTERS.index(t) for t in ("a", "b", "c", "ab", "bc"))
     for sizes in ([1] * 4, [4]):
         total = run(job_with(stop_strings=["bcab"], min_tokens=2), [a, bc, ab, c], sizes)
         assert (total.text, total.stop_reason, total.token_ids) == ("a", "bcab", [a, bc, ab])
-        # One that is complete within is passed, and another may begin in it.
+        # A stop string that completes within min_tokens is skipped, and another may begin inside it.
         total = run(job_with(stop_strings=["abab"], min_tokens=3), [ab, a, b, ab], sizes)
         assert (total.text, total.stop_reason, total.token_ids) == ("ab", "abab", [ab, a, b, ab])
 
 
 @pytest.mark.parametrize("chosen", [0, 1, 2])
-def test_of_tokens_with_one_text_the_likeliest_is_told(chosen):
-    """Byte fallback has `<0x30>` beside `0`. The token that was chosen has a logprob of its own."""
+def test_likeliest_of_tokens_with_the_same_text_is_reported(chosen):
+    """Byte fallback has `<0x30>` and `0`. The chosen token keeps its own log-probability."""
     model = models.BPE(vocab={"0": 0, "<0x30>": 1, "1": 2}, merges=[], byte_fallback=True)
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.ByteFallback()
@@ -204,16 +202,16 @@ def test_of_tokens_with_one_text_the_likeliest_is_told(chosen):
     writer = ReplyWriter(job, reply_id="x", model="m", created=0, tokens=tokens)
     choice = Choice(job, index=0, tokens=tokens)
     delta = choice.tokens(Tokens(request_id="r", start=0, token_ids=(chosen,), logprobs=(score,)))
-    told = json.loads(b"".join(writer.body([delta], [choice])))["choices"][0]["logprobs"]
-    assert told["top_logprobs"] == [{"0": -0.5, "1": -1.0}]
-    assert told["token_logprobs"] == [score.logprob]
-    # Where the other is not among those that are told, the chosen one is.
-    told = writer._top(0, TokenLogprob(logprob=-9.0, rank=9, top=((2, -1.0),)))
-    assert told == {"1": -1.0, "0": -9.0}
+    reported = json.loads(b"".join(writer.body([delta], [choice])))["choices"][0]["logprobs"]
+    assert reported["top_logprobs"] == [{"0": -0.5, "1": -1.0}]
+    assert reported["token_logprobs"] == [score.logprob]
+    # The chosen token appears if the other one is not in the list.
+    reported = writer._top(0, TokenLogprob(logprob=-9.0, rank=9, top=((2, -1.0),)))
+    assert reported == {"1": -1.0, "0": -9.0}
 
 
-def test_cached_tokens_are_those_of_the_rank_where_it_began():
-    """A sequence that is carried has its whole prompt in the other's cache, which is nobody's saving."""
+def test_cached_tokens_come_from_the_first_rank():
+    """A moved sequence has its whole prompt in the second rank's cache, which saves nothing."""
     score = TokenLogprob(logprob=0.0, rank=1)
     begun = Tokens(request_id="x", start=0, token_ids=(0,), logprobs=(score,), cached_tokens=0)
 

@@ -1,4 +1,4 @@
-"""What a connection may hold up: heads and bodies that never end, heads without end, upgrades that nobody wants."""
+"""Limits of a connection: slow or endless headers and bodies, and upgrades that the server declines."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A
 
 @pytest.fixture(scope="module")
 def quick(checkpoint, story) -> Iterator:
-    """A service of little patience."""
+    """A service with short time limits."""
     from tests.router.conftest import Starter
 
     starter = Starter(checkpoint, story)
@@ -36,10 +36,10 @@ def connect(service):
 
 
 def answer(sock, *, whole=True):
-    """(status, headers, body) of the next answer; with `whole`, the server must have closed behind it."""
+    """Return (status, headers, body) of the next answer; with `whole`, the server must close the connection then."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
-        part = sock.recv(1)  # what follows this answer is the next one's
+        part = sock.recv(1)  # byte by byte: the rest belongs to the next answer
         if not part:
             return None
         head += part
@@ -80,7 +80,7 @@ def test_headers_that_never_end(quick, sent):
 
 
 def test_headers_that_trickle(quick):
-    """Every byte is progress, and the time limit is for the whole."""
+    """Every byte is progress, but the limit covers the whole head."""
     with connect(quick) as sock:
         sock.sendall(b"GET /livez HTTP/1.1\r\nA: ")
         while not select.select([sock], [], [], 0.02)[0]:
@@ -97,8 +97,8 @@ def test_a_body_that_never_ends(quick):
     quick.wait_idle()
 
 
-def test_a_body_that_is_read_by_nobody(quick):
-    """404 is said at once; what the client goes on sending does not keep the connection."""
+def test_unread_body_does_not_keep_the_connection(quick):
+    """The server answers 404 at once, and the remaining body does not keep the connection open."""
     with connect(quick) as sock:
         sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nabc")
         assert answer(sock, whole=False)[0] == 404
@@ -111,7 +111,7 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(quick):
         for _ in range(2):
             sock.sendall(head() + BODY)
             assert answer(sock, whole=False)[0] == 200
-        worker.pace = 1.0  # Two tokens take longer than any limit.
+        worker.pace = 1.0  # two tokens take longer than any limit
         sock.sendall(head() + BODY)
         assert answer(sock, whole=False)[0] == 200
         worker.reset()
@@ -137,16 +137,16 @@ def test_headers_that_are_too_long(quick, sent):
         assert error_of(got) == "the request's headers are longer than 2000 bytes"
 
 
-def test_a_long_body_is_no_long_head(quick):
-    """It may come in the same chunk as the head, which is counted exactly then."""
+def test_long_body_is_not_a_long_head(quick):
+    """The body may arrive in the same chunk as the head, whose size is then exact."""
     body = json.dumps({"prompt": [5] * 1000, "max_tokens": 1}).encode()
     with connect(quick) as sock:
         for _ in range(2):
             sock.sendall(head(body) + body)
-            assert answer(sock, whole=False)[0] == 400  # the prompt is too long for the model: it was read
+            assert answer(sock, whole=False)[0] == 400  # the prompt is too long for the model, so the server read it
 
 
-def test_what_is_no_http(quick):
+def test_invalid_http(quick):
     for sent in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n"):
         with connect(quick) as sock:
             sock.sendall(sent)
@@ -164,13 +164,13 @@ def test_refusals_are_counted(quick):
 
 @pytest.mark.parametrize("pieces", [1, 7], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("upgrade", [H2C, b"Upgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n"])
-def test_an_upgrade_that_is_offered_is_declined_and_the_request_answered(service, upgrade, pieces):
+def test_offered_upgrade_is_declined_and_the_request_answered(service, upgrade, pieces):
     with connect(service) as sock:
         for sent in (head(extra=upgrade) + BODY, head() + BODY):
             size = -(-len(sent) // pieces)
             for i in range(pieces):
                 sock.sendall(sent[i * size : (i + 1) * size])
-                time.sleep(0.002 if pieces > 1 else 0)  # so that most pieces come alone
+                time.sleep(0.002 if pieces > 1 else 0)  # most pieces arrive alone
             status, headers, body = answer(sock, whole=False)
             assert status == 200
             assert json.loads(body)["choices"][0]["prompt_token_ids"] == [5, 6]
@@ -178,7 +178,7 @@ def test_an_upgrade_that_is_offered_is_declined_and_the_request_answered(service
 
 
 def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
-    """Java's client sends its body in chunks where it does not know the length."""
+    """Java's client sends its body in chunks if it does not know the length."""
     chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
     with connect(service) as sock:
         sock.sendall(
@@ -192,8 +192,8 @@ def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
         assert answer(sock, whole=False)[2] == b'{"status":"alive"}'
 
 
-def test_a_client_that_leaves_with_a_request_behind_the_one_that_is_answered(service, wait_for):
-    """Both are over: the first one's sequence does not run on for a client that is gone."""
+def test_disconnect_ends_pipelined_requests(service, wait_for):
+    """Both requests end: the first sequence does not run on for a client that left."""
     for worker in service.workers:
         worker.pace = 0.01
     endless = json.dumps({"prompt": [5, 6], "max_tokens": 200, "stream": True}).encode()
@@ -204,11 +204,11 @@ def test_a_client_that_leaves_with_a_request_behind_the_one_that_is_answered(ser
         connections = service.server._server.server_state.connections
         (ours,) = [each for each in list(connections) if each.client == sock.getsockname()]
         wait_for(lambda: ours.pipeline, "the second request must wait")
-    wait_for(lambda: sum(len(w.aborts) for w in service.workers), "the worker must be told that nobody listens")
-    assert sum(len(worker.submits) for worker in service.workers) == 1, "the second one is not begun"
+    wait_for(lambda: sum(len(w.aborts) for w in service.workers), "the worker must receive the abort")
+    assert sum(len(worker.submits) for worker in service.workers) == 1, "the second request must not start"
 
 
-def test_connection_close_beside_an_upgrade_holds(service):
+def test_connection_close_with_an_upgrade_holds(service):
     with connect(service) as sock:
         sock.sendall(head(extra=H2C.replace(b"HTTP2-Settings\r\n", b"HTTP2-Settings, close\r\n", 1)) + BODY)
         assert answer(sock)[0] == 200
@@ -217,7 +217,7 @@ def test_connection_close_beside_an_upgrade_holds(service):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_with_http2(service, tmp_path):
     big = tmp_path / "body.json"
-    big.write_bytes(BODY[:-1] + b', "user": "' + b"x" * 2_000_000 + b'"}')  # above 1 MiB curl asks first: Expect
+    big.write_bytes(BODY[:-1] + b', "user": "' + b"x" * 2_000_000 + b'"}')  # above 1 MiB curl sends Expect first
     for body in (BODY.decode(), f"@{big}"):
         command = [
             "curl",
@@ -239,8 +239,8 @@ def test_curl_with_http2(service, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("javac") is None, reason="no JDK is installed")
-def test_javas_own_client(start):
-    """Its first request of a connection asks for h2c, with a body: that must arrive (tests/clients/StreamChat.java)."""
+def test_java_client(start):
+    """Its first request of a connection asks for h2c with a body, which must arrive (tests/clients/StreamChat.java)."""
     program = Path(__file__).resolve().parents[1] / "clients/StreamChat.java"
     done = subprocess.run(
         ["java", program, start(1).url, "tiny"], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
@@ -249,41 +249,41 @@ def test_javas_own_client(start):
     assert done.stdout.count("ok    ") == 11
 
 
-def test_connections_beyond_the_limit_of_files_are_refused_in_words(checkpoint, story, caplog, wait_for):
-    """Those that are open go on. Where there are far too many, nobody waits for what they have to say."""
+def test_connections_above_the_file_limit_get_an_error(checkpoint, story, caplog, wait_for):
+    """Open connections continue. Far above the limit, the server closes new ones without an answer."""
     from tests.router.conftest import Starter
 
     starter = Starter(checkpoint, story)
     service = starter(1, max_connections=3)
     service.client.close()
-    said = "3 connections are open, as many as this server's limit of open files allows"
+    refusal = "3 connections are open, as many as this server's limit of open files allows"
 
     def opened():
         return len(service.server._server.server_state.connections)
 
     try:
-        wait_for(lambda: not opened(), "connections of the start are left")
+        wait_for(lambda: not opened(), "connections from the start are open")
         with contextlib.ExitStack() as held:
             socks = [held.enter_context(connect(service)) for _ in range(3)]
-            wait_for(lambda: opened() == 3, "connections are not taken")
+            wait_for(lambda: opened() == 3, "the server does not accept connections")
             with connect(service) as sock:
                 sock.sendall(head() + BODY)
                 got = answer(sock)
             assert got[0] == 503
-            assert error_of(got) == said
+            assert error_of(got) == refusal
             for sock in socks:
                 sock.sendall(head() + BODY)
                 assert answer(sock, whole=False)[0] == 200
             for _ in range(REFUSED_AT_ONCE):
                 held.enter_context(connect(service))
-            wait_for(lambda: opened() == 3 + REFUSED_AT_ONCE, "connections are not taken")
+            wait_for(lambda: opened() == 3 + REFUSED_AT_ONCE, "the server does not accept connections")
             with connect(service) as sock:
                 assert answer(sock)[0] == 503
-        wait_for(lambda: not opened(), "connections are left")
+        wait_for(lambda: not opened(), "connections are open")
         with connect(service) as sock:
             sock.sendall(head() + BODY)
             assert answer(sock, whole=False)[0] == 200
     finally:
         starter.close()
     lines = [record.getMessage() for record in caplog.records if "open_files" in record.getMessage()]
-    assert lines[0] == f"refused (open_files): {said}; raise that limit (ulimit -n, LimitNOFILE= of a service)"
+    assert lines[0] == f"refused (open_files): {refusal}; raise that limit (ulimit -n, LimitNOFILE= of a service)"

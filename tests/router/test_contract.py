@@ -1,6 +1,6 @@
-"""/openapi.json is true: every route is in it, and what the server answers, to good bodies and to bad, is what it says.
+"""/openapi.json is complete: it lists every route and describes the answers to valid and invalid bodies.
 
-Two thousand cases of schemathesis, where it is installed (it is no dependency, not even for development):
+If schemathesis is installed (it is not a dependency, not even for development), two thousand of its cases run:
 
     pip install schemathesis && pytest tests/router/test_contract.py -k schemathesis
 """
@@ -35,7 +35,7 @@ def document(shared_service) -> dict[str, Any]:
 
 
 def check(document, method, path, answer):
-    """An answer's status, type and body are described; of an error also its shape."""
+    """Check that the schema describes an answer's status, type and body, and the format of errors."""
     described = document["paths"][path][method]["responses"]
     status = str(answer.status_code)
     assert status in described, f"{method} {path} answered {status}: {answer.text[:300]}"
@@ -47,7 +47,7 @@ def check(document, method, path, answer):
     return answer
 
 
-def test_schema_is_one(document):
+def test_schema_is_valid(document):
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     text = json.dumps(document)
@@ -56,7 +56,7 @@ def test_schema_is_one(document):
     assert document["openapi"].startswith("3.1")
 
 
-def test_every_route_is_described(shared_service, document):
+def test_schema_has_every_route(shared_service, document):
     routes = shared_service.server._server.config.app._paths
     assert {path.replace(":path}", "}") for path in routes} == set(document["paths"])
 
@@ -132,7 +132,7 @@ ANYTHING = st.recursive(
 
 
 def values(schema: Any, schemas: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that a schema describes, small ones."""
+    """Generate small values that a schema describes."""
     if schema is True:
         return ANYTHING
     if "$ref" in schema:
@@ -175,7 +175,7 @@ BODIES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messa
 def test_random_bodies_get_described_answers(service, document, path):
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     good = values(schema, document["components"]["schemas"])
-    # A good body has a few of the optional fields; in a bad one a field has a value of any kind.
+    # A good body has some optional fields; a bad one has an arbitrary value in one field.
     few = st.tuples(good, st.sets(st.integers(0, 40), max_size=4)).map(
         lambda pair: {n: v for i, (n, v) in enumerate(pair[0].items()) if i < 1 or i in pair[1]}
     )
@@ -195,7 +195,7 @@ def test_random_bodies_get_described_answers(service, document, path):
 
 
 def statuses(report: Path) -> dict[str, Counter[int]]:
-    """By operation: how many answers of which status schemathesis got."""
+    """Return the counts of statuses by operation."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for line in report.read_text().splitlines():
         recorder = json.loads(line).get("ScenarioFinished", {}).get("recorder", {})
@@ -207,7 +207,7 @@ def statuses(report: Path) -> dict[str, Counter[int]]:
 
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
 def test_schemathesis_finds_nothing(starter, tool_checkpoint, document, tmp_path):
-    service = starter(1, model_path=tool_checkpoint, **LONG)  # a model that takes tools
+    service = starter(1, model_path=tool_checkpoint, **LONG)  # a model with tools
     service.workers[0].chunk = 64
     report = tmp_path / "report.ndjson"
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
@@ -220,7 +220,7 @@ def test_schemathesis_finds_nothing(starter, tool_checkpoint, document, tmp_path
     assert cases >= CASES, done.stdout
     found = statuses(report)
     print(done.stdout, *(f"{label}: {dict(sorted(of.items()))}" for label, of in sorted(found.items())), sep="\n")
-    # Bodies that are all refused would show nothing of how good ones are answered.
+    # If every body is refused, the run says nothing about answers to good ones.
     for path in (path for path, methods in document["paths"].items() if "requestBody" in methods.get("post", {})):
         of = found[f"POST {path}"]
         assert min(of[200], of[400]) >= 20, f"{path}: {of}"

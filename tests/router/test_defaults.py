@@ -1,4 +1,4 @@
-"""What the one who starts the server decides: sampling defaults, names of the model, another chat template."""
+"""The operator's settings: sampling defaults, names of the model, another chat template."""
 
 import pytest
 
@@ -12,7 +12,7 @@ DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, r
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """A chat template of one's own."""
+    """A chat template in a file."""
     path = tmp_path_factory.mktemp("template") / "own.jinja"
     path.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     return path
@@ -20,7 +20,7 @@ def template(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared_service(template, starter):
-    """A service with all of it."""
+    """A service with all of these settings."""
     return starter(1, sampling_defaults=DEFAULTS, model_aliases=("org/small", "it"), chat_template=template)
 
 
@@ -30,12 +30,12 @@ def sampling(service, path=CHAT, **body):
     return service.submits[-1].sampling
 
 
-def test_defaults_hold_for_what_a_request_does_not_say(service):
+def test_defaults_fill_absent_fields(service):
     chosen = sampling(service, messages=HELLO, top_p=None)
     assert {name: getattr(chosen, name) for name in DEFAULTS.given()} == DEFAULTS.given()
 
 
-def test_a_request_says_otherwise(service):
+def test_request_overrides_defaults(service):
     body = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 9}
     chosen = sampling(service, messages=HELLO, **body)
     assert {name: getattr(chosen, name) for name in body} == body
@@ -49,7 +49,7 @@ def test_completions_keep_openais_limit_unless_it_is_above_the_default(service, 
     assert sampling(other, messages=HELLO).max_tokens == 100
 
 
-def test_every_name_is_answered_with_the_first(service):
+def test_every_alias_is_answered_with_the_first_name(service):
     for name in ("tiny", "org/small", "it"):
         assert service.chat(model=name, messages=HELLO)["model"] == "tiny"
         assert service.client.get(f"/v1/models/{name}").json()["id"] == name
@@ -59,7 +59,7 @@ def test_every_name_is_answered_with_the_first(service):
     assert "this server has 'tiny', 'org/small', 'it'" in answer.json()["error"]["message"]
 
 
-def test_the_template_of_a_file(service, codec):
+def test_template_from_a_file(service, codec):
     service.chat(messages=HELLO)
     assert list(service.submits[0].prompt_token_ids) == codec.encode("[Hello]", add_special_tokens=False)
 
@@ -93,13 +93,13 @@ def test_a_template_needs_a_tokenizer(template):
         ("max_tokens", 0),
     ],
 )
-def test_defaults_that_cannot_work(name, value):
+def test_invalid_defaults_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingDefaults(**{name: value})
 
 
 @pytest.mark.parametrize("aliases", [("m",), ("a", "a"), ("",)])
-def test_names_that_cannot_work(aliases):
+def test_invalid_names_are_refused(aliases):
     with pytest.raises(ValueError, match="model names"):
         RouterConfig(
             model_name="m",

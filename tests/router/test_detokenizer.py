@@ -1,4 +1,4 @@
-"""Streamed text is the decoding of all tokens, however they arrive, and stop strings cut it as they cut the whole."""
+"""Streamed text equals the decoding of all tokens, and stop strings cut it at the same place."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
 
 
 def byte_level():
-    """Every byte is a token, some runs of bytes too, and added tokens of both kinds."""
+    """Return a tokenizer with every byte, some runs of bytes and added tokens of both kinds."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
     for extra in ["ab", "Ġthe", "Ã¤", "ä½", "æĬĢ"]:
@@ -24,7 +24,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """A sentencepiece-like vocabulary."""
+    """Return a sentencepiece-like tokenizer."""
     vocab = {"<unk>": 0, "<s>": 1}
     for b in range(256):
         vocab[f"<0x{b:02X}>"] = len(vocab)
@@ -68,7 +68,7 @@ def test_no_piece_has_half_a_character(text, cuts):
 
 
 def _alphabet():
-    # The byte-level pre-tokenizer itself says which character stands for a byte that begins or continues text.
+    # The byte-level pre-tokenizer defines which character represents a byte at the start or inside a text.
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     decoded = [LEVEL_BYTES.of(LEVEL.token_to_id(c)) for c in characters]
     return characters, [d[0] for d in decoded]
@@ -79,12 +79,12 @@ def test_every_byte_has_one_token():
 
 
 @given(st.text("Helo wo你好🙂é", max_size=20), st.lists(st.integers(min_value=0), max_size=20))
-def test_byte_fallback_of_valid_text(text, cuts):
+def test_byte_fallback_decodes_valid_text(text, cuts):
     ids = []
     for char in text:
         piece = FALLBACK.token_to_id("▁" if char == " " else char)
         ids += [FALLBACK.token_to_id(f"<0x{b:02X}>") for b in char.encode()] if piece is None else [piece]
-    first = FALLBACK.token_to_id("w")  # output follows a prompt: no leading space is stripped
+    first = FALLBACK.token_to_id("w")  # output follows a prompt, so no leading space is stripped
     assert "w" + "".join(pieces_of(FALLBACK_BYTES, ids, cuts)) == FALLBACK.decode([first, *ids])
 
 
@@ -104,7 +104,7 @@ def test_other_decoders_are_refused(decoder):
 
 
 def first_stop(text, stops):
-    """By the definition: the stop string that is complete first, the longer of two."""
+    """Return the reference result: the stop string that completes first, then the longer one."""
     found = [(text.index(s) + len(s), -len(s), s) for s in stops if s in text]
     return min(found, default=None)
 
@@ -121,7 +121,7 @@ def test_stop_strings_cut_the_whole_text(text, stops, cuts, include):
         if matched.stop is not None:
             stop = matched.stop
             break
-        # Nothing is held back without need: what is held is the beginning of a stop string.
+        # Held text is always the beginning of a stop string.
         held = text[len(out) : b]
         assert held == "" or any(s.startswith(held) for s in stops)
     else:

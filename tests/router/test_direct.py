@@ -1,4 +1,4 @@
-"""Streamed answers that go past ASGI: the same bytes as through it, at the reader's pace, none at another's cost."""
+"""Direct streams have the same bytes as ASGI streams, follow the reader's pace and do not delay each other."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ REQUESTS = {
 
 
 def fleet_of_one():
-    """A fleet whose one worker is this test: it is connected to nobody, and ready."""
+    """A ready fleet without connections, whose only worker is played by the test."""
     address = WorkerAddress(rank=0, endpoint="tcp://127.0.0.1:9")
     config = RouterConfig(
         model_name="tiny", model_path=Path(), workers=(address,), max_model_len=4096, vocab_size=400, eos_token_ids=(1,)
@@ -52,7 +52,7 @@ def fleet_of_one():
 
 
 class Inline:
-    """Writes where others have a thread for it."""
+    """Replacement for the writer thread that writes at once."""
 
     async def write(self, work, *args):
         return work(*args)
@@ -78,7 +78,7 @@ class Answer:
 
     async def send(self, message):
         await self.reading.wait()
-        assert not self.waiting, "pieces that were given before must leave before"
+        assert not self.waiting, "earlier pieces must leave first"
         self.data += message.get("body", b"")
         self.sent += "body" in message
 
@@ -97,20 +97,20 @@ class Answer:
 
 
 async def settle():
-    """Let everything run that can."""
+    """Let every pending task run."""
     for _ in range(12):
         await asyncio.sleep(0)
 
 
-def words(job, choice, ids, start):
-    """What the worker says of some tokens of a choice."""
+def token_fields(job, choice, ids, start):
+    """Return the worker's message fields for some tokens of a choice."""
     top = job.continuations[choice].sampling.logprobs
     logprobs = () if top is None else tuple(scripted_logprob(i, top) for i in ids)
     return {"start": start, "token_ids": tuple(ids), "logprobs": logprobs}
 
 
 async def run(answer, job, ids, size, *, after=lambda step: None):
-    """Play the worker: `size` tokens of every choice in one batch, then the end; the answer's task ends."""
+    """Play the worker: `size` tokens of every choice in one batch, then the end; wait for the answer's task."""
     fleet, names = answer.fleet, [f"{answer.name}-{i}" for i in range(len(job.continuations))]
     for name, continuation in zip(names, job.continuations, strict=True):
         if continuation.sampling.prompt_logprobs is not None:
@@ -119,7 +119,7 @@ async def run(answer, job, ids, size, *, after=lambda step: None):
             fleet._heard(0, [PromptLogprobs(request_id=name, start=1, logprobs=scores)])
     for step, start in enumerate(range(0, len(ids), size)):
         some = ids[start : start + size]
-        fleet._heard(0, [Tokens(request_id=n, **words(job, i, some, start)) for i, n in enumerate(names)])
+        fleet._heard(0, [Tokens(request_id=n, **token_fields(job, i, some, start)) for i, n in enumerate(names)])
         await settle()
         after(step)
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
@@ -150,7 +150,7 @@ def ids_of(codec, name):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_same_bytes_both_ways(job_of, tool_codec, name, size):
+def test_same_bytes_on_both_paths(job_of, tool_codec, name, size):
     api, body = REQUESTS[name]
     job, ids = job_of(api, body), ids_of(tool_codec, name)
 
@@ -169,16 +169,16 @@ def test_the_same_bytes_both_ways(job_of, tool_codec, name, size):
     assert plain.data.count(b"data: ") > 6
     assert plain.pieces == 0
     assert direct.pieces > 2
-    if name in ("completion", "chat"):  # nearly all events are put together from prebuilt halves
+    if name in ("completion", "chat"):  # prebuilt halves make nearly all events
         events = [json.loads(e[6:])["choices"][0] for e in plain.data.decode().split("\n\n")[:-2]]
         assert {tuple(e) for e in events} == {tuple(events[0])}
         said = [e["text"] if api == "completion" else e["delta"].get("content") or "" for e in events]
         assert "".join(said) == TEXT
-    assert direct.sent <= 3, "only what begins and ends an answer passes through ASGI"
+    assert direct.sent <= 3, "only the start and the end of an answer use ASGI"
 
 
 def end(answer, how, num_tokens):
-    """What ends an answer early: its worker is lost, it is aborted there behind so many tokens, or its client goes."""
+    """End an answer early: the worker is lost, it aborts after some tokens, or the client leaves."""
     if how == "lost":
         answer.fleet.give_up("worker 0 is gone")
     elif how == "aborted":
@@ -189,7 +189,7 @@ def end(answer, how, num_tokens):
 
 
 def ended_both_ways(job, codec, play):
-    """What a client has of a chat that `play` ends, "gone" without one: pieces and events must say the same."""
+    """Return a chat's bytes, or "gone", after `play` ends it; direct and ASGI streams must agree."""
 
     async def both():
         out = []
@@ -213,14 +213,14 @@ def ended_both_ways(job, codec, play):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
-def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
+def test_early_end_between_pieces(job_of, tool_codec, ending, size):
     job = job_of("chat", SAID)
 
     async def play(answer):
         def last(step):
             if step == 12 // size - 1:
                 if ending != "gone":
-                    answer.fleet._heard(0, [Tokens(request_id="same-0", **words(job, 0, (2,), 12))])
+                    answer.fleet._heard(0, [Tokens(request_id="same-0", **token_fields(job, 0, (2,), 12))])
                 end(answer, ending, 12)
 
         await run(answer, job, ids_of(tool_codec, "chat")[:12], size, after=last)
@@ -230,12 +230,12 @@ def test_ends_while_pieces_are_pushed(job_of, tool_codec, ending, size):
 
 
 @pytest.mark.parametrize("ending", ["lost", "aborted", "gone"])
-def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
-    """One step tells the tokens and what ends them; nothing comes behind that would wake anyone."""
+def test_early_end_with_the_first_tokens(job_of, tool_codec, ending):
+    """One step has both the tokens and the end, and no later message wakes a waiter."""
     job = job_of("chat", SAID)
 
     async def play(answer):
-        first = words(job, 0, ids_of(tool_codec, "chat")[:3], 0)
+        first = token_fields(job, 0, ids_of(tool_codec, "chat")[:3], 0)
         answer.fleet._heard(0, [Tokens(request_id="same-0", **first)])
         end(answer, ending, 3)
 
@@ -245,8 +245,8 @@ def test_ends_together_with_the_first_tokens(job_of, tool_codec, ending):
 
 @pytest.mark.parametrize("with_direct", [False, True])
 @pytest.mark.parametrize("moment", ["with the first tokens", "while pieces are pushed"])
-def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_codec, moment, with_direct):
-    """Both come before the answer is read again; it is an error, and no answer that lacks a choice."""
+def test_refused_choice_with_the_end_of_the_others(job_of, tool_codec, moment, with_direct):
+    """Both arrive before the next read. The answer must be an error, never an answer without a choice."""
     job = job_of("completion", {**PLAIN, "n": 2})
     ids = ids_of(tool_codec, "completion")
 
@@ -255,11 +255,11 @@ def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_co
         answer = Answer(fleet, tool_codec, job, "completion", "same", with_direct=with_direct)
         if moment != "with the first tokens":
             for place in (0, 1):
-                fleet._heard(0, [Tokens(request_id="same-0", **words(job, 0, ids[place : place + 1], place))])
+                fleet._heard(0, [Tokens(request_id="same-0", **token_fields(job, 0, ids[place : place + 1], place))])
                 await settle()
         start = 0 if moment == "with the first tokens" else 2
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
-        last = Tokens(request_id="same-0", **words(job, 0, ids[start:], start))
+        last = Tokens(request_id="same-0", **token_fields(job, 0, ids[start:], start))
         done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
         fleet._heard(0, [last, done, refused])
@@ -272,7 +272,7 @@ def test_a_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_co
     assert b"[DONE]" not in data
 
 
-def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_others(job_of, tool_codec):
+def test_refused_choice_of_a_whole_answer(job_of, tool_codec):
     job = job_of("completion", {**PLAIN, "stream": False, "n": 2})
     ids = ids_of(tool_codec, "completion")
     sent = []
@@ -289,7 +289,7 @@ def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_oth
         task = asyncio.create_task(endpoints._whole(job, generation, writer, send, Inline()))
         await settle()
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}
-        said = Tokens(request_id="same-0", **words(job, 0, ids, 0))
+        said = Tokens(request_id="same-0", **token_fields(job, 0, ids, 0))
         done = Done(request_id="same-0", finish_reason="stop", stop_token_id=1, **counts)
         refused = Rejected(request_id="same-1", reason="queue_timeout", message="the request waited 5.0 s")
         fleet._heard(0, [said, done, refused])
@@ -305,8 +305,8 @@ def test_a_whole_answer_whose_choice_is_refused_together_with_the_end_of_the_oth
     assert not sent
 
 
-def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):
-    """While it does not read, its tokens wait in the fleet's mailbox, and nothing is written."""
+def test_reader_that_pauses(job_of, tool_codec):
+    """While the reader pauses, its tokens wait in the fleet's mailbox, and nothing is written."""
     job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")
 
     async def main():
@@ -335,7 +335,7 @@ def test_a_reader_that_stops_and_goes_on(job_of, tool_codec):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain):
+def test_error_in_one_answer_leaves_others_alone(job_of, tool_codec, monkeypatch, plain):
     job, ids = job_of("completion", PLAIN), ids_of(tool_codec, "completion")
 
     async def main():
@@ -370,7 +370,7 @@ def test_a_fault_in_one_answer_is_its_own(job_of, tool_codec, monkeypatch, plain
 
 
 def test_pieces_leave_in_order_and_together():
-    """Once a turn of the loop, or before whoever asks for it; one that has closed holds up no other."""
+    """Pieces leave once per turn of the loop, or at a flush. A closed connection does not delay others."""
     written = []
 
     class Transport:
@@ -403,8 +403,8 @@ def test_pieces_leave_in_order_and_together():
     asyncio.run(main())
 
 
-def test_the_server_offers_the_way(service, monkeypatch):
-    """A real connection: pieces go by it, in chunks that a client can read, and the connection lives on."""
+def test_server_uses_the_direct_path(service, monkeypatch):
+    """On a real connection pieces take the direct path, in valid chunks, and the connection stays open."""
     pieces, write = [], DirectChunks.write
 
     def counting(self, data):
@@ -421,12 +421,12 @@ def test_the_server_offers_the_way(service, monkeypatch):
     assert all(p.startswith(b"data: ") and p.endswith(b"\n\n") for p in pieces)
 
 
-def test_a_client_that_does_not_read_holds_little(start, wait_for):
-    """The transport's buffer stays near its mark of 64 KiB, however much there is to say; then all of it is said."""
+def test_client_that_does_not_read_uses_little_memory(start, wait_for):
+    """The transport's buffer stays near its 64 KiB limit whatever the answer's size, and the whole answer arrives."""
     service = start(1, max_model_len=2048)
     [worker] = service.workers
     worker.chunk = 8
-    # Connections inherit it: what the system holds for a client is not what is tested.
+    # Connections inherit this: the kernel's own buffers are not under test.
     service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     body = {"prompt": "x", "max_tokens": 300, "stream": True, "logprobs": 20, "n": 8, "ignore_eos": True}
     data = json.dumps(body).encode()
@@ -441,7 +441,7 @@ def test_a_client_that_does_not_read_holds_little(start, wait_for):
         def computed():
             return worker.submits and service.client.get("/v1/fleet").json()["inflight"] == 0
 
-        wait_for(computed, "all must be computed, read or not")
+        wait_for(computed, "the worker must compute all tokens, read or not")
         sizes = [c.transport.get_write_buffer_size() for c in service.server._server.server_state.connections]
         assert 64 * 1024 < max(sizes) < 1024 * 1024
         got = b""

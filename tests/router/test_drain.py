@@ -14,7 +14,7 @@ def steady(per_second: float, seconds: float, *, start: float = 100.0) -> DrainR
 
 @pytest.mark.parametrize("seconds", [2.0, 10.0, 300.0])
 @pytest.mark.parametrize("per_second", [2.0, 50.0])
-def test_a_steady_rate_is_found_however_long_it_was_watched(per_second: float, seconds: float) -> None:
+def test_steady_rate_for_any_observation_time(per_second: float, seconds: float) -> None:
     measured = steady(per_second, seconds).per_second(100.0 + seconds)
     assert measured == pytest.approx(per_second, rel=0.3 if per_second * seconds < 10 else 0.05)
 
@@ -25,7 +25,7 @@ def test_a_rate_falls_when_nothing_ends() -> None:
     assert rate.per_second(400.0 + 20 * WINDOW) < 1e-6
 
 
-def test_amounts_count() -> None:
+def test_token_amounts_count() -> None:
     rate = DrainRate(0.0)
     for second in range(1, 121):
         rate.left(float(second), 1000.0)
@@ -41,5 +41,5 @@ def test_nothing_has_ended_yet() -> None:
     ("missing", "per_second", "seconds"),
     [(10, 2.0, 5.0), (1, 100.0, LEAST), (1000, 1.0, MOST), (1, 0.0, UNKNOWN), (3, 1e-9, UNKNOWN)],
 )
-def test_when_to_come_back(missing: float, per_second: float, seconds: float) -> None:
+def test_retry_after(missing: float, per_second: float, seconds: float) -> None:
     assert retry_after(missing, per_second) == seconds

@@ -1,4 +1,4 @@
-"""The clients of bench/drills.py before a scripted fleet: what they read, and that rough ones leave nothing behind."""
+"""The clients of bench/drills.py with a scripted fleet: what they read, and what disconnecting clients leave behind."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from tests.router.conftest import Service
 
 
 def asks() -> list[Ask]:
-    """Of every form, short enough for the scripted model."""
+    """Requests of every type, short enough for the scripted model."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     text = {"prompt": "Once", "max_tokens": 12, "temperature": 0}
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "temperature": 0}

@@ -1,4 +1,4 @@
-"""Everything a client can do wrong gets its own status, a reason, and the name of the field."""
+"""Every client error has its own status, a reason and the name of the field."""
 
 import json
 
@@ -106,7 +106,7 @@ BAD_CHATS = [
     ({"messages": HELLO, "n": 129}, "n"),
 ]
 
-# Values of fields that ask for something which is not done here.
+# Field values that request unsupported features.
 ASKING = [
     *((name, [{}]) for name in NOT_SERVED if name != "tools"),
     *((name, "x") for name in ("allowed_token_ids", "cache_salt", "web_search_options")),
@@ -148,7 +148,7 @@ def test_bad_chat(service, body, param):
 
 
 def each_endpoint(service, field, value):
-    """The answers of both endpoints to a request with this field."""
+    """Return the answers of both endpoints to a request with this field."""
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
         yield service.post(path, **body, max_tokens=1, **{field: value})
 
@@ -170,12 +170,12 @@ def test_best_of_must_be_n(service):
     check_error(service.post(COMPLETIONS, prompt="x", n=2, best_of=1), 400, "best_of")
 
 
-def test_role_that_does_not_exist_is_named(service):
+def test_unknown_role_is_named(service):
     message = check_error(service.post(CHAT, messages=[{"role": "king", "content": "x"}]), 400, "messages.0.role")
     assert "got 'king'" in message
 
 
-def test_messages_say_both_numbers(service):
+def test_messages_have_both_numbers(service):
     message = check_error(service.post(COMPLETIONS, prompt=[5] * 300), 400, "prompt")
     assert "300" in message
     assert "256" in message
@@ -212,13 +212,13 @@ def test_wrong_method_and_path(service):
         *(("/v1/rerank", "scores of documents"), ("/v1/audio/transcriptions", "audio"), ("/v1/images/edits", "images")),
     ],
 )
-def test_apis_of_other_kinds_of_models_say_what_the_model_lacks(service, path, kind):
+def test_apis_of_other_model_types_name_the_missing_feature(service, path, kind):
     for answer in (service.post(path, model="tiny", input="x"), service.client.get(path)):
         message = check_error(answer, 404, None)
         assert message.endswith(f" {path}: the model of this server has no {kind}; it generates text")
 
 
-def test_a_wrong_tool_choice_is_told_what_is_right(service):
+def test_wrong_tool_choice_lists_the_valid_ones(service):
     tools = [{"type": "function", "function": {"name": "now"}}]
     answer = service.post(CHAT, messages=HELLO, tools=tools, tool_choice={"type": "function", "name": "now"})
     message = check_error(answer, 400, "tool_choice")
@@ -267,8 +267,8 @@ def test_full_queue(start, pool, wait_for):
     check_error(service.post(COMPLETIONS, prompt="x", n=4), 400, "n")
 
 
-def test_full_of_prompts_that_nobody_has_read(start, pool, wait_for):
-    """Ten tokens of limit: the first request is let in whatever its size; then others until one has a token."""
+def test_limit_of_prompt_tokens_that_wait_for_prefill(start, pool, wait_for):
+    """With a limit of ten tokens the first request is accepted at any size, then others until one has a token."""
     service = start(1, max_waiting_tokens=10)
     [worker] = service.workers
     worker.paused = True
@@ -291,7 +291,7 @@ def test_full_of_prompts_that_nobody_has_read(start, pool, wait_for):
     service.complete(prompt=[5])
 
 
-def test_what_the_worker_finds_wrong_with_a_field_names_it(service):
+def test_worker_rejection_names_the_field(service):
     for worker in service.workers:
         worker.reject = Rejected(
             request_id="", reason="bad_request", message="no kv_compression", param="kv_compression"
@@ -316,13 +316,13 @@ def test_rejected_by_the_worker(service, reason, status, stream):
         worker.reject = Rejected(request_id="", reason=reason, message="because of X", retry_after=2.5)
     answer = service.post(COMPLETIONS, prompt="x", n=2, stream=stream)
     assert check_error(answer, status, None) == "because of X"
-    # When a queue will have room the router has measured; anything else the worker knows best.
+    # The router measures when a queue has room again; for other reasons the worker's value is used.
     waits = range(1, 61) if reason.startswith("queue") else (3,)
     assert int(answer.headers["retry-after"]) in waits
 
 
 @pytest.mark.parametrize("reason", ["queue_full", "queue_timeout"])
-def test_a_worker_need_not_say_when_to_come_back(service, reason):
+def test_retry_after_without_the_workers_value(service, reason):
     """The router measures when the fleet has room again, and adds Retry-After."""
     for worker in service.workers:
         worker.reject = Rejected(request_id="", reason=reason, message="full")

@@ -1,4 +1,4 @@
-"""Integers above 64 bits keep their digits, and what is no JSON stays an error."""
+"""Integers above 64 bits keep their digits, and invalid JSON stays an error."""
 
 import json
 
@@ -32,14 +32,14 @@ def test_digits_are_kept(number):
 
 @pytest.mark.parametrize("digits", ["", "123456789012345678901, "])
 @pytest.mark.parametrize("bad", ["NaN", "1e400", '"\\ud800"', "[" * 2000 + "]" * 2000, "01", "9" * 5000, '"a\nb"', "}"])
-def test_what_is_no_json_is_an_error(digits, bad):
+def test_invalid_json_is_an_error(digits, bad):
     with pytest.raises(ValueError, match=r"line|hex|recursion"):
         exact_json.loads(f"[{digits}{bad}]")
     with pytest.raises(ValueError, match=r"utf-8|unicode|line"):
         exact_json.loads(f"[{digits}".encode() + b'"\xff"]')
 
 
-def test_what_cannot_be_written_is_an_error():
+def test_unserializable_values_are_errors():
     with pytest.raises(TypeError, match="Recursion"):
         exact_json.dumps(json.loads("[" * 300 + "]" * 300))
     with pytest.raises(TypeError):
@@ -104,7 +104,7 @@ CHATS = {
 
 
 @pytest.mark.parametrize("api", CHATS)
-def test_every_api_keeps_them(api):
+def test_every_api_keeps_large_integers(api):
     chat = CHATS[api]()
     (call,) = chat.messages[0].tool_calls
     arguments = call.function.arguments
@@ -136,8 +136,8 @@ NUMBERS = (
 
 @pytest.mark.parametrize("number", [2**64, 10**30, 10**300, -(10**30)])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_field_with_such_a_number_is_refused_or_taken(name, number, service):
-    """By the API's own limits, never by a crash."""
+def test_large_integers_in_any_field(name, number, service):
+    """The API's own limits decide, and nothing crashes."""
     value = {"stop_token_ids": [number], "logit_bias": {"1": number}, "prompt": [number]}.get(name, number)
     answer = service.client.post("/v1/completions", content=exact_json.dumps({"prompt": "a", name: value}))
     assert answer.status_code == (200 if name in ("top_k", "temperature") and number > 0 else 400), answer.text
@@ -145,7 +145,7 @@ def test_a_field_with_such_a_number_is_refused_or_taken(name, number, service):
         assert name in answer.json()["error"]["param"]
 
 
-def test_tokens_with_such_a_number_are_refused(service):
+def test_large_token_ids_are_refused(service):
     answer = service.client.post("/detokenize", content=exact_json.dumps({"tokens": [MANY]}))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
     answer = service.post("/v1/completions", prompt="a", logit_bias={str(MANY): 1})
@@ -166,8 +166,8 @@ def test_tokens_with_such_a_number_are_refused(service):
         (True, None),
     ],
 )
-def test_a_constant_that_no_grammar_can_hold_is_refused(schema, lost):
-    """llguidance reads numbers as doubles: it would have the model write other digits."""
+def test_constant_beyond_doubles_is_refused(schema, lost):
+    """llguidance reads numbers as doubles and would make the model write other digits."""
     assert lost_integer(schema) == lost
     body = {"prompt": "a", "structured_outputs": {"json": schema}}
     request = parse(exact_json.dumps(body), CompletionRequest)
@@ -178,7 +178,7 @@ def test_a_constant_that_no_grammar_can_hold_is_refused(schema, lost):
         grammar_of(request)
 
 
-def test_messages_to_be_counted_keep_them():
+def test_counted_messages_keep_large_integers():
     body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"limit": MANY}}
     assert parse(exact_json.dumps(body), TokenizeRequest).as_chat().chat_template_kwargs == {"limit": MANY}
     assert parse(b'{"tokens": [1]}', DetokenizeRequest).tokens == [1]

@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in an answer's text, format by format; and no cut of the text changes what is found."""
+"""Reasoning and tool calls in an answer's text, for each format; the split into pieces does not change the result."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def two_calls(name):
 @pytest.mark.parametrize("name", TWO)
 def test_two_calls(name):
     assert events_of(extraction(name), [TWO[name]]) == two_calls(name)
-    assert events_of(extraction(name), TWO[name]) == two_calls(name)  # a character at a time
+    assert events_of(extraction(name), TWO[name]) == two_calls(name)  # one character at a time
     assert events_of(extraction(name), ["Let me see.\n\n" + TWO[name] + "\n"]) == [
         Content("Let me see."),
         *two_calls(name),
@@ -117,10 +117,10 @@ def test_arguments_stream_before_the_call_ends(name):
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_an_output_that_was_cut_off_ends_its_call(name):
+def test_truncated_output_ends_its_call(name):
     text = TWO[name][: TWO[name].index("days")]
     events = events_of(extraction(name), text)
-    # Of a parameter that is a line of its own nothing is certain before its name is whole.
+    # A parameter with its own line is uncertain until its name is complete.
     arguments = '{"city": "Köln"' if TOOL_FORMATS[name].parameters else WEATHER[: WEATHER.index("days")]
     assert events[1:] == [CallArguments(0, arguments), CallEnd(0)]
     head = TWO[name][: TWO[name].index("weather") + 3]
@@ -153,7 +153,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("name", "text", "_"), MALFORMED, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(MALFORMED)])
-def test_what_only_looks_like_a_call_is_content(name, text, _):
+def test_text_similar_to_a_call_is_content(name, text, _):
     assert events_of(extraction(name), [text]) == [Content(text)]
     assert events_of(extraction(name), text) == [Content(text)]
 
@@ -208,7 +208,7 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
                 ("<parameter=days>\n[\n1e999]\n</parameter>", '{"days": [\n1e999]}', "", []),
                 ("<parameter=days>\n[NaN]\n</parameter>", '{"days": "[NaN]"}', "", []),
                 ("<parameter=other>\nx\n</parameter>", '{"other": "x"}', "", []),
-                # What is forgotten, and what does not belong there.
+                # Missing and misplaced parts.
                 ("<parameter=city>\nKöln", '{"city": "Köln"}', "", []),
                 (
                     "<parameter=n>\n1\n</parameter> and <parameter>\n<parameter=city>\nb\n</parameter>",
@@ -241,7 +241,7 @@ def test_what_only_looks_like_a_call_is_content(name, text, _):
         ("deepseek_v3", TWO["deepseek_v31"][:20] + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x", "{}", [Content("x")]),
     ],
 )
-def test_calls_that_models_write_too(name, text, arguments, rest):
+def test_variants_of_calls(name, text, arguments, rest):
     expected = [*call(0, "call_seed10300" if name != "mistral" else "seed10300", "f", arguments), *rest]
     assert events_of(extraction(name), [text]) == expected
     assert events_of(extraction(name), text) == expected
@@ -266,7 +266,7 @@ def test_reasoning(text, inside, expected):
     assert events_of(form, [text]) == events_of(form, text) == expected
 
 
-def test_reasoning_may_be_hidden_and_come_before_calls():
+def test_hidden_reasoning_before_calls():
     text = "<think>I call <tool_call>.</think>\n\n" + TWO["hermes"]
     assert events_of(extraction("hermes", "qwen3"), text) == [
         Reasoning("I call <tool_call>."),
@@ -277,8 +277,8 @@ def test_reasoning_may_be_hidden_and_come_before_calls():
     assert events_of(extraction("kimi_k2", "kimi_k2"), implicit) == [Reasoning("Now:"), *two_calls("kimi_k2")]
 
 
-def test_a_call_within_a_block_that_nobody_closed():
-    """Qwen3.5 goes from thinking to a call; with a grammar of calls that is a thought, as the grammar takes it."""
+def test_call_inside_an_open_reasoning_block():
+    """Qwen3.5 may call a tool in an open block; with a grammar of calls this is reasoning, as the grammar has it."""
     text = "I look it up.\n\n" + TWO["qwen3_coder"]
     form = extraction("qwen3_coder", "qwen3", inside=True, calls_end_reasoning=True)
     assert (
@@ -298,7 +298,7 @@ def test_a_call_within_a_block_that_nobody_closed():
     assert events_of(form, thought) == [Reasoning("A call is <tool_call>, then a name."), Content("Yes")]
 
 
-def test_where_the_prompt_has_opened_or_closed_the_block():
+def test_prompt_may_open_or_close_the_block():
     qwen, assumed = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
     assert qwen.inside_after("<|assistant|><think>\n")
     assert assumed.inside_after("<|assistant|>")
@@ -307,7 +307,7 @@ def test_where_the_prompt_has_opened_or_closed_the_block():
     assert not assumed.inside_after("<|assistant|><think>\n\n</think>\n\n")
 
 
-def test_formats_are_told_by_the_template():
+def test_formats_are_detected_from_the_template():
     for name, text in TWO.items():
         assert tool_format_of(f"{{{{ '{text}' }}}}").name == name
     assert tool_format_of("{{ messages }}") is reasoning_format_of("{{ messages }}") is None
@@ -316,12 +316,12 @@ def test_formats_are_told_by_the_template():
 
 
 def shown(value):
-    """A value between its markers."""
+    """Return a value between its markers."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def written_one_by_one(form, function, arguments):
-    """A call in a format whose arguments have markers of their own."""
+    """Return a call in a format with argument markers."""
     markup, (before, middle, behind) = form.parameters, form.written
     text = before + function + middle
     for name, value in arguments.items():
@@ -395,7 +395,7 @@ def bare(text):
 )
 @example('<tool_call>{"name": "f", "arguments": "a', "hermes", None, False, False, [5])
 @example("Now:\n<tool_call>\n<function=f>\n</function>", "qwen3_coder", "qwen3", True, True, [3])
-def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, ends, sizes):
+def test_split_does_not_change_the_result(text, tools, reasoning, inside, ends, sizes):
     form = extraction(tools, reasoning, inside=inside, calls_end_reasoning=ends)
     pieces, place = [], 0
     while place < len(text):
@@ -407,21 +407,21 @@ def test_no_cut_changes_what_is_found(text, tools, reasoning, inside, ends, size
     begun = [e.index for e in events if isinstance(e, CallBegin)]
     assert begun == [e.index for e in events if isinstance(e, CallEnd)] == list(range(len(begun)))
     order = [type(e) for e in events]
-    assert Reasoning not in order[1:], "what the model thinks comes first"
-    if not begun:  # nothing is lost but the markers of reasoning and white space beside them
+    assert Reasoning not in order[1:], "reasoning must come first"
+    if not begun:  # only the markers of reasoning and the white space next to them disappear
         found = "".join(e.text for e in events)
         assert bare(found) == bare(text)
 
 
 @given(TEXTS)
-def test_plain_text_is_content_to_the_last_character(text):
+def test_plain_text_is_all_content(text):
     for name, form in TOOL_FORMATS.items():
         if not any(opener in text for opener in form.openers):
             assert events_of(extraction(name), text) == joined([Content(text)])
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5))
-def test_arguments_come_out_as_they_were_written(value):
+def test_arguments_keep_their_text(value):
     arguments = json.dumps({"v": value, "w": {"x": value}})
     for form in TOOL_FORMATS.values():
         if form.parameters is not None:
@@ -444,8 +444,8 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text("abc_1", min_size=1), VALUES, max_size=3))
 @example({"a": {"</parameter>": None}, "b": "</function>", "c": "<parameter="})
-def test_parameters_come_out_as_they_were_written(arguments):
-    """As the templates write them: texts bare, anything else as JSON; the schema or the markup tells which is which."""
+def test_parameters_keep_their_values(arguments):
+    """Templates write texts bare and other values as JSON; the schema or the markup decides which one it is."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     schema = {"properties": {k: {"type": kinds.get(type(v), "null")} for k, v in arguments.items()}}
     for name in ("qwen3_coder", "deepseek_v32"):
@@ -457,7 +457,7 @@ def test_parameters_come_out_as_they_were_written(arguments):
         assert json.loads(events[1].text) == arguments
 
 
-def test_only_what_may_become_a_marker_is_held_back():
+def test_only_possible_markers_are_held_back():
     assert held_back("a <tool", ["<tool_call>", "<think>"]) == 5
     assert held_back("a <t", ["<tool_call>", "<think>"]) == 2
     assert held_back("<tool_call>", ["<tool_call>"]) == 0

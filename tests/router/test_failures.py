@@ -1,6 +1,6 @@
-"""Clients that leave, workers that die, fail, fall silent or talk nonsense: one terminal reply each, and at once.
+"""Clients that disconnect and workers that die, fail, hang or send garbage: one terminal reply each, at once.
 
-Where workers are lost here, nobody starts others (`recovery_timeout` 0); test_recovery.py is about those who do.
+These fleets do not replace lost workers (`recovery_timeout` 0); test_recovery.py covers replacement.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def read_stream(service, results, **body):
         results.extend(line[6:] for line in answer.iter_lines() if line)
 
 
-def test_client_that_leaves_a_stream(service, wait_for):
+def test_client_disconnects_from_a_stream(service, wait_for):
     for worker in service.workers:
         worker.pace = 0.01
     with service.client.stream(
@@ -38,7 +38,7 @@ def test_client_that_leaves_a_stream(service, wait_for):
     assert sorted(service.aborts) == sorted(s.request_id for s in service.submits)
 
 
-def test_client_that_leaves_before_an_answer(service, wait_for):
+def test_client_disconnects_before_an_answer(service, wait_for):
     for worker in service.workers:
         worker.paused = True
     body = b'{"prompt": "x", "n": 2}'
@@ -81,15 +81,15 @@ def test_lost_worker(start, pool, wait_for, harm, named):
     streams = [[] for _ in range(4)]
     reading = [pool.submit(read_stream, service, events, max_tokens=250) for events in streams]
     whole = pool.submit(service.post, COMPLETIONS, prompt="x", max_tokens=250)
-    wait_for(lambda: len(service.submits) == 5 and all(streams), "all five must run")
+    wait_for(lambda: len(service.submits) == 5 and all(streams), "all five sequences must run")
     harm(service.workers[1])
-    # Nothing here waits for the step deadline, which is as long as a hang.
+    # No wait here depends on the step deadline, which is as long as the hang limit.
     wait_for(lambda: service.client.get("/readyz").status_code == 503, "readiness must end at once")
     for each, events in zip(reading, streams, strict=True):
         each.result()
         errors = [e for e in events if "error" in e]
         assert len(errors) == 1
-        assert events[-1] == errors[0], "nothing follows the error, not even [DONE]"
+        assert events[-1] == errors[0], "the error must be the last event, without [DONE]"
         assert named in json.loads(errors[0])["error"]["message"]
     assert whole.result().status_code == 503
     assert named in whole.result().json()["error"]["message"]
@@ -106,14 +106,14 @@ def test_lost_worker(start, pool, wait_for, harm, named):
 
 
 @pytest.mark.parametrize("harm", [kill, report], ids=["killed", "reported"])
-def test_other_workers_take_the_place_of_lost_ones(start, story, pool, wait_for, harm):
-    """A failed fleet serves again with other workers, once each of them has decoded; the old ones are forgotten."""
+def test_new_workers_replace_lost_ones(start, story, pool, wait_for, harm):
+    """New workers replace the failed ones, the fleet serves once each has decoded, and old workers are forgotten."""
     service = start(1, recovery_timeout=0.0)
     old = service.workers[0]
     old.pace = 0.01
     events = []
     reading = pool.submit(read_stream, service, events, max_tokens=250)
-    wait_for(lambda: bool(events), "it must run")
+    wait_for(lambda: bool(events), "the request must run")
     harm(old)
     reading.result()
     assert "error" in events[-1]
@@ -126,9 +126,9 @@ def test_other_workers_take_the_place_of_lost_ones(start, story, pool, wait_for,
     try:
         assert replaced.wait(HANG_SECONDS)
         unready = lambda: service.client.get("/readyz").json().get("reason", "")  # noqa: E731
-        wait_for(lambda: "warming up" in unready(), "it has not decoded yet")
+        wait_for(lambda: "warming up" in unready(), "readiness must wait for the first decode")
         new.paused = False
-        wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+        wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
         old.die()
         assert service.complete(prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
         fleet = service.client.get("/v1/fleet").json()
@@ -137,15 +137,15 @@ def test_other_workers_take_the_place_of_lost_ones(start, story, pool, wait_for,
         (targets,) = service.client.get("/metrics/targets").json()
         assert targets["targets"] == ["127.0.0.1:9999"]
         assert len(service.failures) == 1
-        # And once more: the new one is watched like the old one.
+        # The new worker is watched like the old one.
         new.die()
-        wait_for(lambda: len(service.failures) == 2, "its loss must be seen")
+        wait_for(lambda: len(service.failures) == 2, "the loss must be noticed")
     finally:
         new.die()
 
 
 class Cable:
-    """A TCP cable that can be cut: afterwards both ends stay connected and hear nothing."""
+    """A TCP proxy that can stop forwarding: both ends stay connected and receive nothing."""
 
     def __init__(self, endpoint):
         host, port = endpoint.removeprefix("tcp://").split(":")
@@ -190,7 +190,7 @@ def test_silent_worker_is_found_by_heartbeats(start, pool, wait_for):
         began = time.monotonic()
         cables[1].cut = True
         wait_for(lambda: service.failures != [], "a cut cable must be noticed")
-        assert time.monotonic() - began >= 2.0, "before the deadline, however often heartbeats leave"
+        assert time.monotonic() - began >= 2.0, "heartbeats must not extend the deadline"
         assert answer.result().status_code == 503
         assert "worker 1" in answer.result().json()["error"]["message"]
     finally:
@@ -211,8 +211,8 @@ def test_gap_in_tokens_is_a_broken_protocol(start, pool, wait_for):
 
 
 @pytest.mark.parametrize(("retryable", "status"), [(True, 503), (False, 400)])
-def test_error_of_one_request_leaves_the_others_alone(service, pool, wait_for, retryable, status):
-    """Clients retry a 503, so an error that would come again is a 400."""
+def test_error_of_one_request_leaves_others_alone(service, pool, wait_for, retryable, status):
+    """Clients retry a 503, so an error that would happen again is a 400."""
     for worker in service.workers:
         worker.paused = True
     answer = pool.submit(service.post, COMPLETIONS, prompt="x", n=2)
@@ -255,13 +255,13 @@ def test_not_ready_until_every_worker_has_decoded(start, wait_for):
         worker.paused = worker.rank == 1
 
     service = start(2, ready=False, prepare=pause, canary_timeout=0.2)
-    wait_for(lambda: "canary on worker 1" in service.client.get("/readyz").text, "one worker does not decode")
+    wait_for(lambda: "canary on worker 1" in service.client.get("/readyz").text, "readiness must name it")
     assert service.client.get("/readyz").status_code == 503
     service.workers[1].paused = False
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "ready once both decode")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready once both decode")
 
 
-def test_worker_that_is_not_there(start):
+def test_missing_worker(start):
     service = start(2, ready=False, through=lambda endpoint: "tcp://127.0.0.1:9")
     answer = service.client.get("/readyz")
     assert answer.status_code == service.client.get("/health").status_code == 503
@@ -271,7 +271,7 @@ def test_worker_that_is_not_there(start):
     assert "not connected yet" in refused.json()["error"]["message"]
 
 
-def test_idle_fleet_is_tried_and_found_dead(start, wait_for):
+def test_canary_finds_a_dead_idle_fleet(start, wait_for):
     service = start(2, canary_interval=0.2, canary_timeout=0.2)
     step = service.workers[0].snapshot.step + service.workers[1].snapshot.step
     wait_for(
@@ -279,11 +279,11 @@ def test_idle_fleet_is_tried_and_found_dead(start, wait_for):
     )
     for worker in service.workers:
         worker.paused = True
-    wait_for(lambda: "canary" in service.client.get("/readyz").text, "an idle fleet that does not decode")
+    wait_for(lambda: "canary" in service.client.get("/readyz").text, "the canary must fail")
     assert service.client.get("/readyz").status_code == 503
     for worker in service.workers:
         worker.paused = False
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "ready again")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
 
 
 def test_worker_of_another_model(start, wait_for):
@@ -293,15 +293,15 @@ def test_worker_of_another_model(start, wait_for):
 
 
 @pytest.mark.parametrize("recovery_timeout", [0.0, 300.0])
-def test_stopping_worker_takes_nothing_new(start, wait_for, recovery_timeout):
+def test_stopping_worker_accepts_no_requests(start, wait_for, recovery_timeout):
     service = start(2, recovery_timeout=recovery_timeout)
     worker = service.workers[0]
     worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
     worker.do(lambda: worker.say(worker.snapshot))
-    wait_for(lambda: service.client.get("/readyz").status_code == 503, "a stopping worker")
+    wait_for(lambda: service.client.get("/readyz").status_code == 503, "a stopping worker must end readiness")
     if recovery_timeout:
         service.complete(prompt="x", n=4, max_tokens=3)
-        assert len(service.workers[1].submits) == 4, "the other one is there for them"
+        assert len(service.workers[1].submits) == 4, "the other worker must serve the requests"
     else:
         assert service.post(COMPLETIONS, prompt="x").status_code == 503
     assert service.failures == []

@@ -1,4 +1,4 @@
-"""The time to the first token in a flood, on a clock of its own: the waiting room before a rank that works in steps."""
+"""The time to first token during a flood, in virtual time: the waiting room in front of a rank that works in steps."""
 
 import heapq
 import itertools
@@ -12,14 +12,14 @@ from moeyard_router.fleet.fair import Entry
 from moeyard_router.fleet.waiters import ready_sequences
 from moeyard_router.fleet.waiting import WaitingRoom
 
-# A rank as in bench/paced.py: seconds of a step, and of each of its rows; requests of so many tokens.
+# The rank of bench/paced.py: seconds per step and per row; tokens per request.
 BASE, PER_ROW, PLACES = 0.010, 0.0001, 64
 PROMPT, OUTPUT = 100, 160
 TICK = 0.005
 
 
 @dataclass
-class Asked:
+class Request:
     """One request; `first` is None if it was refused."""
 
     at: float
@@ -31,15 +31,15 @@ class Asked:
 
 @dataclass
 class SteppingFleet:
-    """One rank: what was sent to it takes part from its next step on, and has its first token when that ends."""
+    """One rank: a request joins its next step and has its first token at the end of that step."""
 
     seed: int
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
         self.room = WaitingRoom(0.0, PLACES, None)
-        self.held, self.running = [], []  # at the rank: ready, and taking part
+        self.held, self.running = [], []  # requests at the rank: ready, and in the batch
         self.stepping = False
         self.numbers = itertools.count()
         self.events = []
@@ -51,21 +51,21 @@ class SteppingFleet:
         return len(self.held) + len(self.running) < PLACES + ready_sequences(PLACES, OUTPUT)
 
     def arrive(self, now):
-        asked = Asked(now, left=self.rng.randint(OUTPUT // 2, OUTPUT * 3 // 2))
-        self.asked.append(asked)
+        request = Request(now, left=self.rng.randint(OUTPUT // 2, OUTPUT * 3 // 2))
+        self.requests.append(request)
         try:
             self.room.check(now, None)
         except ApiError:
             return
         if self.has_room() and not self.room.queue.num_sequences:
-            self.send(now, asked)
+            self.send(now, request)
         else:
-            self.room.push(now, Entry(key=None, since=now, count=1, load=asked))
+            self.room.push(now, Entry(key=None, since=now, count=1, load=request))
 
-    def send(self, now, asked):
-        asked.sent = now
-        asked.charged = self.room.started(now, None, PROMPT, 1000)
-        self.held.append(asked)
+    def send(self, now, request):
+        request.sent = now
+        request.charged = self.room.started(now, None, PROMPT, 1000)
+        self.held.append(request)
         if not self.stepping:
             self.step(now)
 
@@ -75,7 +75,7 @@ class SteppingFleet:
             self.send(now, entry.load)
 
     def step(self, now):
-        """The next one, with what is there now."""
+        """Start the next step with the requests that are ready."""
         begun = self.held[: PLACES - len(self.running)]
         del self.held[: len(begun)]
         rows = len(self.running) + PROMPT * len(begun)
@@ -85,16 +85,16 @@ class SteppingFleet:
             self.at(now + BASE + PER_ROW * rows, self.stepped)
 
     def stepped(self, now):
-        for asked in self.running:
-            if asked.first is None:
-                asked.first = now
-                if asked.sent == asked.at:
-                    self.room.overload.answered(now, now - asked.sent, self.room.queue.num_running)
-            asked.left -= 1
-            if not asked.left:
-                self.room.queue.ended(None, asked.charged, OUTPUT)
-        self.running = [asked for asked in self.running if asked.left]
-        # The rank goes on with what it has; that a place is free is known where the others wait a moment later.
+        for request in self.running:
+            if request.first is None:
+                request.first = now
+                if request.sent == request.at:
+                    self.room.overload.answered(now, now - request.sent, self.room.queue.num_running)
+            request.left -= 1
+            if not request.left:
+                self.room.queue.ended(None, request.charged, OUTPUT)
+        self.running = [request for request in self.running if request.left]
+        # The rank continues with its own requests; the queue learns of the free slot a moment later.
         self.step(now)
         self.drain(now)
 
@@ -105,7 +105,7 @@ class SteppingFleet:
             self.at(now + TICK, self.tick, until)
 
     def run(self, rate, seconds, flood):
-        """Arrivals at `rate` for `seconds`, then at `flood` for a minute; sorted seconds to first tokens of both."""
+        """Run `seconds` at `rate`, then a minute at `flood`; return the sorted seconds to first token of both."""
         at = 0.0
         while at < seconds + 60:
             self.at(at, self.arrive)
@@ -115,8 +115,8 @@ class SteppingFleet:
             now, _, what, given = heapq.heappop(self.events)
             what(now, *given)
         assert not self.running
-        quiet = sorted(a.first - a.at for a in self.asked if a.at < seconds)
-        flooded = sorted(a.first - a.at for a in self.asked if a.at >= seconds + 1 and a.first is not None)
+        quiet = sorted(a.first - a.at for a in self.requests if a.at < seconds)
+        flooded = sorted(a.first - a.at for a in self.requests if a.at >= seconds + 1 and a.first is not None)
         return quiet, flooded
 
 
@@ -128,15 +128,15 @@ CAPACITY = PLACES / OUTPUT / (BASE + PER_ROW * (PLACES + PROMPT * PLACES / OUTPU
 
 
 @pytest.mark.parametrize("factor", [3, 10])
-def test_first_tokens_in_a_flood_come_within_twice_the_quiet_time(factor):
-    """From the second after it began: until then it fills the free places, whose prompts take what they take."""
+def test_flood_at_most_doubles_the_time_to_first_token(factor):
+    """The limit holds from the flood's second second on, because prefills of the free slots come first."""
     quiet, flooded = SteppingFleet(seed=factor).run(0.3 * CAPACITY, 60, factor * CAPACITY)
     assert len(flooded) >= 0.98 * CAPACITY * 59
     print([(round(1e3 * share(quiet, part)), round(1e3 * share(flooded, part))) for part in (0.5, 0.9, 0.99)], "ms")
     assert share(flooded, 0.99) <= 2 * share(quiet, 0.99)
 
 
-def test_a_burst_that_fills_the_places_is_no_measure_of_a_quiet_fleet():
+def test_burst_that_fills_the_slots_does_not_count_as_quiet():
     fleet = SteppingFleet(seed=1)
     fleet.run(0.3 * CAPACITY, 60, 10 * CAPACITY)
     assert fleet.room.overload.limit == pytest.approx(0.0121, rel=0.01)

@@ -1,4 +1,4 @@
-"""The fleet's bookkeeping under any order of events: one terminal event per sequence, counts that add up."""
+"""The fleet's bookkeeping for any order of events: one terminal event per sequence, and correct counts."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ OPERATIONS = ["submit", "tokens", "done", "reject", "abort", "close", "late", "o
 
 
 class Client:
-    """A request and what it was told."""
+    """A request and its events."""
 
     def __init__(self, ticket, name, count):
         self.ticket = ticket
@@ -35,7 +35,7 @@ class Client:
     async def take(self):
         self.ticket.wake()
         for _, index, event in await self.ticket.events():
-            assert index not in self.silenced, "an aborted sequence says nothing more"
+            assert index not in self.silenced, "an aborted sequence must have no more events"
             self.heard[index].append(event)
 
 
@@ -46,7 +46,7 @@ def config(**changes):
 
 
 class World:
-    """A fleet, its clients, and the workers' side of it, which gives each sequence the tokens 0, 1, 2 and so on."""
+    """A fleet, its clients and its workers, which give each sequence the tokens 0, 1, 2 and so on."""
 
     def __init__(self, fleet):
         self.fleet = fleet
@@ -90,12 +90,12 @@ class World:
         for rank in range(RANKS if everywhere else 0):
             self.ready(rank)
 
-    def speak(self, operation, name, pick):
-        """Something about one sequence."""
+    def report(self, operation, name, pick):
+        """Send a message about one sequence."""
         flight = self.running[name]
         rank, start = flight.rank, len(flight.output)
-        told = Tokens(request_id=name, start=start, token_ids=(start % 10,))
-        wrong = dataclasses.replace(told, token_ids=((start + 1) % 10,))
+        right = Tokens(request_id=name, start=start, token_ids=(start % 10,))
+        wrong = dataclasses.replace(right, token_ids=((start + 1) % 10,))
         if operation in ("abort", "close"):
             client = next(c for c in self.clients if name in c.names)
             indexes = range(len(client.names)) if operation == "close" else [client.names.index(name)]
@@ -105,18 +105,18 @@ class World:
             other = RANKS - 1 - (rank or 0)
             self.fleet._heard(other, [wrong, done(name)] if rank is not None else [])
         elif rank is None:
-            # Nobody runs it, so all that is said of it is late.
+            # No rank runs the sequence, so every message about it is late.
             self.fleet._heard(pick % RANKS, [wrong, done(name)])
             assert self.running[name] is flight
         elif operation == "tokens" and flight.listener is not None:
-            self.fleet._heard(rank, [told])
+            self.fleet._heard(rank, [right])
         elif operation in ("done", "reject"):
             self.fleet._heard(rank, [done(name) if operation == "done" else rejected(name)])
             if name not in self.running:
                 self.ended.append((rank, name))
 
-    def befall(self, operation, rank):
-        """Something about one worker."""
+    def change_worker(self, operation, rank):
+        """Change the state of one worker."""
         if operation == "lose":
             self.fleet._lose(rank, f"rank {rank} is lost")
         elif operation == "break" and not self.fleet.admission.ranks[rank].lost:
@@ -140,13 +140,13 @@ class World:
             elif operation == "replace":
                 self.replace(everywhere=pick % 2)
             elif operation in DISASTERS:
-                self.befall(operation, pick % RANKS)
+                self.change_worker(operation, pick % RANKS)
             elif names:
-                self.speak(operation, names[pick % len(names)], pick)
+                self.report(operation, names[pick % len(names)], pick)
             self.fleet.validate()
 
     async def check(self):
-        """Nothing is left, and every client heard tokens 0, 1, 2 and so on and one end, unless it left."""
+        """Nothing is left, and each client received tokens 0, 1, 2 and so on with one end, unless it disconnected."""
         self.fleet.validate()
         assert self.fleet.num_inflight == 0
         for client in self.clients:
@@ -154,9 +154,9 @@ class World:
             for index, events in enumerate(client.heard):
                 terminal = [e for e in events if not isinstance(e, Tokens)]
                 assert len(terminal) == (0 if index in client.silenced else 1)
-                assert terminal == events[len(events) - len(terminal) :], "nothing follows the terminal event"
+                assert terminal == events[len(events) - len(terminal) :], "the terminal event must be the last"
                 said = [i for e in events if isinstance(e, Tokens) for i in e.token_ids]
-                assert said == [i % 10 for i in range(len(said))], "a token is lost, repeated or another"
+                assert said == [i % 10 for i in range(len(said))], "a token is lost, repeated or wrong"
 
 
 async def play(operations, ending, monkeypatch, **changes):
@@ -164,12 +164,12 @@ async def play(operations, ending, monkeypatch, **changes):
     world = World(fleet)
 
     def send(link, message):
-        # What a rank is given is what was told so far; it goes on behind that.
+        # A rank gets the output known so far, and the sequence continues after it.
         if isinstance(message, Submit):
-            assert link is fleet._links[link.rank], "a sequence was sent to a worker that is gone"
+            assert link is fleet._links[link.rank], "a sequence was sent to a lost worker"
             world.sent.append((link.rank, message.request_id, list(message.output_token_ids)))
-            told = len(world.running[message.request_id].output)
-            assert list(message.output_token_ids) == [i % 10 for i in range(told)]
+            known = len(world.running[message.request_id].output)
+            assert list(message.output_token_ids) == [i % 10 for i in range(known)]
 
     monkeypatch.setattr(WorkerLink, "send", send)
     monkeypatch.setattr(admission, "CALM_SECONDS", 0.0)
@@ -187,10 +187,10 @@ async def play(operations, ending, monkeypatch, **changes):
             assert fleet.admission.incidents.open is None
             assert all(flight.pauses for flight in fleet.admission.flights.waiting())
             while fleet.num_inflight:
-                # Those that two workers died with go on at a later turn of the event loop.
+                # Sequences that two workers lost resume in a later turn of the event loop.
                 await asyncio.sleep(0)
                 for flight in [f for f in fleet.admission.flights.by_name.values() if f.rank is not None][:1]:
-                    assert flight.listener is not None, "what nobody listens to is not carried"
+                    assert flight.listener is not None, "sequences without a listener must not move"
                     fleet._heard(flight.rank, [done(flight.name)])
         elif ending == "failure":
             fleet.give_up("rank 1 is lost")
@@ -229,8 +229,8 @@ def test_any_order_of_losses_and_recoveries(monkeypatch, places):
         operations = [(chance.choice(events), chance.randrange(20)) for _ in range(150)]
         ending = chance.choice(["recovery", "failure", "end"])
         world = asyncio.run(play(operations, ending, monkeypatch, worker_places=places))
-        carried += sum(bool(told) for _, _, told in world.sent)
-    assert carried > 100, "hardly anything was carried"
+        carried += sum(bool(output) for _, _, output in world.sent)
+    assert carried > 100, "hardly any sequence moved"
 
 
 def test_bad_endpoint_is_named():

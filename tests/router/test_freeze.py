@@ -1,9 +1,9 @@
-"""No request freezes the router: what it does with the largest ones never keeps its event loop for long.
+"""The largest requests never block the router's event loop for long.
 
-The loop's own stalls are measured, in a process of its own: how late a callback of every millisecond comes. A stall
-counts as the CPU time that this process used in it, if that is less: a core that another process had is no stall. It
-is compared with the worst stall beside a thread that only adds numbers, plus the CPU time of a loop in this process.
-Another stream is read meanwhile: its tokens may be late by a small part of the time that the requests take.
+A router in its own process measures the stalls of its loop: the delay of a callback due every millisecond. A stall
+counts as the CPU time that the process used in it, if that is less, because another process may have had the core.
+The limit is the worst stall next to a thread that only adds numbers, plus the CPU time of a loop in this process.
+Meanwhile another stream is read: its tokens may be late by a small share of the requests' total time.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from moeyard_worker.protocol import MAX_PROMPT_LOGPROBS
 pytestmark = pytest.mark.timing
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 131_072
-MOST = 1.0  # What other streams may wait beyond the control's stall, in loops of NUMBERS: 20 ms on a core of 2023.
+MOST = 1.0  # Longest extra stall compared with the control, in loops of NUMBERS: 20 ms on a core of 2023.
 NUMBERS = 1_000_000
-SHARE = 0.02  # Of the seconds that all requests take: what a token of another stream may be late.
+SHARE = 0.02  # Largest delay of another stream's token, as a share of the seconds that all requests take.
 PROGRAM = """
 import asyncio, gc, socket, sys, threading, time
 from pathlib import Path
@@ -65,8 +65,8 @@ measure()
 print(worst / (control + sorted(units)[len(units) // 2]), flush=True)
 """
 
-# Reads a stream of single letters in a process of its own, where nothing else holds the interpreter, until its input
-# ends; says when each letter came.
+# Reads a stream of single letters until its input ends, and prints the arrival time of each letter. It runs in its own
+# process, so that no other thread holds the interpreter.
 READER = """
 import json, select, socket, sys, time
 body = json.dumps({"prompt": "x", "max_tokens": 100000, "ignore_eos": True, "stream": True}).encode()
@@ -87,7 +87,7 @@ print(json.dumps(times))
 
 
 def legal_and_not():
-    """(path, body, status): the largest requests that are legal, and larger ones."""
+    """Return (path, body, status) of the largest legal requests and of larger ones."""
     ids = [i % 400 for i in range(MAX_MODEL_LEN - 1)]
     text = "The quick brown fox 你好 says 🙂 to the lazy dog. " * 6000
     turns = [{"role": ("user", "assistant")[i % 2], "content": "one two three"} for i in range(8192)]
@@ -95,8 +95,8 @@ def legal_and_not():
     return {
         "text of 15.6 MB": (completions, {"prompt": "word " * 3_120_000}, 400),
         "legal text of 159 kB": (completions, {"prompt": text[:110_000], "max_tokens": 1}, 200),
-        "as many ids as may be": (completions, {"prompt": ids, "max_tokens": 1}, 200),
-        "so many of them": (completions, {"prompt": [ids] * 16, "max_tokens": 1}, 200),
+        "longest list of ids": (completions, {"prompt": ids, "max_tokens": 1}, 200),
+        "many prompts of that size": (completions, {"prompt": [ids] * 16, "max_tokens": 1}, 200),
         "many answers": (completions, {"prompt": ids, "max_tokens": 1, "n": 32}, 200),
         "ids of 16 MB": (completions, {"prompt": [1] * 6_000_000, "max_tokens": 1}, 400),
         "a long chat": (chat, {"messages": turns[:4095], "max_tokens": 1}, 200),
@@ -112,7 +112,7 @@ def requests():
 
 @contextlib.contextmanager
 def router(checkpoint, worker):
-    """(URL, a function that ends the router and returns its loop's worst stall) of a router in another process."""
+    """Yield a router in another process: its URL, and a function that stops it and returns its loop's worst stall."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         path = f"{ROOT}/worker:{ROOT}/router:{os.environ.get('PYTHONPATH', '')}"
         command = [sys.executable, "-c", PROGRAM, str(sock.fileno()), str(checkpoint), worker.endpoint, str(NUMBERS)]
@@ -131,13 +131,13 @@ def router(checkpoint, worker):
                 process.kill()
 
 
-def test_the_largest_requests_in_parallel_keep_nobody_waiting(checkpoint, start, requests):
-    """A stall of our own making happens every time, so the best of three times counts."""
+def test_largest_requests_do_not_block_the_loop(checkpoint, start, requests):
+    """A stall of the router's own happens every time, so the best of three runs counts."""
     check_stalls(checkpoint, start, requests)
 
 
-def test_long_prompts_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, start):
-    """The most that one answer may tell of a prompt, in each of the three forms."""
+def test_scored_prompts_do_not_block_the_loop(checkpoint, start):
+    """The largest number of scores for one prompt, in each of the three forms."""
     ids = [i % 380 for i in range(12_000)]
     asked = {
         "as vLLM has them": {"prompt_logprobs": 20, "max_tokens": 1},
@@ -151,8 +151,8 @@ def test_long_prompts_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, st
 
 
 @pytest.mark.slow
-def test_long_answers_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, start):
-    """Some 10 MB each, in both forms, whole and in streams whose reader lags behind."""
+def test_scored_answers_do_not_block_the_loop(checkpoint, start):
+    """Answers of about 10 MB each, in both forms, whole and in streams with a slow reader."""
     asked = {"max_tokens": 2048, "n": 4, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, **asked}
     completion = {"prompt": "x", "logprobs": 20, **asked}
@@ -164,9 +164,9 @@ def test_long_answers_whose_tokens_are_scored_keep_nobody_waiting(checkpoint, st
     check_stalls(checkpoint, start, bodies, chunk=64)
 
 
-def test_counting_and_spelling_keep_nobody_waiting(checkpoint, start):
-    """The longest prompts and ids, whose answers are some MB."""
-    words = "one two three " * (MAX_MODEL_LEN // 4 - 100)  # tokens of a template are beside them
+def test_tokenize_and_detokenize_do_not_block_the_loop(checkpoint, start):
+    """The longest prompts and id lists; the answers have several MB."""
+    words = "one two three " * (MAX_MODEL_LEN // 4 - 100)  # room for the template's tokens
     asked = {
         "/tokenize": {"prompt": words, "return_token_strs": True},
         "/detokenize": {"tokens": [5 + i % 300 for i in range(MAX_MODEL_LEN)]},
@@ -179,13 +179,15 @@ def check_stalls(checkpoint, start, requests, *, chunk=1):
     worst = []
     while min(worst, default=MOST) >= MOST and len(worst) < 3:
         worst.append(worst_stall(checkpoint, start, requests, chunk))
-    assert min(worst) < MOST, f"the loop's worst stall beside the control's and a loop of {NUMBERS}: {worst}"
+    assert min(worst) < MOST, (
+        f"worst stalls of the loop in units of the control's stall and a loop of {NUMBERS}: {worst}"
+    )
 
 
 @pytest.mark.slow
-def test_another_streams_gaps_hardly_grow(checkpoint, codec, start, requests, wait_for):
-    """With prompts of the largest legal size in parallel: how late the latest token of another stream comes from the
-    worker to its reader, beyond the median of the second before, per second of these requests. The best of three."""
+def test_large_requests_hardly_delay_another_stream(checkpoint, codec, start, requests, wait_for):
+    """Tokens of another stream, read while large legal requests run, are late by a small share of these requests' time.
+    The latest delay counts, minus the median of the quiet second before; the best of three runs."""
     legal = {name: request for name, request in requests.items() if request[2] == 200}
     assert len(legal) == 5
     growth = []
@@ -197,7 +199,7 @@ def test_another_streams_gaps_hardly_grow(checkpoint, codec, start, requests, wa
 def worst_growth(checkpoint, codec, start, requests, wait_for):
     worker = long_worker(start)
     letters = codec.encode("abcdefghijkl", add_special_tokens=False)
-    assert len(letters) == 12, "a letter is a token"
+    assert len(letters) == 12, "each letter must be one token"
     worker.script = lambda submit: letters * (submit.sampling.max_tokens // 12 + 1)
     worker.pace, worker.sent_at = 0.005, {}
     with router(checkpoint, worker) as (url, _), httpx.Client(base_url=url, timeout=HANG_SECONDS) as client:
@@ -206,11 +208,11 @@ def worst_growth(checkpoint, codec, start, requests, wait_for):
             try:
                 wait_for(lambda: worker.submits, "the stream has not begun")
                 name = worker.submits[0].request_id
-                time.sleep(1.0)  # The quiet second that is compared with.
+                time.sleep(1.0)  # the quiet second for comparison
                 begun = time.monotonic()
                 answers = ask(client, requests)
                 ended = time.monotonic()
-                time.sleep(0.2)  # A token that is missing here would not count as late.
+                time.sleep(0.2)  # a token that is missing here would not count as late
                 times = json.loads(reader.communicate(timeout=HANG_SECONDS)[0])
             finally:
                 reader.kill()
@@ -219,7 +221,7 @@ def worst_growth(checkpoint, codec, start, requests, wait_for):
     late = [(at, arrived - at) for at, arrived in zip(sent, times, strict=False)]
     quiet = [seconds for at, seconds in late if begun - 1.0 < at < begun]
     loud = [seconds for at, seconds in late if begun < at < ended]
-    assert min(len(quiet), len(loud)) > 50, "the stream goes on meanwhile"
+    assert min(len(quiet), len(loud)) > 50, "the stream must continue meanwhile"
     return (max(loud) - statistics.median(quiet)) / (ended - begun)
 
 
@@ -228,7 +230,7 @@ def long_worker(start):
 
 
 def ask(client, requests):
-    """Four at once; the status of each."""
+    """Send four requests at a time; return the status of each."""
     with ThreadPoolExecutor(4) as pool:
         posts = {name: pool.submit(client.post, path, content=body) for name, (path, body, _) in requests.items()}
         return {name: post.result().status_code for name, post in posts.items()}
@@ -257,5 +259,5 @@ def worst_stall(checkpoint, start, requests, chunk):
         stop.set()
         thread.join(HANG_SECONDS)
         assert found == {name: status for name, (_, _, status) in requests.items()}
-        assert before > 20, "the stream goes on meanwhile"
+        assert before > 20, "the stream must continue meanwhile"
         return end()

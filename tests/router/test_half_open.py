@@ -1,4 +1,4 @@
-"""1,500 half-open connections (bench/half_open.py): the router serves meanwhile, and they are cut on time."""
+"""1,500 half-open connections (bench/half_open.py): the router serves other clients and closes these on time."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_half_open_connections_hold_nobody_up():
+def test_half_open_connections_delay_no_request():
     folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy", "bench"))
     program = f"import half_open; half_open.SLACK_SECONDS = {HANG_SECONDS}; raise SystemExit(half_open.main())"
     command = [sys.executable, "-c", program, "--header-timeout", "3", "--body-timeout", "4"]

@@ -1,4 +1,4 @@
-"""Readiness while the fleet is as full as it may be, and while it changes under those who try it."""
+"""Readiness of a full fleet, and readiness while the fleet changes during a canary."""
 
 import asyncio
 
@@ -23,8 +23,8 @@ CONFIG = RouterConfig(
 )
 
 
-class Played:
-    """A fleet whose one worker is this test, with its health."""
+class PlayedFleet:
+    """A fleet and its health; the test plays its only worker."""
 
     def __init__(self):
         self.changed = asyncio.Event()
@@ -42,7 +42,7 @@ class Played:
         self.fleet._heard(0, [ready_snapshot(epoch=epoch, max_model_len=4096, vocab_size=400)])
 
     async def decode_canary(self):
-        """Answer it, whatever its number."""
+        """Answer the canary, whatever its number."""
         for _ in range(20):
             await asyncio.sleep(0)
         (name,) = [name for name in self.fleet.admission.flights.by_name if name.startswith("canary-")]
@@ -57,11 +57,11 @@ class Played:
 
 
 @pytest.mark.parametrize("prompt", [(1, 2), (1,) * 8], ids=["sequences", "tokens"])
-def test_a_fleet_that_comes_back_full_is_ready_all_the_same(prompt):
-    """What tries it is not turned away for want of room: a balancer would take a server away that works."""
+def test_full_fleet_becomes_ready_again(prompt):
+    """The canary needs no free slot; else a load balancer would remove a working server."""
 
     async def run():
-        played = Played()
+        played = PlayedFleet()
         played.connect(epoch=0)
         await played.decode_canary()
         assert played.health.unready() is None
@@ -83,11 +83,11 @@ def test_a_fleet_that_comes_back_full_is_ready_all_the_same(prompt):
     asyncio.run(run())
 
 
-def test_a_rank_that_is_not_there_any_more_is_no_end_of_watching():
-    """The fleet may become smaller between the look at its ranks and their canaries."""
+def test_removed_rank_does_not_stop_the_watch():
+    """The fleet may shrink between the look at its ranks and their canaries."""
 
     async def run():
-        played = Played()
+        played = PlayedFleet()
         played.connect(epoch=0)
         with pytest.raises(ApiError, match="worker 1 is not ready") as caught:
             played.fleet.submit("canary", [((0,), SamplingParams(max_tokens=2))], rank=1)
@@ -98,11 +98,11 @@ def test_a_rank_that_is_not_there_any_more_is_no_end_of_watching():
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_watching_ends_although_something_changes_at_that_moment(turns):
-    """`asyncio.wait_for` of Python 3.11 loses a cancellation that meets its result."""
+def test_watch_stops_during_a_change(turns):
+    """`asyncio.wait_for` of Python 3.11 loses a cancellation that coincides with its result."""
 
     async def run():
-        played = Played()
+        played = PlayedFleet()
         played.connect(epoch=0)
         await played.decode_canary()
         assert played.health.unready() is None

@@ -1,4 +1,4 @@
-"""Chat templates that mean harm: an answer that says so, soon, while everything else goes on."""
+"""Hostile chat templates fail soon with an error, and other requests continue."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ from moeyard_router.text.template import MAX_SOURCE, ChatTemplate
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<&>"}]
 DOUBLED = "{% set x = 'ab' %}" + "{% set x = x + x %}" * 40
 HELD = "{% set x = ['a'] %}" + "{% set x = [x, x] %}" * 60
-# Each would take more than a day, or more memory than there is.
+# Each template would take more than a day, or more memory than exists.
 ENDLESS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
     "{% endfor %}",
@@ -87,7 +87,7 @@ ENDLESS = {
     + "{% for i in range(99999) %}x{% endfor %}"
     + "{% endcall %}" * 15,
 }
-# Most CPU time of a template, in units of `unit`. Some templates above refuse themselves.
+# Limits of a template's CPU time in units of `unit`. Some templates above fail on their own.
 COMPILING, RENDERING = 250, 25
 
 
@@ -109,8 +109,8 @@ def unit():
 @pytest.mark.sampled(0)
 @pytest.mark.timing
 @pytest.mark.parametrize("name", ENDLESS)
-def test_streams_do_not_wait_for_it(name, unit):
-    """Where streams are written a template is refused or given up before it delays them."""
+def test_streams_do_not_wait_for_a_template(name, unit):
+    """The thread that writes streams refuses a template, or gives up before streams are late."""
     begun = time.thread_time()
     template = ChatTemplate(ENDLESS[name], {})
     compiled = time.thread_time()
@@ -123,12 +123,10 @@ def test_streams_do_not_wait_for_it(name, unit):
 
 @pytest.fixture(scope="module")
 def processes(checkpoint, tmp_path_factory):
-    """Bodies of a router whose template does as a message says."""
+    """The intake processes of a router whose template runs the part named by the message."""
     directory = tmp_path_factory.mktemp("hostile")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(checkpoint / name, directory)
     parts = (f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in IN_A_PROCESS.items())
-    (directory / "chat_template.jinja").write_text("".join(parts) + "fine")
+    served(checkpoint, directory, "".join(parts) + "fine")
     config = RouterConfig(
         model_name="tiny",
         model_path=directory,
@@ -152,8 +150,8 @@ def ask(processes, content):
 
 
 @pytest.mark.parametrize("name", IN_A_PROCESS)
-def test_a_process_is_ended(processes, name):
-    """By the kernel if need be; the next request finds another one."""
+def test_hostile_template_ends_its_process(processes, name):
+    """The kernel ends the process if necessary; the next request gets another one."""
     with pytest.raises(ApiError) as caught:
         ask(processes, name)
     assert (caught.value.status, caught.value.param) == (400, "messages")
@@ -161,8 +159,8 @@ def test_a_process_is_ended(processes, name):
     assert len(ask(processes, "else").prompts[0].token_ids) > 0
 
 
-def test_requests_find_the_process(start, checkpoint, tmp_path):
-    """Over HTTP: a template that is not for the router itself is rendered all the same, on every way in."""
+def test_all_endpoints_use_the_process(start, checkpoint, tmp_path):
+    """Over HTTP every endpoint renders a template that the router itself refuses to render."""
     source = "{% for m in messages %}{{ m.content | center(20) }}{% endfor %}"
     service = start(model_path=served(checkpoint, tmp_path, source))
     messages = [{"role": "user", "content": "story"}]
@@ -261,8 +259,8 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("source", [QWEN, MACROS], ids=["qwen", "macros"])
-def test_a_template_in_use_renders_here_as_jinja_does(source):
-    """Character for character what plain jinja makes, and with room for conversations of a whole small body."""
+def test_published_template_renders_as_in_jinja(source):
+    """The text equals plain jinja's, and the budget allows conversations that fill a small body."""
     messages = [{"role": "system", "content": "Be <b>kind</b>."}]
     for i in range(40):
         messages.append({"role": "user", "content": f"banana {i} " * 60})
@@ -309,7 +307,7 @@ WORDS = (
 
 @pytest.mark.timing
 def test_random_templates(unit):
-    """Small ones render as plain jinja does, or fail as it does, or are given up; none takes long."""
+    """Small templates render or fail as in plain jinja, or are given up; none takes long."""
     chance = random.Random(1)
     plain = jinja2.Environment()
     plain.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
@@ -372,13 +370,13 @@ def test_templates_that_cannot_be_compiled(source, said):
         ChatTemplate(source, {})
 
 
-def test_what_a_template_complains_of_is_cut():
+def test_template_error_text_is_truncated():
     with pytest.raises(ApiError) as caught:
         render(ChatTemplate("{{ raise_exception('x' ~ messages[0].content) }}", {}), [{"content": "y" * 9000}])
     assert 400 < len(caught.value.message) < 700
 
 
-def test_a_budget_is_for_one_rendering():
+def test_budget_covers_one_rendering():
     template = ChatTemplate("{% for i in range(5000) %}{{ i }}{% endfor %}", {})
     for _ in itertools.repeat(None, 30):
         assert len(render(template)) == 18890

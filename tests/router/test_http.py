@@ -1,4 +1,4 @@
-"""What a client sees when all is well: both endpoints, whole and streamed, over real HTTP and ZMQ."""
+"""Successful requests over real HTTP and ZMQ: both endpoints, whole and streamed."""
 
 import pytest
 
@@ -38,13 +38,13 @@ def test_stream_equals_whole(service, codec, chunk):
         worker.chunk = chunk
         worker.pace = 0.002
     count = len(codec.encode(STORY, add_special_tokens=False))
-    assert len(codec.encode("🙂", add_special_tokens=False)) > 2, "a character must be spread over tokens"
+    assert len(codec.encode("🙂", add_special_tokens=False)) > 2, "a character must take several tokens"
     whole = service.complete(prompt="x", max_tokens=count, return_token_ids=True)["choices"][0]
     events = service.stream(COMPLETIONS, prompt="x", max_tokens=count, return_token_ids=True)
     choices = [e["choices"][0] for e in events]
     assert "".join(c["text"] for c in choices) == whole["text"] == STORY
     if chunk == 1:
-        assert len(choices) > count / 3, "tokens must not wait for one another"
+        assert len(choices) > count / 3, "tokens must not wait for each other"
     assert not any("�" in c["text"] for c in choices)
     assert [i for c in choices for i in c["token_ids"]] == whole["token_ids"]
     assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"]
@@ -57,10 +57,10 @@ def test_stream_equals_whole(service, codec, chunk):
 @pytest.mark.parametrize("ids", [True, False], ids=["with ids", "text alone"])
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_tokens_of_one_message_are_one_chunk(service, codec, accepted, ids):
-    """Of a step that verified drafts several tokens come together. Messages that a busy machine lets wait join one
-    another, so of three streams one must show it; no message is ever taken apart."""
+    """Verified drafts come as several tokens at once. A busy machine may merge messages but never splits them, so one
+    of three streams must show the sizes."""
     letters = codec.encode("abcdefghijkl", add_special_tokens=False)
-    assert len(letters) == 12, "each token is a character"
+    assert len(letters) == 12, "each token must be one character"
     for worker in service.workers:
         worker.chunk, worker.pace, worker.script = accepted, 0.01, lambda submit: letters
     sizes: list[list[int]] = []
@@ -116,7 +116,7 @@ def test_continuous_usage(service):
     assert {e["usage"]["prompt_tokens"] for e in events} == {2}
 
 
-def test_chat_default_max_tokens_is_the_room_left(service):
+def test_chat_default_max_tokens_is_the_remaining_length(service):
     answer = service.chat(messages=HELLO)
     prompt = len(service.submits[0].prompt_token_ids)
     assert answer["usage"]["completion_tokens"] == 256 - prompt
@@ -228,11 +228,11 @@ def test_stop_string_across_tokens(service, chunk, include, wait_for):
     assert sum(len(e["choices"][0]["token_ids"]) for e in events) == count
     assert events[-1]["choices"][0]["stop_reason"] == "好 says"
     if chunk == 1:
-        wait_for(lambda: len(service.aborts) == 2, "the worker must be told that a stop string ended the sequence")
+        wait_for(lambda: len(service.aborts) == 2, "the worker must receive the abort after a stop string")
 
 
-def test_what_was_cached_is_told_of_an_answer_that_a_stop_string_ended(service):
-    """The worker says it with the first tokens, and not only with a `Done` that nobody waits for."""
+def test_cached_tokens_are_reported_after_a_stop_string(service):
+    """The worker reports it with the first tokens, because the router does not wait for the last `Done`."""
     body = {"max_tokens": 200, "stop": "fox"}
     details = {"cached_tokens": 3}
     assert service.complete(prompt="x", **body)["usage"]["prompt_tokens_details"] == details
@@ -269,7 +269,7 @@ def test_stop_tokens(service, codec):
     assert "".join(e["choices"][0]["text"] for e in events) == codec.decode(ids[:-1])
 
 
-def test_ignored_eos_is_text_like_any_token(service, codec):
+def test_ignored_eos_is_ordinary_text(service, codec):
     ids = codec.encode("one two", add_special_tokens=False)
     for worker in service.workers:
         worker.script = lambda submit: [*ids, 1, *ids]
@@ -284,13 +284,13 @@ def test_completion_logprobs(service, codec):
     assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     assert logprobs["token_logprobs"] == [-1.5] * 9
     for spelled, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        # Pieces of a character begin where it does; the last of these is not whole.
+        # Pieces of a character begin at its start; the last character here is incomplete.
         shown = choice["text"][offset:] or "\ufffd"
         assert shown[0] in "你\ufffd" if spelled.startswith("bytes:") else shown.startswith(spelled)
     for token_id, spelled, top in zip(choice["token_ids"], logprobs["tokens"], logprobs["top_logprobs"], strict=True):
         raw = codec.token_bytes.of(token_id)
         assert spelled == (raw.decode() if raw.isascii() else "bytes:" + "".join(f"\\x{b:02x}" for b in raw))
-        assert len(top) == 3, "two alternatives and the chosen token"
+        assert len(top) == 3, "expected two alternatives and the chosen token"
         assert top[spelled] == -1.5
     events = service.stream(COMPLETIONS, prompt="x", max_tokens=9, logprobs=2)
     streamed = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
@@ -352,12 +352,12 @@ def test_a_choice_that_stops_is_aborted_while_others_run(service, codec, pool, w
         worker.pace = 0.01
         worker.script = lambda submit: [*stopping, *story] if submit.sampling.seed == 7 else story
     answer = pool.submit(service.complete, prompt="x", n=2, seed=7, max_tokens=150, stop="two")
-    wait_for(lambda: len(service.aborts) == 1, "the stopped choice must give its place back")
+    wait_for(lambda: len(service.aborts) == 1, "the stopped choice must free its slot")
     assert not answer.done(), "the other choice must still run"
     assert [c["finish_reason"] for c in answer.result()["choices"]] == ["stop", "length"]
 
 
-def test_a_route_is_kept_and_named(service):
+def test_route_is_reported_in_a_header(service):
     prompt = "Hello world. " * 12
     first = service.post(COMPLETIONS, prompt=prompt, max_tokens=2)
     rank = first.headers["x-moeyard-route"].split(";")[0]
@@ -370,19 +370,19 @@ def test_a_route_is_kept_and_named(service):
         answer.read()
 
 
-def test_routes_of_many_choices_are_told_of_the_first(service):
-    """Proxies take heads of some KiB."""
+def test_route_header_lists_the_first_choices_only(service):
+    """Proxies limit headers to some KiB."""
     routes = service.post(COMPLETIONS, prompt="x", max_tokens=1, n=20).headers["x-moeyard-route"].split(", ")
     assert len(routes) == 17
     assert routes[-1] == "more=4"
 
 
-def test_a_client_keeps_its_rank(service):
+def test_client_keeps_its_rank(service):
     others = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user="ann") for i in range(3)]
     assert len({answer.headers["x-moeyard-route"].split(";")[0] for answer in others}) == 1
     long = ["c" * 5000 + "1"] * 3
-    told = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user=name) for i, name in enumerate(long)]
-    assert [answer.headers["x-moeyard-route"].split(";")[1] for answer in told[1:]] == ["reason=client"] * 2
+    answers = [service.post(COMPLETIONS, prompt=f"{i}", max_tokens=2, user=name) for i, name in enumerate(long)]
+    assert [answer.headers["x-moeyard-route"].split(";")[1] for answer in answers[1:]] == ["reason=client"] * 2
     assert max(map(len, service.server._fleet.admission.placement._last_ranks)) <= 256
     named = {"x-session-id": "bob"}
     bodies = ({"prompt": f"{i}", "max_tokens": 2, "user": f"{i}"} for i in range(3))

@@ -1,7 +1,7 @@
-"""Chat templates as the hybrid families publish them: which parsers they get, and that these read what they write.
+"""Chat templates of the hybrid families: the parsers picked for them read what the templates write.
 
-Templates of our own, in the structure that is documented of the published ones:
-- Qwen3-Next: ChatML, calls as Hermes has them (Qwen's documentation, "Function Calling"); that of the Thinking model
+The templates are our own, with the documented structure of the published ones:
+- Qwen3-Next: ChatML, calls as in Hermes (Qwen's documentation, "Function Calling"); the template of the Thinking model
   opens the block at the end of the prompt;
 - Qwen3.5: calls with a tag for each parameter, a block that is opened or, by `enable_thinking`, closed at once (vLLM,
   `vllm.parser.qwen3` and its Qwen3ReasoningParser);
@@ -29,7 +29,7 @@ SWITCHED = (
 
 
 def chatml(call: str, opening: str) -> str:
-    """Qwen's: tools in the system's turn, their results in the user's."""
+    """Return Qwen's template: tools in the system turn, results in the user turn."""
     return (
         "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}"
         "{% endfor %}{{ '\\n' }}</tools><|im_end|>\n{% endif %}"
@@ -49,7 +49,7 @@ KIMI = (
     "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# Template, parsers, and whether an answer begins inside the block of reasoning.
+# Template, parsers, and whether an answer begins inside the reasoning block.
 PUBLISHED = {
     "Qwen3-Next-Instruct": (chatml(HERMES, ""), "tool calls: hermes, reasoning: none", False),
     "Qwen3-Next-Thinking": (chatml(HERMES, OPEN), "tool calls: hermes, reasoning: qwen3", True),
@@ -71,7 +71,7 @@ CALLS = {
 
 @pytest.fixture(params=PUBLISHED)
 def published(request, tool_checkpoint, tmp_path):
-    """(codec, parsers by name, begins inside) of one model."""
+    """Return (codec, parsers by name, begins inside) of one model."""
     source, parsers, inside = PUBLISHED[request.param]
     path = tmp_path / "chat_template.jinja"
     path.write_text(source)
@@ -104,7 +104,7 @@ def test_parsers_are_picked_and_read_what_the_template_writes(published):
     prompt = render(codec, ASK, tools=[{"type": "function", "function": {"name": "weather"}}])
     assert '"weather"' in prompt
     assert (formats.reasoning is not None and formats.reasoning.inside_after(prompt)) == inside
-    # The assistant's turn in a later prompt is how the model was shown to answer in this one.
+    # The assistant's turn in a later prompt is the example that the model follows in this one.
     bare, whole = render(codec, ASK, ask=False), render(codec, ASK, CALLS, ask=False)
     turn = whole.removeprefix(bare).partition("<|im_middle|>" if "<|im_middle|>" in whole else "assistant\n")[2]
     turn = turn.removesuffix("\n").removesuffix("<|im_end|>")

@@ -1,4 +1,4 @@
-"""The records of what befell a fleet, at its end."""
+"""Incident records at the end of a fleet."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ REASON = "rank 0 was lost three times in 60 s"
 
 
 def records(*events):
-    """What is told of a fleet that these befell, one after the other."""
+    """Return the incident records of a fleet after these events, in order."""
 
     async def play():
         fleet = Fleet(config(), RouterMetrics("m"))
@@ -34,27 +34,27 @@ def give_up(fleet):
     fleet.give_up(REASON)
 
 
-def test_giving_up_is_told_even_if_nothing_was_heard_before():
-    """Whoever gives up may know of a loss before the router does."""
-    (told,) = records(give_up)
-    assert (told["state"], told["planned"], told["ranks"]) == ("failed", False, [])
-    assert told["reason"] == told["failure"] == REASON
-    assert [report["reason"] for report in told["reports"]] == [REASON]
+def test_giving_up_is_recorded_without_an_earlier_event():
+    """The caller may know of a loss before the router does."""
+    (record,) = records(give_up)
+    assert (record["state"], record["planned"], record["ranks"]) == ("failed", False, [])
+    assert record["reason"] == record["failure"] == REASON
+    assert [report["reason"] for report in record["reports"]] == [REASON]
 
 
-def test_giving_up_ends_what_is_open():
-    (told,) = records(lose, give_up)
-    assert (told["state"], told["ranks"], told["failure"]) == ("failed", [1], REASON)
-    assert told["reason"] == "worker 1 is gone"
-    assert [report["reason"] for report in told["reports"]] == ["worker 1 is gone", REASON]
+def test_giving_up_closes_the_open_incident():
+    (record,) = records(lose, give_up)
+    assert (record["state"], record["ranks"], record["failure"]) == ("failed", [1], REASON)
+    assert record["reason"] == "worker 1 is gone"
+    assert [report["reason"] for report in record["reports"]] == ["worker 1 is gone", REASON]
 
 
-def test_what_is_heard_later_is_not_another():
-    (told,) = records(give_up, lose, give_up)
-    assert told["failure"] == REASON
+def test_later_events_open_no_incident():
+    (record,) = records(give_up, lose, give_up)
+    assert record["failure"] == REASON
 
 
-def test_the_end_of_a_router_is_no_incident():
+def test_router_exit_is_not_an_incident():
     assert records() == []
-    (told,) = records(lose)
-    assert told["failure"] == "the router has stopped"
+    (record,) = records(lose)
+    assert record["failure"] == "the router has stopped"

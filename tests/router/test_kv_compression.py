@@ -1,4 +1,4 @@
-"""What a request, or the server for it, wants kept of a prompt: what the worker is told, what a client sees of it."""
+"""Prompt compression settings of a request and of the server: what the worker receives and the client sees."""
 
 import pytest
 
@@ -12,12 +12,12 @@ ASKED = {"method": "snapkv", "budget": 24, "window": 8}
 
 @pytest.fixture(scope="module")
 def shared_service(starter):
-    """A service that keeps all unless it is told otherwise."""
+    """A service that keeps the whole prompt unless a request asks otherwise."""
     return starter(1)
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "received"),
     [
         (None, None),
         ({"method": "none"}, None),
@@ -25,10 +25,10 @@ def shared_service(starter):
         ({"method": "snapkv", "budget": 64}, KvCompression(method="snapkv", budget=64, window=32)),
     ],
 )
-def test_the_worker_is_told(service, field, told):
+def test_worker_receives_the_settings(service, field, received):
     service.complete(prompt=PROMPT, max_tokens=3, kv_compression=field)
     service.chat(messages=HELLO, max_tokens=3, kv_compression=field)
-    assert [s.sampling.kv_compression for s in service.submits] == [told, told]
+    assert [s.sampling.kv_compression for s in service.submits] == [received, received]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_worker_is_told(service, field, told):
         ({"prompt": PROMPT}, None),
     ],
 )
-def test_usage_says_what_was_kept(service, body, kept):
+def test_usage_reports_kept_tokens(service, body, kept):
     usage = service.complete(**body, max_tokens=2)["usage"]
     assert usage["prompt_tokens_details"].get("kept_tokens") == kept
     assert usage["prompt_tokens"] == sum(map(len, body["prompt"] if isinstance(body["prompt"][0], list) else [PROMPT]))
@@ -52,7 +52,7 @@ def test_usage_says_what_was_kept(service, body, kept):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_other_apis_take_it_and_say_what_was_kept(service, path, stream):
+def test_other_apis_accept_it_and_report_kept_tokens(service, path, stream):
     asked = {"method": "snapkv", "budget": 3, "window": 2}
     what = {"input": "Hello"} if path == "/v1/responses" else {"messages": HELLO, "max_tokens": 2}
     answer = service.post(path, **what, kv_compression=asked, stream=stream)
@@ -80,7 +80,7 @@ def test_other_apis_take_it_and_say_what_was_kept(service, path, stream):
         ("snapkv", ("kv_compression",)),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(service, field, says):
+def test_invalid_settings_are_refused_by_name(service, field, says):
     answer = service.post(CHAT, messages=HELLO, kv_compression=field)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
@@ -89,11 +89,11 @@ def test_what_cannot_be_is_refused_by_name(service, field, says):
     assert not service.submits
 
 
-def test_the_servers_default_holds_until_a_request_says_otherwise(start):
+def test_server_default_applies_unless_a_request_overrides_it(start):
     usual = KvCompression(method="snapkv", budget=16, window=4)
     service = start(1, kv_compression=usual)
     assert service.complete(prompt=PROMPT, max_tokens=2)["usage"]["prompt_tokens_details"]["kept_tokens"] == 16
     service.complete(prompt=PROMPT, max_tokens=2, kv_compression=ASKED)
     service.complete(prompt=PROMPT, max_tokens=2, kv_compression={"method": "none"})
-    told = [s.sampling.kv_compression for s in service.submits]
-    assert told == [usual, KvCompression(method="snapkv", budget=24, window=8), None]
+    received = [s.sampling.kv_compression for s in service.submits]
+    assert received == [usual, KvCompression(method="snapkv", budget=24, window=8), None]

@@ -1,4 +1,4 @@
-"""Large bodies: what a process makes of them is what the router itself would have made, its end nobody else's."""
+"""Large bodies: an intake process makes the same job as the router, and its exit affects no other request."""
 
 import asyncio
 import dataclasses
@@ -100,7 +100,7 @@ def test_the_same_job(bodies, config, codec, name):
     ids=["auto", "required", "named", "json", "thinking", "not thinking"],
 )
 def test_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extra):
-    """How an answer is taken apart comes back whole; the seed of its calls' ids is random."""
+    """The parsing setup of an answer survives the process; the seed of call ids is random."""
     body = json.dumps({"messages": [{"role": "user", "content": TEXT}], "seed": 1, **extra}).encode()
     there = make(tool_bodies, body, chat=True)
     here = asyncio.run(Intake(tool_config, tool_codec).chat(parse(body, ChatRequest)))
@@ -116,7 +116,7 @@ LIMITED = {"type": "object", "properties": {"wei": {"type": "integer", "maximum"
 
 
 def test_calls_of_a_model_without_a_format_and_integers_above_64_bits(tool_config, tool_codec):
-    """The form of required calls is then vLLM's; a schema keeps its digits on the way through the process."""
+    """Required calls then have vLLM's format, and a schema keeps its digits through the process."""
     config = dataclasses.replace(tool_config, tool_call_parser="none")
     bodies = Bodies(config, formats_of(config, tool_codec))
     tool = {"type": "function", "function": {"name": "pay", "parameters": LIMITED}}
@@ -140,8 +140,8 @@ def test_calls_of_a_model_without_a_format_and_integers_above_64_bits(tool_confi
         bodies.close()
 
 
-def test_the_types_of_arguments_that_are_written_bare(tool_config, tool_codec):
-    """Of a format whose parser asks the schemas what a value is."""
+def test_types_of_bare_arguments(tool_config, tool_codec):
+    """This format's parser reads value types from the schemas."""
     config = dataclasses.replace(tool_config, tool_call_parser="qwen3_coder")
     bodies = Bodies(config, formats_of(config, tool_codec))
     body = json.dumps({"messages": [{"role": "user", "content": TEXT}], "tools": [WEATHER]}).encode()
@@ -160,10 +160,10 @@ def test_the_same_errors(bodies, config, codec, name):
         make(bodies, body)
     assert vars(here.value) == vars(there.value)
     assert (there.value.status, there.value.param) == (status, param)
-    assert len(bodies._idle) == 1, "an error of a client ends no process"
+    assert len(bodies._idle) == 1, "a client error must not end a process"
 
 
-def test_a_process_that_is_killed_costs_one_request(bodies):
+def test_killed_process_fails_one_request(bodies):
     body = json.dumps(REQUESTS["several"]).encode()
     make(bodies, body)
     [process] = bodies._idle
@@ -176,19 +176,19 @@ def test_a_process_that_is_killed_costs_one_request(bodies):
     assert bodies._idle != [process]
 
 
-def test_a_process_that_takes_too_long_is_killed(config, formats, monkeypatch):
+def test_slow_process_is_killed(config, formats, monkeypatch):
     bodies = Bodies(config, formats)
     make(bodies, json.dumps(REQUESTS["text"]).encode())
     [process] = bodies._idle
-    process._process.send_signal(signal.SIGSTOP)  # It takes for ever.
+    process._process.send_signal(signal.SIGSTOP)  # it never finishes
     monkeypatch.setattr(large, "_SECONDS", 0.0)
     with pytest.raises(ApiError, match="has ended"):
         make(bodies, json.dumps(REQUESTS["text"]).encode())
     bodies.close()
 
 
-def test_a_process_that_kept_much_memory_ends_with_its_answer(config, formats, monkeypatch):
-    """What it may keep is nothing here: every answer is a process's last, and no request is lost."""
+def test_process_with_much_memory_exits_after_its_answer(config, formats, monkeypatch):
+    """The limit is 0 here, so a process exits after every answer, and no request is lost."""
     start = large._START.replace("import main; main()", "import main; main.__globals__['_MAX_MEMORY'] = 0; main()")
     monkeypatch.setattr(large, "_START", start)
     bodies = Bodies(config, formats)
@@ -201,8 +201,8 @@ def test_a_process_that_kept_much_memory_ends_with_its_answer(config, formats, m
     bodies.close()
 
 
-def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
-    """One body is being read by the one process, one waits for it, one comes later: each gets a 503."""
+def test_close_ends_processes_and_their_requests(config, formats):
+    """One body is in the process, one waits for it, one arrives later: each gets a 503."""
     bodies = Bodies(config, formats)
     body = [json.dumps({"prompt": TEXT * 8}).encode()]
 
@@ -221,7 +221,7 @@ def test_closing_ends_the_processes_and_who_waits_for_them(config, formats):
     assert returncode is not None
 
 
-def test_bodies_that_are_read_at_once_have_a_limit(bodies):
+def test_buffered_bodies_have_a_limit(bodies):
     with bodies.buffer() as first, bodies.buffer() as second:
         first(600)
         second(400)
@@ -233,7 +233,7 @@ def test_bodies_that_are_read_at_once_have_a_limit(bodies):
 
 
 def test_a_large_request_over_http(start):
-    """The whole way; the worker's script knows nothing of its prompt."""
+    """The whole path with a real router; the worker's script ignores the prompt."""
     service = start(1, max_model_len=200_000)
     answer = service.complete(prompt=[5] * 60_000, max_tokens=2, return_token_ids=True)
     assert answer["choices"][0]["prompt_token_ids"] == [5] * 60_000
@@ -244,8 +244,8 @@ def test_a_large_request_over_http(start):
     service.wait_idle()
 
 
-def test_counting_and_spelling_large_bodies_over_http(start):
-    """In a process as well; and they count among what is being read."""
+def test_tokenize_and_detokenize_of_large_bodies(start):
+    """A process handles these bodies too, and they count towards the buffered bytes."""
     service = start(1, max_model_len=60_000, max_buffered_bytes=400_000)
     ids = [5 + i % 300 for i in range(30_000)]
     text = service.post("/detokenize", tokens=ids).json()["prompt"]
@@ -259,4 +259,4 @@ def test_counting_and_spelling_large_bodies_over_http(start):
     refused = service.post("/tokenize", prompt="x" * 500_000)
     assert refused.status_code == 503
     assert "requests of" in refused.json()["error"]["message"]
-    assert service.post("/tokenize", prompt="x" * 300_000).status_code == 200, "its room was given back"
+    assert service.post("/tokenize", prompt="x" * 300_000).status_code == 200, "its buffer space must be free again"

@@ -1,4 +1,4 @@
-"""A router that is started again meets a fleet that is not what it was told: its launcher speaks a moment later."""
+"""A restarted router meets a fleet that differs from its configuration until its launcher updates it."""
 
 import asyncio
 
@@ -18,8 +18,8 @@ WHOLE = tuple(address(rank, 10000 + rank) for rank in range(3))
 WITHOUT_1 = (WHOLE[0], address(1, None), WHOLE[2])
 
 
-class Late:
-    """Its fleet, first of these workers, whose ranks are played here."""
+class RestartedRouter:
+    """A restarted router's fleet with these workers; the test plays the ranks."""
 
     def __init__(self, workers):
         config = RouterConfig(model_name="m", model_path=None, workers=workers, max_model_len=64, vocab_size=10)
@@ -33,37 +33,37 @@ class Late:
         self.fleet._heard(rank, [ready_snapshot(rank=rank, epoch=epoch, world_size=world_size)])
 
 
-def test_survivors_that_go_on_already_are_no_other_fleet():
-    """They have taken a lost rank's experts over, and count one rank less than the router was started with."""
+def test_smaller_fleet_is_not_a_mismatch():
+    """The survivors have taken over a lost rank's experts and report one rank less than the router's configuration."""
 
     async def run():
-        late = Late(WHOLE)
+        restarted = RestartedRouter(WHOLE)
         for rank in (0, 2):
-            late.say(rank, epoch=2, world_size=2)
-        assert late.lost == []
-        assert late.fleet.admission.failure is None
-        assert late.fleet.admission.unavailable() == "worker 1 at tcp://127.0.0.1:10001 is not connected yet"
-        late.fleet.replace(WITHOUT_1)
-        assert late.fleet.admission.unavailable() is None
-        late.fleet.close()
+            restarted.say(rank, epoch=2, world_size=2)
+        assert restarted.lost == []
+        assert restarted.fleet.admission.failure is None
+        assert restarted.fleet.admission.unavailable() == "worker 1 at tcp://127.0.0.1:10001 is not connected yet"
+        restarted.fleet.replace(WITHOUT_1)
+        assert restarted.fleet.admission.unavailable() is None
+        restarted.fleet.close()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("told_late", [0, 2])
-def test_ranks_that_are_back_already_are_no_other_fleet(told_late):
-    """All count three again, and the router, started when two were left, has heard of some before its launcher."""
+@pytest.mark.parametrize("later", [0, 2])
+def test_restored_fleet_is_not_a_mismatch(later):
+    """All ranks report a world of three; a router configured for two hears some of them before its launcher."""
 
     async def run():
-        late = Late(WITHOUT_1)
-        first = 2 - told_late
-        late.say(first, epoch=3, world_size=3)
-        assert late.fleet.admission.unavailable() is not None
-        late.fleet.replace(WHOLE)
-        for rank in (told_late, 1):
-            late.say(rank, epoch=3, world_size=3)
-        assert late.lost == []
-        assert late.fleet.admission.unavailable() is None
-        late.fleet.close()
+        restarted = RestartedRouter(WITHOUT_1)
+        first = 2 - later
+        restarted.say(first, epoch=3, world_size=3)
+        assert restarted.fleet.admission.unavailable() is not None
+        restarted.fleet.replace(WHOLE)
+        for rank in (later, 1):
+            restarted.say(rank, epoch=3, world_size=3)
+        assert restarted.lost == []
+        assert restarted.fleet.admission.unavailable() is None
+        restarted.fleet.close()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Texts that are refused by their length cannot fit; those that may fit are not refused."""
+"""Prompts refused by their text length cannot fit, and prompts that may fit are not refused."""
 
 import json
 
@@ -54,7 +54,7 @@ texts = st.lists(
 
 
 @given(texts, st.integers(1, 60))
-def test_nothing_is_refused_that_fits(codec, text, limit):
+def test_prompts_that_fit_are_accepted(codec, text, limit):
     try:
         check(codec, limit)(text)
     except ApiError as error:
@@ -65,10 +65,10 @@ def test_nothing_is_refused_that_fits(codec, text, limit):
 def test_refused_by_characters_alone(codec):
     longest = codec.token_bytes.longest
     with pytest.raises(ApiError, match=f"has {6 * longest} characters, .* at least 6 tokens; .* limit is 5 tokens"):
-        LengthCheck(longest, lambda _: pytest.fail("it must not be tokenized"))("x" * 6 * longest, 5, "prompt")
+        LengthCheck(longest, lambda _: pytest.fail("the text must not be tokenized"))("x" * 6 * longest, 5, "prompt")
 
 
-def test_refused_without_being_read_to_its_end(codec):
+def test_long_prompt_is_refused_early(codec):
     pieces = []
     text = "你好" * 300_000
     checked = LengthCheck(codec.token_bytes.longest, lambda piece: pieces.append(piece) or count(codec, piece))
@@ -77,12 +77,12 @@ def test_refused_without_being_read_to_its_end(codec):
     assert [len(piece) for piece in pieces] == [560_000]
 
 
-def test_nothing_is_known_of_some_tokenizers():
-    LengthCheck(None, lambda _: pytest.fail("it must not be tokenized"))("x" * 10_000, 5, "prompt")
+def test_some_tokenizers_have_no_length_bound():
+    LengthCheck(None, lambda _: pytest.fail("the text must not be tokenized"))("x" * 10_000, 5, "prompt")
 
 
 def test_long_and_short_texts_have_the_same_tokens(codec):
-    """`encode` and the batch without offsets, which long texts go through, are two ways in the library."""
+    """Long texts use the library's batch call without offsets, short ones use `encode`."""
     text = "The quick brown fox 你好 says 🙂 " * 60
     for special in (False, True):
         assert len(text) > 512

@@ -1,4 +1,4 @@
-"""What templates get: roles, calls of tools, absent content, reasoning and its effort; transformers is the oracle."""
+"""Template input: roles, tool calls, missing content, reasoning and its effort; transformers is the oracle."""
 
 import json
 
@@ -11,7 +11,7 @@ from moeyard_router.api.thinking import template_variables
 from moeyard_router.errors import ApiError
 from moeyard_router.text.chat import ChatTemplate
 
-# Three ways of published templates. Objects printed as JSON, and content that is taken for "" unless it is text:
+# Three styles of published templates. One prints objects as JSON and treats content as "" unless it is a string.
 OBJECTS = """{%- for m in messages %}
 {%- set content = m.content if m.content is string else '' %}
 {%- if m.role == 'tool' %}<tool {{ m.tool_call_id }}>{{ content }}</tool>
@@ -20,12 +20,12 @@ OBJECTS = """{%- for m in messages %}
 {%- for call in m.tool_calls %}<call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments
     if call.function.arguments is string else call.function.arguments | tojson }}}</call>{% endfor %}</{{ m.role }}>
 {%- endif %}{% endfor %}"""
-# the text of OpenAI's messages added to text, and null content told from empty content (DeepSeek-V3's way);
+# DeepSeek-V3's style concatenates the text of messages, and distinguishes null content from empty content.
 TEXTS = """{% for m in messages %}{% if m['role'] == 'tool' %}{{ '<out>' + m['content'] }}{% elif m['tool_calls'] %}
 {%- for call in m['tool_calls'] %}{% if m['content'] is none %}<call>{% else %}{{ m['content'] + '<also>' }}{% endif %}
 {{- call['function']['name'] + '(' + call['function']['arguments'] + ')' }}{% endfor %}
 {%- else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"""
-# arguments gone through one by one.
+# The third style iterates over arguments.
 ITEMS = """{% for m in messages %}{% if m.role == 'tool' %}<out>{{ m.content }}{% elif m.tool_calls %}
 {%- for call in m.tool_calls %}{% for key, value in call.function.arguments.items() %}<{{ key }}>{{ value | tojson }}
 {%- endfor %}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
@@ -45,28 +45,28 @@ def conversation(arguments, content=None):
 
 
 TURN = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
-# What templates do with system messages. Qwen3.5's raises at one that is not the first,
+# Styles of system messages. Qwen3.5's template raises if one is not the first message.
 RAISES = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}
 {%- endif %}{{ m.role }}: {{ m.content }}
 {% endfor %}"""
-# Mixtral's leaves out all but the first,
+# Mixtral's template drops all but the first.
 OMITS = """{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
 {% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}
 {% endfor %}"""
-# DeepSeek-R1's shows the last in front of all,
+# DeepSeek-R1's template shows the last one before all other messages.
 LAST = """{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}
 {%- set ns.system = m.content %}{% endfor %}{{ ns.system }}
 {%- for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}{% endfor %}"""
-# others take several in front of the first turn,
+# Others allow several before the first turn.
 LEADING = """{% set ns = namespace(turn=false) %}{% for m in messages %}{% if m.role == 'system' and ns.turn %}
 {{- raise_exception('in front!') }}{% endif %}{% set ns.turn = m.role != 'system' %}
 {{- m.role }}: {{ m.content }}{% endfor %}"""
-# or any; some have a developer behind the system, and no other,
+# Others allow them anywhere, or allow one developer message after the system message.
 ANY = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 DEVELOPER = """{% for m in messages %}
 {%- if m.role == 'system' and not loop.first or m.role == 'developer' and loop.index > 2 %}
 {{- raise_exception('in front!') }}{% endif %}{{ m.role }}: {{ m.content }}{% endfor %}"""
-# and some take none at all.
+# The last one allows none.
 NO_SYSTEM = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system!') }}{% endif %}
 {{- m.content }}{% endfor %}"""
 A, B, C = ({"role": "system", "content": text} for text in "ABC")
@@ -96,7 +96,7 @@ AB, ABC = {"role": "system", "content": "A\n\nB"}, {"role": "system", "content":
         (NO_SYSTEM, [A, B, *TURN], [A, B, *TURN]),
     ],
 )
-def test_system_messages_are_one_where_the_template_takes_one_only(source, asked, shown):
+def test_system_messages_merge_for_templates_that_allow_one(source, asked, shown):
     template = ChatTemplate(source, {})
     assert given(asked, template)[0] == shown
     if source != NO_SYSTEM:
@@ -104,7 +104,7 @@ def test_system_messages_are_one_where_the_template_takes_one_only(source, asked
         assert sorted(set("ABC") & set(text)) == sorted({m["content"] for m in asked} & set("ABC"))
 
 
-def test_a_system_message_that_is_continued_stays_the_last():
+def test_continued_system_message_stays_last():
     asked = ChatRequest.model_validate({"messages": [A, *TURN, B]}).messages
     messages, _ = template_messages(asked, ChatTemplate(OMITS, {}).traits, continued=True)
     assert messages == [A, *TURN, B]
@@ -130,8 +130,8 @@ PRINTED = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfo
     ],
     ids=["parts", "parts alone", "parts of users", "printed", "texts"],
 )
-def test_a_template_that_goes_through_parts_gets_them(source, text):
-    """As transformers and vLLM have it; others get the texts joined by a newline, as in vLLM."""
+def test_template_that_iterates_over_parts_gets_parts(source, text):
+    """As in transformers and vLLM; other templates get the texts joined by a newline, as in vLLM."""
     parts = [{"type": "text", "text": text} for text in "abcd"]
     messages = [
         {"role": "system", "content": parts[:2]},
@@ -168,7 +168,7 @@ def oracle(messages, source):
     ids=["objects", "items", "texts"],
 )
 def test_calls_of_tools_render_as_in_transformers(source, form, content):
-    """OpenAI's messages have arguments as text; transformers is given what each template was written for."""
+    """OpenAI's messages have arguments as text; transformers gets the type that each template was written for."""
     mine = render(conversation(json.dumps(ARGUMENTS, ensure_ascii=False), content), source)
     assert mine == oracle(conversation(form(ARGUMENTS), content), source)
     assert "Zürich" in mine
@@ -179,7 +179,7 @@ def test_calls_of_tools_render_as_in_transformers(source, form, content):
 @pytest.mark.parametrize(
     ("arguments", "shown"), [("", "{}"), (None, "{}"), ('{"a": 1', '{"a": 1'), ("[1]", "[1]"), ('{"a" :1}', '{"a": 1}')]
 )
-def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments, shown):
+def test_arguments_that_are_not_an_object_keep_their_text(arguments, shown):
     assert f'"arguments": {shown}}}</call>' in render(conversation(arguments), OBJECTS)
 
 
@@ -210,18 +210,18 @@ MAPPINGS = """{% for m in messages %}{{ m.content }}{% for call in m.tool_calls 
         ("[" * 5000, f'<INVALID_JSON>"{"[" * 5000}"'),
     ],
 )
-def test_a_template_that_goes_through_arguments_gets_an_object(source, arguments, shown):
+def test_template_that_iterates_over_arguments_gets_an_object(source, arguments, shown):
     assert render(conversation(arguments)[:2], source) == "Weather?" + shown
 
 
-def test_arguments_are_an_object_and_a_text():
+def test_arguments_are_both_object_and_text():
     arguments = Arguments({"a": 1}, '{"a" : 1}')
     assert arguments == {"a": 1}
     assert str(arguments) == '{"a" : 1}'
     assert "<" + arguments + ">" == '<{"a" : 1}>'
 
 
-def test_arguments_too_deep_to_be_written_are_refused():
+def test_deeply_nested_arguments_are_refused():
     deep = {}
     for _ in range(63):
         deep = {"a": deep}
@@ -231,7 +231,7 @@ def test_arguments_too_deep_to_be_written_are_refused():
         ChatRequest.model_validate({"messages": conversation(deep)})
 
 
-def test_what_clients_add_to_calls_is_named():
+def test_extra_fields_of_calls_are_named():
     messages = conversation("{}")
     messages[1]["tool_calls"] = [call("{}", index=0, provider_specific_fields=None, extra_content={"a": 1})]
     messages[1]["tool_calls"][0]["function"]["parsed_arguments"] = {"a": 1}
@@ -249,14 +249,14 @@ def test_what_clients_add_to_calls_is_named():
     ("source", "where"),
     [("{{ messages }}", "messages.1.tool_calls"), ("{{ messages[1].tool_calls }}", "messages.2.role")],
 )
-def test_tools_that_the_template_would_leave_out_are_refused(source, where):
+def test_tools_that_the_template_drops_are_refused(source, where):
     with pytest.raises(ApiError, match=where) as caught:
         given(conversation("{}"), ChatTemplate(source, {}))
     assert (caught.value.status, caught.value.param) == (400, where)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_reaches_a_template_that_shows_it(name):
+def test_reasoning_reaches_a_template_that_uses_it(name):
     messages = [{"role": "assistant", "content": "4", name: "2 and 2"}]
     template = ChatTemplate(OBJECTS, {})
     assert given(messages, template)[1] == ()
@@ -273,7 +273,7 @@ def test_reasoning_reaches_a_template_that_shows_it(name):
         ("{% if messages[0]['role'] in ['system', 'developer'] %}{{ messages[0].role }}{% endif %}", "developer"),
     ],
 )
-def test_developer(source, role):
+def test_developer_message(source, role):
     assert render([{"role": "developer", "content": "Be kind."}], source) == role
 
 
@@ -324,7 +324,7 @@ SWITCH = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{
         ("plain", {"reasoning_effort": "high"}, "plain", ("reasoning_effort",)),
     ],
 )
-def test_switches_of_thinking_are_variables_of_the_template(source, body, text, unused):
+def test_thinking_switches_become_template_variables(source, body, text, unused):
     template = ChatTemplate(source, {})
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **body})
     variables, ignored = template_variables(request, template.traits)

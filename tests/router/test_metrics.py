@@ -47,7 +47,7 @@ def test_counts(start, wait_for):
     assert service.post("/v1/completions", prompt="").status_code == 400
     assert service.client.get("/nowhere/at/all").status_code == 404
     service.wait_idle()
-    wait_for(lambda: took(service, "/v1/completions") == 3, "the answers' durations")
+    wait_for(lambda: finished_answers(service, "/v1/completions") == 3, "the answers' durations")
     families = scrape(service)
     model = {"model_name": "tiny"}
     assert value(families, "moeyard_prompt_tokens_total", **model) == 4 + 2
@@ -65,7 +65,7 @@ def test_counts(start, wait_for):
     assert value(families, "moeyard_time_per_output_token_seconds_count", **model) == 5
     tokens = value(families, "moeyard_inter_token_latency_seconds_count", **model)
     assert 4 * 4 < tokens < 4 * 4 + 9
-    # Four choices of 4 gaps and one of the rest: clocks aside, the means are what the gaps make them.
+    # With four choices of four gaps and one of the rest, the means equal the gaps apart from clock noise.
     gaps, rest = value(families, "moeyard_inter_token_latency_seconds_sum", **model), tokens - 4 * 4
     means = value(families, "moeyard_time_per_output_token_seconds_sum", **model)
     rounding = 1e-9
@@ -82,8 +82,8 @@ def test_counts(start, wait_for):
     assert value(families, "process_resident_memory_bytes") > 1e6
 
 
-def took(service, path):
-    """How many answers of a route are over; one is counted after its last byte has left."""
+def finished_answers(service, path):
+    """Return the number of finished answers of a route; an answer counts after its last byte is sent."""
     families = scrape(service)
     name = "moeyard_http_request_duration_seconds"
     return sum(s.value for s in families[name].samples if s.name == name + "_count" and s.labels["path"] == path)
@@ -91,7 +91,7 @@ def took(service, path):
 
 def test_buckets(service, wait_for):
     service.complete(prompt="x", max_tokens=2)
-    wait_for(lambda: took(service, "/v1/completions") > 0, "the answer's duration")
+    wait_for(lambda: finished_answers(service, "/v1/completions") > 0, "the answer's duration")
     families = scrape(service)
     for name, expected in BUCKETS.items():
         found = [s for s in families[name].samples if s.name == name + "_bucket"]
@@ -99,7 +99,7 @@ def test_buckets(service, wait_for):
         assert bounds == [*expected, float("inf")]
 
 
-def test_abandoned_requests_say_nothing_about_speed(start, wait_for):
+def test_abandoned_requests_do_not_count_as_speed(start, wait_for):
     service = start(1)
     service.workers[0].pace = 0.01
     with service.client.stream(
@@ -132,8 +132,8 @@ def test_fleet_page(service):
     assert set(snapshot) == {f.name for f in dataclasses.fields(Snapshot)} - {"rank"}
 
 
-def test_every_own_series_names_the_model(service):
-    """So that one Prometheus can watch several routers; the process is the router's own."""
+def test_every_router_series_has_the_model_name(service):
+    """One Prometheus can then watch several routers; process metrics belong to the router itself."""
     service.complete(prompt="x", max_tokens=2)
     nameless = {
         sample.name
@@ -144,7 +144,7 @@ def test_every_own_series_names_the_model(service):
     assert nameless == set()
 
 
-def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
+def test_aliases_have_the_values_of_their_series(start, wait_for):
     service = start(2, metric_aliases=("vllm",))
     service.complete(prompt=[[5, 6, 7], [8]], n=2, max_tokens=5)
     service.wait_idle()
@@ -160,7 +160,7 @@ def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
     families = scrape(service)
     for family in families.values():
         for sample in [s for s in family.samples if s.name.startswith("vllm:")]:
-            assert sample.labels["engine"] == "0", "the router stands for one engine"
+            assert sample.labels["engine"] == "0", "the router must appear as one engine"
     one = {"model_name": "tiny", "engine": "0"}
     assert value(families, "vllm:num_requests_running", **one) == 2
     assert value(families, "vllm:num_requests_waiting", **one) == 5
@@ -168,7 +168,7 @@ def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
     assert value(families, "vllm:cache_config_info", block_size="16", num_gpu_blocks="128") == 1
     assert value(families, "vllm:request_success_total", finished_reason="length", **one) == 4
     assert value(families, "vllm:generation_tokens_total", **one) == 20
-    assert "vllm:num_preemptions" not in families, "no rank has told it"
+    assert "vllm:num_preemptions" not in families, "no rank has reported it"
     for alias, name in {
         "time_to_first_token_seconds": "time_to_first_token_seconds",
         "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -189,7 +189,7 @@ def test_aliases_have_the_values_of_what_they_stand_for(start, wait_for):
         assert ours == theirs
 
 
-# Of vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json, 2026-11): what its 12 panels ask for.
+# Series that the 12 panels of vLLM's dashboard read (examples/observability/prometheus_grafana/grafana.json, 2026-11).
 DASHBOARD = {
     "E2E Request Latency": ("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum"),
     "Token Throughput": ("prompt_tokens_total", "generation_tokens_total"),
@@ -206,7 +206,7 @@ DASHBOARD = {
 }
 
 
-def test_no_panel_of_vllms_dashboard_is_empty(start):
+def test_every_panel_of_vllms_dashboard_has_data(start):
     service = start(2, metric_aliases=("vllm",))
     for worker in service.workers:
         worker.phases = 0.5, 0.25
@@ -219,13 +219,13 @@ def test_no_panel_of_vllms_dashboard_is_empty(start):
             if sample.name.startswith("vllm:") and sample.labels.get("model_name") == "tiny":
                 samples[sample.name.removeprefix("vllm:")] = sample.value
     assert [title for title, names in DASHBOARD.items() if not samples.keys() >= set(names)] == []
-    assert samples["request_max_num_generation_tokens_sum"] == 5 + 3, "of two choices the longer"
+    assert samples["request_max_num_generation_tokens_sum"] == 5 + 3, "the longer of two choices counts"
     assert samples["request_max_num_generation_tokens_count"] == 2
     assert (samples["request_queue_time_seconds_sum"], samples["request_prefill_time_seconds_sum"]) == (1.5, 0.75)
     assert samples["request_decode_time_seconds_count"] == 3
 
 
-def test_aliases_are_for_those_who_ask(service):
+def test_aliases_are_optional(service):
     assert [name for name in scrape(service) if name.startswith("vllm:")] == []
     with pytest.raises(ValueError, match="metric_aliases: 'sglang' is none of vllm"):
         dataclasses.replace(service.server._config, metric_aliases=("sglang",))

@@ -1,4 +1,4 @@
-"""Fields that an answer does not have are absent, not null, unless the API's own type has null there."""
+"""Absent answer fields are omitted, not null, unless the API's own type has null there."""
 
 import json
 
@@ -11,10 +11,10 @@ from pydantic import TypeAdapter
 from tests.router.tool_model import ASK, CALL, CHAT, NOW, SECOND, THOUGHT, WEATHER
 
 SPOKEN = ("Yes.", THOUGHT + "One moment.\n" + CALL + SECOND, CALL, "")
-# In OpenAI's chats and completions: log-probabilities that were not asked for, and vLLM's `stop_reason`.
+# OpenAI's chats and completions have null for log-probabilities without a request for them and vLLM's `stop_reason`.
 CHOICE = {"choices.logprobs", "choices.stop_reason"}
 CHUNK = {*CHOICE, "choices.finish_reason"}
-# In Responses, OpenAI's own objects have all of these.
+# OpenAI's own Responses objects have all of these.
 RESPONSE = {
     *("error", "incomplete_details", "instructions", "max_output_tokens", "previous_response_id", "user"),
     *("reasoning.effort", "reasoning.summary", "tools.description", "tools.parameters", "tools.strict"),
@@ -46,7 +46,7 @@ APIS = {
         Completion,
         CHOICE,
         None,
-        CHUNK,  # the package's type has no null where OpenAI's streams do
+        CHUNK,  # the package's type has no null here, unlike OpenAI's streams
     ),
     "/v1/responses": (
         {"input": "x", "tools": RESPONSE_TOOLS},
@@ -66,7 +66,7 @@ APIS = {
 
 
 def nulls(value, path=""):
-    """Paths of all nulls, without indices."""
+    """Return the paths of all nulls, without indices."""
     if isinstance(value, dict):
         return {each for name, part in value.items() for each in nulls(part, f"{path}.{name}" if path else name)}
     if isinstance(value, list):
@@ -75,7 +75,7 @@ def nulls(value, path=""):
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_absent_fields_are_left_out(model, api):
+def test_absent_fields_are_omitted(model, api):
     body, whole_type, in_whole, event_type, in_events = APIS[api]
     path = api.partition(" ")[0]
     whole_check = None if whole_type is None else TypeAdapter(whole_type)
@@ -93,17 +93,17 @@ def test_absent_fields_are_left_out(model, api):
         assert lines, streamed.text
         for line in lines:
             event = json.loads(line)
-            if event_check is not None and event.get("type") != "ping":  # a ping has no type in the package
+            if event_check is not None and event.get("type") != "ping":  # the package has no type for a ping
                 event_check.validate_python(event)
             found_events |= nulls(event)
     assert found_whole == in_whole
-    assert found_events - in_events == set(), "how tokens are spread over events is a matter of time"
+    assert found_events - in_events == set(), "the split of tokens over events depends on timing"
 
 
-def test_other_answers_have_nulls_only_where_vllm_has_them(model):
+def test_other_answers_have_nulls_only_as_in_vllm(model):
     get = model.service.client.get
     assert nulls(get("/v1/models").json()) == {"data.parent"}
     assert nulls(model.service.post("/tokenize", prompt="x").json()) == {"token_strs"}
     assert nulls(model.service.post("/v1/messages/count_tokens", messages=ASK).json()) == set()
-    assert nulls(model.service.post("/v1/messages", messages=ASK).json()) == set(), "an error of Anthropic's"
+    assert nulls(model.service.post("/v1/messages", messages=ASK).json()) == set(), "Anthropic's error type"
     assert nulls(get("/v1/none").json()) == {"error.param"}

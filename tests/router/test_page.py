@@ -1,4 +1,4 @@
-"""The page at /: what it is made of, what it is told, and how it looks in a browser where there is one."""
+"""The page at /: its files, its data, and its rendering in a browser if one is installed."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from moeyard_worker.protocol import ExpertLoads
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "router/moeyard_router/http/static"
 OURS = [path for path in sorted(STATIC.iterdir()) if not path.name.startswith("uplot")]
-TOLD = {
+REPORTED = {
     "generation_tokens": 70,
     "prefill_tokens": 40,
     "prefix_query_tokens": 40,
@@ -55,10 +55,10 @@ SAME = {
 }
 
 
-def tell(service: Any, wait_for: Callable[..., None]) -> None:
-    """Every rank reports all it can know, and its experts' rows when it is asked."""
+def report_all(service: Any, wait_for: Callable[..., None]) -> None:
+    """Let every rank report all its fields, and its experts' rows on request."""
     for worker in service.workers:
-        own = {name: value + worker.rank for name, value in TOLD.items()}
+        own = {name: value + worker.rank for name, value in REPORTED.items()}
         worker.snapshot = dataclasses.replace(worker.snapshot, kv_pages_free=48, **own)
         worker.loads = loads(worker.rank)
         worker.do(lambda worker=worker: worker.say(worker.snapshot))
@@ -77,7 +77,7 @@ def loads(rank: int) -> ExpertLoads:
 
 
 def samples(service: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Every sample of /metrics by name and labels, the model's name left out."""
+    """Return every sample of /metrics by name and labels without the model's name."""
     found = {}
     for family in text_string_to_metric_families(service.client.get("/metrics").text):
         for sample in family.samples:
@@ -87,7 +87,7 @@ def samples(service: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def second_cell(page: Page) -> str:
-    """What the page says of the second expert in the first layer, since the start, as its keys are pressed."""
+    """Press keys to select the second expert of the first layer since the start; return the page's text for it."""
     page.run("document.querySelector('input[name=span][value=start]').click()")
     page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
     page.wait("!document.querySelector('#heat-body').hidden")
@@ -98,7 +98,7 @@ def second_cell(page: Page) -> str:
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])
-def test_page_is_there_with_a_policy(service: Any, path: str) -> None:
+def test_page_has_a_content_security_policy(service: Any, path: str) -> None:
     answer = service.client.get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -111,7 +111,7 @@ def test_page_is_there_with_a_policy(service: Any, path: str) -> None:
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_page_names_only_files_that_are_there(service: Any) -> None:
+def test_page_names_only_existing_files(service: Any) -> None:
     page = service.client.get("/").text
     named = set(re.findall(r'(?:src|href)="(static/[^"]+)"', page))
     for path in sorted(STATIC.glob("*.js")):
@@ -128,12 +128,12 @@ def test_page_names_only_files_that_are_there(service: Any) -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
-def test_page_asks_nobody_else_and_has_no_inline_script(path: Path) -> None:
+def test_page_has_no_external_or_inline_script(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"https?:|//[a-z]+\.[a-z]|@import|url\(", text) == []
     if path.suffix == ".html":
         assert re.findall(r"<script(?![^>]*\bsrc=)|\son[a-z]+=|\sstyle=|<style|javascript:", text) == []
-    assert "innerHTML" not in text, "text of others is never markup"
+    assert "innerHTML" not in text, "foreign text must never become markup"
 
 
 def test_every_field_has_a_label() -> None:
@@ -171,7 +171,7 @@ def test_text_has_contrast(scheme: str, ink: str, paper: str) -> None:
 
 
 def test_wheel_has_the_page_and_the_demo(tmp_path: Path) -> None:
-    """The files are package data: what `pip install` unpacks serves the page, and a first answer."""
+    """The files are package data: an installed wheel serves the page and its first answer."""
     pytest.importorskip("hatchling.build", reason="hatchling is not installed here")
     code = f"from hatchling.build import build_wheel; print(build_wheel({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -184,13 +184,13 @@ def test_wheel_has_the_page_and_the_demo(tmp_path: Path) -> None:
     assert wheel.read("moeyard/bundled/demo/model.safetensors") == (ROOT / "deploy/demo/model.safetensors").read_bytes()
 
 
-def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., None]) -> None:
+def test_page_data_equals_metrics(start: Any, wait_for: Callable[..., None]) -> None:
     service = start(2)
     service.chat(messages=[{"role": "user", "content": "x"}], max_tokens=7, n=2)
     service.complete(prompt="y", max_tokens=9, stop=" quick")
     assert service.post("/v1/completions", prompt="").status_code == 400
     service.wait_idle()
-    tell(service, wait_for)
+    report_all(service, wait_for)
     live, page = service.client.get("/v1/fleet/live").json(), samples(service)
     compared = 0
 
@@ -207,8 +207,8 @@ def test_page_is_told_what_metrics_say(start: Any, wait_for: Callable[..., None]
         same(worker["state"] == "ready", "fleet_rank_ready", rank=rank)
     same(live["inflight"], "num_requests_inflight")
     for field, value in live["totals"].items():
-        told = [w["kv_usage"] if field == "kv_usage" else w["snapshot"][field] for w in live["workers"]]
-        assert value == (told[0] if field == "kv_usage" else sum(told)), field
+        reported = [w["kv_usage"] if field == "kv_usage" else w["snapshot"][field] for w in live["workers"]]
+        assert value == (reported[0] if field == "kv_usage" else sum(reported)), field
     for name in ("prompt_tokens", "output_tokens"):
         same(live["counters"][name], f"{name}_total")
     for reason, value in live["counters"]["request_success"].items():
@@ -241,18 +241,17 @@ def test_last_requests_have_phases_and_no_text(start: Any) -> None:
     stopped, first = answer.json()["requests"]
     assert (first["kind"], first["reason"], first["output_tokens"], first["rank"]) == ("chat", "length", 6, 0)
     assert (first["queue"], first["prefill"], first["cached_tokens"]) == (0.0, 0.0, 3)
-    # Five tokens came after the first, each at the worker's pace; of how many of them the router heard late, a busy
-    # machine decides.
+    # Five tokens follow the first, each at the worker's pace. On a busy machine the router may receive several at once.
     assert first["total"] >= 5 * 0.002
     assert 0 < first["decode"] <= first["total"] - first["ttft"] + 1e-9
-    # The worker's last word of a sequence that a stop string ended is not waited for.
+    # The router does not wait for the worker's last message about a sequence that a stop string ended.
     assert (stopped["kind"], stopped["reason"], stopped["queue"]) == ("completion", "stop", None)
     for _ in range(40):
         service.complete(prompt=[5], max_tokens=1)
     assert len(service.client.get("/v1/fleet/live").json()["requests"]) == 32
 
 
-def test_what_nobody_has_told_is_absent(start: Any) -> None:
+def test_unreported_values_are_absent(start: Any) -> None:
     service = start(1)
     page = samples(service)
     names = {name for name, _ in page}
@@ -263,33 +262,33 @@ def test_what_nobody_has_told_is_absent(start: Any) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a busy machine have time to answer, and what they answer stays fresh."""
+    """Ranks on a busy machine have time to answer, and answers stay fresh."""
     for name in ("_ANSWER_SECONDS", "_FRESH_SECONDS"):
         monkeypatch.setattr(f"moeyard_router.fleet.loads.{name}", HANG_SECONDS)
 
 
-def test_experts_are_asked_only_when_somebody_looks(start: Any, patient: None, wait_for: Callable[..., None]) -> None:
+def test_expert_loads_are_fetched_on_demand(start: Any, patient: None, wait_for: Callable[..., None]) -> None:
     service = start(2)
-    tell(service, wait_for)
+    report_all(service, wait_for)
     answer = service.client.get("/v1/fleet/experts").json()
     assert [r["rank"] for r in answer["ranks"]] == [0, 1]
     assert answer["ranks"][1] == {"rank": 1, "layers": [1, 2], "experts": [3, 4, 5], "rows": [[1, 2, 3], [4, 5, 7]]}
-    # While the answer is fresh it is the same one: many who look cost as much as one.
+    # A fresh answer is shared: many viewers cost as much as one.
     service.workers[0].loads = None
     assert service.client.get("/v1/fleet/experts").json()["ranks"] == answer["ranks"]
 
 
 def chosen(rank: int, experts: tuple[int, ...], *numbers: int, held: tuple[int, ...] = ()) -> ExpertLoads:
-    """Of a rank on a GPU: how many of its rows chose each of four experts in two layers."""
+    """Return a GPU rank's report: how many rows chose each of four experts in two layers."""
     return ExpertLoads(rank=rank, layers=(1, 2), experts=experts, chosen=numbers, held=held)
 
 
-def test_what_rows_chose_is_of_the_rank_that_has_the_expert(
+def test_chosen_rows_count_for_the_rank_with_the_expert(
     start: Any, patient: None, wait_for: Callable[..., None], browser_or_none: Browser | None
 ) -> None:
-    """Added up over ranks, as many as on a CPU the experts have computed; the page draws it the same."""
+    """Rows are summed over ranks, like the rows that experts on a CPU computed; the page shows both alike."""
     service = start(2)
-    tell(service, wait_for)
+    report_all(service, wait_for)
     service.workers[0].loads = chosen(0, (0, 1), 5, 0, 1, 2, 7, 8, 0, 1)
     service.workers[1].loads = chosen(1, (2, 3), 10, 20, 30, 40, 0, 0, 50, 60)
     ranks = service.client.get("/v1/fleet/experts").json()["ranks"]
@@ -306,22 +305,22 @@ def test_what_rows_chose_is_of_the_rank_that_has_the_expert(
     page.close()
 
 
-def test_rows_of_an_expert_that_layers_have_elsewhere_or_twice() -> None:
-    """Rank 0 has expert 2 in layer 1 only, where rank 1 has a copy; one rank has told nothing."""
+def test_rows_of_an_expert_with_copies_on_other_ranks() -> None:
+    """Rank 0 has expert 2 in layer 1 only, where rank 1 has a copy; one rank has reported nothing."""
     first = chosen(0, (0, 1, 2), 4, 0, 5, 2, 1, 1, 1, 1, held=(1, 1, 1, 1, 1, 0))
     second = chosen(1, (2, 3), 0, 0, 10, 0, 0, 2, 3, 4)
     found = rows_of_ranks([first, second, ExpertLoads(rank=2, layers=(1, 2), experts=(0,))])
     assert found == [[[4, 0, 8], [1, 3, 0]], [[7, 2], [4, 5]], []]
     assert sum(sum(map(sum, rows)) for rows in found) == sum(first.chosen) + sum(second.chosen)
-    # A rank that is silent takes with it what its rows chose, and its experts.
+    # The rows that a silent rank's tokens chose are missing, and so are its experts.
     assert rows_of_ranks([second]) == [[[10, 0], [3, 4]]]
     assert rows_of_ranks([]) == []
     assert rows_of_ranks([chosen(0, ()), chosen(1, (), *range(8))]) == [[], []]
 
 
-def test_a_silent_rank_is_left_out_of_the_experts(start: Any, wait_for: Callable[..., None]) -> None:
+def test_silent_rank_is_omitted(start: Any, wait_for: Callable[..., None]) -> None:
     service = start(2)
-    tell(service, wait_for)
+    report_all(service, wait_for)
     service.workers[0].loads = None
     assert [r["rank"] for r in service.client.get("/v1/fleet/experts").json()["ranks"]] == [1]
 
@@ -348,22 +347,22 @@ def browser(browser_or_none: Browser | None) -> Browser:
 def test_page_in_a_browser(start: Any, browser: Browser, wait_for: Callable[..., None], width: int, dark: bool) -> None:
     service = start(2, recovery_timeout=0.0)
     service.complete(prompt=[5, 6], max_tokens=12)
-    tell(service, wait_for)
+    report_all(service, wait_for)
     page = browser.page(service.url, width=width, height=900, dark=dark)
     page.call("Emulation.setFocusEmulationEnabled", enabled=True)
     page.wait("document.querySelector('#state').textContent === 'ready'")
     page.wait("document.querySelectorAll('.rank').length === 2")
     live = service.client.get("/v1/fleet/live").json()
     hits = page.run("document.querySelectorAll('.rank dl')[1].innerText")
-    assert "74 %" in hits, "31 of 31 + 11 needed experts"
+    assert "74 %" in hits, "expected 31 hits of 31 + 11 needed experts"
     assert page.run("document.querySelectorAll('#requests-body tr').length") == len(live["requests"]) == 1
-    assert page.run("document.querySelectorAll('canvas').length") >= 4, "three charts and a heat map"
+    assert page.run("document.querySelectorAll('canvas').length") >= 4, "expected three charts and a heat map"
     assert second_cell(page).startswith("Layer 1, expert 1 on rank 0: 2 rows")
     page.run("document.querySelector('#prompt').value = 'Hello'")
     page.run("document.querySelector('#send').click()")
     page.wait("document.querySelector('.say.assistant small') !== null")
     assert "quick brown fox" in page.run("document.querySelector('.say.assistant').textContent")
-    assert page.run("document.documentElement.scrollWidth") == width, "nothing sticks out"
+    assert page.run("document.documentElement.scrollWidth") == width, "nothing may overflow"
     background = page.run("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(13, 16, 21)" if dark else "rgb(245, 246, 248)")
     asked = {event["request"]["url"] for event in page.events("Network.requestWillBeSent")}
@@ -378,8 +377,8 @@ def test_page_in_a_browser(start: Any, browser: Browser, wait_for: Callable[...,
     page.close()
 
 
-def test_page_asks_for_a_key_where_one_is_wanted(start: Any, browser: Browser) -> None:
-    """The server's answer to a call without a key, put in its place by the browser; with one, the call goes through."""
+def test_page_asks_for_a_required_key(start: Any, browser: Browser) -> None:
+    """The page replaces the server's answer to a call without a key by its own; with a key the call succeeds."""
     service = start(1)
     page = browser.page("about:blank", width=390, height=800)
     page.call("Emulation.setFocusEmulationEnabled", enabled=True)

@@ -1,4 +1,4 @@
-"""Regular expressions of a tokenizer.json that backtrack for ever are refused by name, those of real models are not."""
+"""Tokenizer.json patterns with catastrophic backtracking are refused by name; those of real models are accepted."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from moeyard_router.text.patterns import check_patterns, patterns_of
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "tokenizer.json"
-# What the families served here split by: GPT-2's (OLMoE), Qwen's, DeepSeek-V3's three, Kimi-K2's.
+# Split patterns of the supported families: GPT-2's (OLMoE), Qwen's, DeepSeek-V3's three, Kimi-K2's.
 SOUND = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -24,7 +24,7 @@ SOUND = (
 
 
 def write(folder: Path, *patterns: str) -> Path:
-    """A tokenizer.json with these expressions in all places where there may be some."""
+    """Write a tokenizer.json with these patterns in every place that may have one."""
     first, *others = patterns
     splits = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated"} for each in others]
     path = folder / "tokenizer.json"
@@ -40,7 +40,7 @@ def write(folder: Path, *patterns: str) -> Path:
     return path
 
 
-def test_those_of_real_models_pass(tmp_path: Path) -> None:
+def test_patterns_of_real_models_pass(tmp_path: Path) -> None:
     path = write(tmp_path, *SOUND)
     assert patterns_of(json.loads(path.read_text())) == list(SOUND)
     check_patterns(path)
@@ -49,16 +49,16 @@ def test_those_of_real_models_pass(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 @pytest.mark.parametrize("bad", [r"(a+)+$", r"(\w+\s?)+\d!", r"(?:\p{L}|[a-z])+\d", r"(.*)(.*)(.*)(.*)(.*)\1z"])
-def test_those_that_backtrack_are_named(tmp_path: Path, bad: str) -> None:
+def test_backtracking_patterns_are_named(tmp_path: Path, bad: str) -> None:
     path = write(tmp_path, SOUND[0], bad, SOUND[2])
     began = os.times()
     with pytest.raises(ValueError, match=re.escape(f"{path}: its regular expression {bad!r} ")):
         check_patterns(path)
     took = os.times()
-    assert took.user - began.user < took.children_user - began.children_user, "it is tried elsewhere"
+    assert took.user - began.user < took.children_user - began.children_user, "another check must try it"
 
 
-def test_what_is_no_tokenizer_is_refused_by_others(tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_passes_this_check(tmp_path: Path) -> None:
     check_patterns(tmp_path / "tokenizer.json")
     for text in ("", "[]", '{"pre_tokenizer": null}', '{"pre_tokenizer": {"Regex": 3}}'):
         path = tmp_path / "tokenizer.json"

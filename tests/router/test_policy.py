@@ -1,4 +1,4 @@
-"""The choice of a rank: the score's terms one by one, its hysteresis, and traces against simpler ways."""
+"""The choice of a rank: each term of the score, its hysteresis, and traces compared with simpler policies."""
 
 import dataclasses
 import random
@@ -52,17 +52,17 @@ def test_fewest_tokens_to_compute():
     assert chosen({"pending_tokens": 5000}, {"sequences": 2}) == (1, "load")
 
 
-def test_a_cached_prefix_outweighs_a_few_sequences_and_not_many():
+def test_cached_prefix_outweighs_few_sequences_only():
     assert chosen({"sequences": 2}, {"sequences": 4, "cached_tokens": 4000}, prompt_tokens=4400) == (1, "prefix")
     assert chosen({"sequences": 2}, {"sequences": 9, "cached_tokens": 4000}, prompt_tokens=4400) == (0, "load")
 
 
-def test_a_rank_without_room_is_passed_over():
+def test_full_rank_is_skipped():
     assert chosen({"kv_pages_free": 24}, {"sequences": 3}) == (1, "load")
     assert chosen({"kv_pages_free": 25}, {"sequences": 3}) == (0, "load")
 
 
-def test_a_client_stays_until_another_rank_is_clearly_better():
+def test_client_stays_until_another_rank_is_clearly_better():
     assert chosen({"pending_tokens": 0}, {"pending_tokens": 5}, last_rank=1) == (1, "client")
     assert chosen({"pending_tokens": 0}, {"pending_tokens": 6}, last_rank=1) == (0, "load")
     assert chosen({"pending_tokens": 5, "cached_tokens": 10}, {}, {"pending_tokens": 3}, last_rank=2) == (0, "prefix")
@@ -91,7 +91,7 @@ def test_properties(found, prompt_tokens, last_rank, random):
     shuffled = list(found)
     random.shuffle(shuffled)
     assert choose_rank(shuffled, prompt_tokens=prompt_tokens, last_rank=last_rank) == route, (
-        "the order of the list counts"
+        "the order of the list must not matter"
     )
 
 
@@ -105,11 +105,11 @@ def test_a_burst_is_spread_evenly(size, burst):
     assert max(load.sequences for load in fleet) - min(load.sequences for load in fleet) <= 1
 
 
-def test_blocks_are_of_full_pages_and_know_all_before():
+def test_blocks_are_full_pages_with_their_history():
     found = blocks([1, 2, 3, 4, 5, 6, 7], 2)
     assert [(block.pages, block.end) for block in found] == [(1, 1), (1, 2), (1, 3)]
     assert blocks([1, 2, 3, 4, 9, 9], 2)[:2] == found[:2]
-    assert blocks([9, 2, 3, 4], 2)[1].key != found[1].key, "the same page behind another one is another page"
+    assert blocks([9, 2, 3, 4], 2)[1].key != found[1].key, "a page after a different page is a different block"
     assert blocks([1], 2) == blocks([], 2) == []
 
 
@@ -124,7 +124,7 @@ def test_blocks_grow_with_the_prompt_and_do_not_depend_on_what_follows():
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 80)), max_size=30), st.integers(1, 90))
 def test_known_prefixes_are_prefixes(prompts, capacity):
-    """Against a search block by block; a rank holds what it has room for, of its latest prompt all that fits."""
+    """The result equals a search block by block. A rank holds its latest prompts up to its capacity, last first."""
     pages = PrefixMap(2)
     texts = [blocks([text] * 80, 1) for text in range(4)]
     for rank, text, length in prompts:
@@ -139,14 +139,14 @@ def test_known_prefixes_are_prefixes(prompts, capacity):
             assert pages.known(rank, asked) == (asked[unknown - 1].end if unknown else 0)
 
 
-def test_a_conversation_stays_where_its_prefix_is():
+def test_conversation_stays_with_its_prefix():
     placement = PromptPlacement(3, prefix_caching=True)
     said = tuple(range(400))
     assert placement.choose(ranks({"sequences": 1}, {}, {}), said[:200], client=None).rank == 1
     route = placement.choose(ranks({}, {"sequences": 0}, {}), said, client=None)
     assert (route.rank, route.reason, route.cached_tokens) == (1, "prefix", 200)
     placement.forget([0, 2])
-    assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 1, "the others were replaced"
+    assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 1, "older prefixes must be replaced"
     placement.forget([1])
     assert placement.choose(ranks({}, {}, {}), said, client=None).rank == 0
 
@@ -161,14 +161,14 @@ def test_without_prefix_caching_only_clients_are_remembered():
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    """bench/policy.py, which is a script."""
+    """Load bench/policy.py, which is a script."""
     with loaded(Path(__file__).resolve().parents[2] / "bench" / "policy.py") as module:
         yield module
 
 
 @pytest.mark.slow
 def test_traces(bench):
-    """No worse than taking turns or the fewest sequences on any trace, and far better on all together."""
+    """The policy is at least as good as round robin and least sequences on every trace, and far better in total."""
     ratios = {"turns": [], "fewest": []}
     for make, rate in bench.TRACES:
         ended = {

@@ -1,4 +1,4 @@
-"""Several routers on one port: each request ends, what they count is added up, and one that dies is replaced."""
+"""Several routers on one port: every request ends, their counts are summed, and a killed router is replaced."""
 
 import json
 import multiprocessing
@@ -14,19 +14,19 @@ from moeyard_router.http.process import Ready, Seat, SharedAddress, run_router_p
 
 
 def ask(service, **body):
-    """On a connection of its own, which the kernel gives to either router."""
+    """Send a request on a new connection, which the kernel gives to either router."""
     with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
         return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, **body})
 
 
 def ended(page):
-    """Choices that ended by their limit, over all routers."""
+    """Return the choices that ended by their limit, over all routers."""
     found = re.search(r'moeyard_request_success_total\{[^}]*finished_reason="length"[^}]*\} (\S+)', page)
     return float(found[1]) if found else 0.0
 
 
-def asked(client, wait_for, path, done):
-    """A page of one router when it has all: it leaves out another that does not answer within a second."""
+def poll(client, wait_for, path, done):
+    """Poll a page until it is complete: a router omits another that does not answer within a second."""
     pages = []
     wait_for(lambda: pages.append(client.get(path)) or done(pages[-1]), f"{path} lacks what another router counts")
     return pages[-1]
@@ -37,10 +37,10 @@ def routers():
 
 
 def check_page(service, page, wait_for):
-    """The page at / is told of all routers' requests, whichever answers: what /metrics has."""
+    """The page at / shows the requests of all routers, whichever one answers, like /metrics."""
     for _ in range(4):
         with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
-            live = asked(client, wait_for, "/v1/fleet/live", lambda page: len(page.json()["requests"]) == 12).json()
+            live = poll(client, wait_for, "/v1/fleet/live", lambda page: len(page.json()["requests"]) == 12).json()
             fleet = client.get("/v1/fleet").json()
         assert len({request["id"] for request in live["requests"]}) == 12
         times = [request["ended"] for request in live["requests"]]
@@ -49,11 +49,11 @@ def check_page(service, page, wait_for):
             assert live["counters"][name] == value_of(page, f"{name}_total")
         assert live["counters"]["request_success"] == {"length": 12}
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-            told = live["histograms"][name]
-            assert told["count"] == value_of(page, f"{name}_count") == 12
-            assert told["sum"] == pytest.approx(value_of(page, f"{name}_sum"))
+            reported = live["histograms"][name]
+            assert reported["count"] == value_of(page, f"{name}_count") == 12
+            assert reported["sum"] == pytest.approx(value_of(page, f"{name}_sum"))
             buckets = re.findall(rf'moeyard_{name}_bucket\{{le="([^"]+)"[^}}]*\}} (\S+)', page)
-            assert told["buckets"] == [[None if le == "+Inf" else float(le), float(count)] for le, count in buckets]
+            assert reported["buckets"] == [[None if le == "+Inf" else float(le), float(count)] for le, count in buckets]
         assert live["inflight"] == fleet["inflight"] == value_of(page, "num_requests_inflight") == 0
         assert [worker["router_inflight"] for worker in fleet["workers"]] == [0, 0]
 
@@ -64,7 +64,7 @@ def value_of(page, name):
     return float(found[0])
 
 
-def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
+def test_requests_of_one_router_are_visible_at_all(start, wait_for):
     service = start(num_workers=1, num_routers=2)
     (worker,) = service.workers
     worker.pace = 0.05
@@ -77,7 +77,7 @@ def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
         for _ in range(6):
             with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
                 live, fleet = (
-                    asked(client, wait_for, path, lambda page: page.json()["inflight"] == 1).json()
+                    poll(client, wait_for, path, lambda page: page.json()["inflight"] == 1).json()
                     for path in ("/v1/fleet/live", "/v1/fleet")
                 )
             assert live["workers"][0]["router_inflight"] == fleet["workers"][0]["router_inflight"] == 1
@@ -85,25 +85,25 @@ def test_what_runs_at_one_router_is_seen_at_all(start, wait_for):
 
 
 def once(call):
-    """`call` at the first time, and nothing later."""
+    """Return a function that calls `call` the first time and does nothing later."""
     calls = iter((call,))
     return lambda: next(calls, lambda: None)()
 
 
-def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog, pool):
+def test_all_routers_answer_and_a_killed_one_is_replaced(start, wait_for, caplog, pool):
     service = start(num_workers=2, num_routers=2)
     with pytest.raises(ValueError, match="in use"):
         bind("127.0.0.1", int(service.url.rpartition(":")[2]), shared=True)
     pids = set(routers())
     assert len(pids) == 2
     assert {ask(service).status_code for _ in range(12)} == {200}
-    page = asked(service.client, wait_for, "/metrics", lambda page: ended(page.text) == 12).text
-    assert page.count("moeyard_workers{") == 7, "what is the fleet's is said once"
+    page = poll(service.client, wait_for, "/metrics", lambda page: ended(page.text) == 12).text
+    assert page.count("moeyard_workers{") == 7, "series of the fleet must appear once"
     assert re.search(r'moeyard_workers\{[^}]*state="ready"[^}]*\} 2\.0', page)
     check_page(service, page, wait_for)
 
     def text(*, begun=lambda: None):
-        """One answer, streamed over a connection of its own; None if that breaks."""
+        """Return one answer, streamed over its own connection, or None if the connection breaks."""
         body = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
         found = []
         try:
@@ -126,24 +126,24 @@ def test_all_answer_and_one_that_dies_is_replaced(start, wait_for, caplog, pool)
     for worker in service.workers:
         worker.pace = 0.0
     texts = [stream.result() for stream in streams]
-    assert {*texts} <= {expected, None}, "those at the other router go on"
+    assert {*texts} <= {expected, None}, "requests of the other router must continue"
     again = [text() for found in texts if found is None]
-    assert again == [expected] * len(again), "the other router answers, and does so while the third one starts"
-    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router took the place")
+    assert again == [expected] * len(again), "the other router must answer while the third one starts"
+    wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router replaced the killed one")
     assert {ask(service).status_code for _ in range(12)} == {200}
     assert "ended by itself (exit code -9)" in caplog.text
 
 
-def test_a_lost_worker_is_told_once_and_named(start, wait_for):
+def test_lost_worker_is_reported_once_by_name(start, wait_for):
     service = start(num_workers=1, num_routers=2, recovery_timeout=0.0)
     service.workers[0].die()
 
-    def told_by_all():
-        # Another connection each time: either router.
+    def reported_by_all():
+        # Each new connection may go to either router.
         with httpx.Client(base_url=service.url, timeout=HANG_SECONDS) as client:
             return all(client.get("/v1/fleet", headers={"connection": "close"}).json()["failure"] for _ in range(8))
 
-    wait_for(told_by_all, "a router has not noticed")
+    wait_for(reported_by_all, "a router has not noticed the loss")
     assert service.lost == [0]
     assert "worker 0" in service.failures[0]
     assert "is gone" in service.failures[0]
@@ -152,8 +152,8 @@ def test_a_lost_worker_is_told_once_and_named(start, wait_for):
     assert "is gone" in answer.json()["error"]["message"]
 
 
-def test_a_router_whose_launcher_is_gone_ends_by_name(start, tmp_path):
-    """At once, so that the port is free for the next one; the workers end by themselves."""
+def test_router_without_launcher_stops(start, tmp_path):
+    """It stops at once, so that its port is free for the next one; the workers stop separately."""
     service = start(num_workers=1)
     service.workers[0].pace = 0.05
     config = service.server._config

@@ -1,10 +1,10 @@
-"""`echo` with logprobs, `prompt_logprobs` and `max_tokens` 0: what a client reads of its own prompt."""
+"""`echo` with logprobs, `prompt_logprobs` and `max_tokens` 0: log-probabilities of the prompt itself."""
 
 import pytest
 
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello world"}]
-# The tokenizer puts <|bos|> before it, and spreads its second word over tokens that are no characters.
+# The tokenizer adds <|bos|>, and splits the second word into tokens that are parts of characters.
 PROMPT = "Hello 你 world"
 
 
@@ -19,48 +19,48 @@ def spelled(codec, token_id):
 
 
 def test_echo_with_logprobs(service, codec, ids):
-    """As lm-eval asks: the prompt's tokens and one more, the first without a log-probability."""
+    """Like lm-eval: the prompt's tokens and one more, the first without a log-probability."""
     answer = service.complete(prompt=PROMPT, max_tokens=1, echo=True, logprobs=1, temperature=0, seed=1234)
     (choice,) = answer["choices"]
     (submit,) = service.submits
     assert (submit.sampling.prompt_logprobs, submit.sampling.logprobs) == (1, 1)
-    told, count = choice["logprobs"], len(ids)
-    assert set(told) == {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
-    assert all(len(values) == count + 1 for values in told.values())
-    assert told["tokens"][:count] == [spelled(codec, i) for i in ids]
-    assert told["token_logprobs"] == [None] + [-1.5] * count
-    assert told["top_logprobs"][0] is None
-    for token_id, top in zip(ids[1:], told["top_logprobs"][1:count], strict=True):
+    scores, count = choice["logprobs"], len(ids)
+    assert set(scores) == {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
+    assert all(len(values) == count + 1 for values in scores.values())
+    assert scores["tokens"][:count] == [spelled(codec, i) for i in ids]
+    assert scores["token_logprobs"] == [None] + [-1.5] * count
+    assert scores["top_logprobs"][0] is None
+    for token_id, top in zip(ids[1:], scores["top_logprobs"][1:count], strict=True):
         assert top == {spelled(codec, token_id + 1): -0.25, spelled(codec, token_id): -1.5}
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (count, 1, count + 1)
 
 
-def test_offsets_are_places_in_the_text(service, codec, ids):
+def test_offsets_are_positions_in_the_text(service, codec, ids):
     choice = service.complete(prompt=PROMPT, max_tokens=20, echo=True, logprobs=0)["choices"][0]
-    text, told = choice["text"], choice["logprobs"]
+    text, scores = choice["text"], choice["logprobs"]
     assert text.startswith(PROMPT)
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert told["text_offset"][:2] == [0, 0], "<|bos|> takes no place"
+    assert scores["text_offset"] == sorted(scores["text_offset"])
+    assert scores["text_offset"][:2] == [0, 0], "<|bos|> must have no length"
     fragments = 0
-    for token, offset in zip(told["tokens"][1:], told["text_offset"][1:], strict=True):
+    for token, offset in zip(scores["tokens"][1:], scores["text_offset"][1:], strict=True):
         if token.startswith("bytes:"):
             fragments += 1
-            assert text[offset] in "你好🙂", "a piece of a character begins where that does"
+            assert text[offset] in "你好🙂", "a piece of a character must begin at the character"
         else:
             assert text.startswith(token, offset)
     assert fragments > 3
-    # As token ids, special ones are part of the text that is echoed.
+    # If the prompt is given as token ids, echoed text includes special tokens.
     choice = service.complete(prompt=ids, max_tokens=0, echo=True, logprobs=0)["choices"][0]
     assert choice["text"] == "<|bos|>" + PROMPT
-    shifted = [0, *(offset + len("<|bos|>") for offset in told["text_offset"][1 : len(ids)])]
+    shifted = [0, *(offset + len("<|bos|>") for offset in scores["text_offset"][1 : len(ids)])]
     assert choice["logprobs"]["text_offset"] == shifted
     plain = service.complete(prompt=PROMPT, max_tokens=20, logprobs=0)["choices"][0]["logprobs"]["text_offset"]
-    assert plain == [offset - len(PROMPT) for offset in told["text_offset"][len(ids) :]]
+    assert plain == [offset - len(PROMPT) for offset in scores["text_offset"][len(ids) :]]
 
 
 @pytest.mark.parametrize("score_chunk", [1, 3, 100])
-def test_streamed_echo_is_the_whole_one(service, score_chunk):
+def test_streamed_echo_equals_the_whole_one(service, score_chunk):
     for worker in service.workers:
         worker.score_chunk = score_chunk
     body = {"prompt": PROMPT, "max_tokens": 9, "echo": True, "logprobs": 2}
@@ -73,8 +73,8 @@ def test_streamed_echo_is_the_whole_one(service, score_chunk):
     assert choices[0]["text"].startswith(PROMPT)
 
 
-def test_no_tokens(service, ids):
-    """Only what is said of the prompt; with `echo` alone that is its text."""
+def test_max_tokens_zero(service, ids):
+    """The answer has only the prompt's scores; with `echo` alone it has the prompt's text."""
 
     def counted():
         (line,) = (
@@ -98,18 +98,18 @@ def test_no_tokens(service, ids):
     events = service.stream(COMPLETIONS, prompt=PROMPT, max_tokens=0, stream_options={"include_usage": True})
     assert events[-1]["usage"]["completion_tokens"] == 0
     assert counted() - before == 5 * len(ids)
-    # As long as the model: there is room, since nothing follows.
+    # A prompt as long as the model fits, because no token follows.
     assert service.complete(prompt=[5] * 256, max_tokens=0, echo=True, logprobs=0)["usage"]["total_tokens"] == 256
     assert service.post(COMPLETIONS, prompt=[5] * 256, max_tokens=1).status_code == 400
     assert service.post(COMPLETIONS, prompt=[5] * 257, max_tokens=0).status_code == 400
 
 
-def test_prompt_logprobs_are_vllms(service, codec, ids):
+def test_prompt_logprobs_have_vllms_format(service, codec, ids):
     answer = service.complete(prompt=PROMPT, max_tokens=2, prompt_logprobs=2, logprobs=1)
-    told = answer["choices"][0]["prompt_logprobs"]
-    assert len(told) == len(ids)
-    assert told[0] is None
-    for token_id, entry in zip(ids[1:], told[1:], strict=True):
+    scores = answer["choices"][0]["prompt_logprobs"]
+    assert len(scores) == len(ids)
+    assert scores[0] is None
+    for token_id, entry in zip(ids[1:], scores[1:], strict=True):
         assert list(entry) == [str(token_id), str(token_id + 1), str(token_id + 2)]
         text = codec.token_bytes.of(token_id).decode("utf-8", "replace")
         assert entry[str(token_id)] == {"logprob": -1.5, "rank": 2, "decoded_token": text}
@@ -119,7 +119,7 @@ def test_prompt_logprobs_are_vllms(service, codec, ids):
     prompt = service.submits[-1].prompt_token_ids
     assert [list(entry) for entry in answer["prompt_logprobs"][1:]] == [[str(i)] for i in prompt[1:]]
     assert "prompt_logprobs" not in answer["choices"][0]
-    # Both at once: the workers are asked for the larger number, each field shows its own.
+    # Workers compute the larger number of alternatives, and each field shows its own number.
     choice = service.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1, prompt_logprobs=3)["choices"][0]
     assert service.submits[-1].sampling.prompt_logprobs == 3
     assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} == {2}
@@ -127,7 +127,7 @@ def test_prompt_logprobs_are_vllms(service, codec, ids):
 
 
 def test_several_choices_and_prompts(service, codec):
-    """A prompt is scored for its first choice only, unless its choices are streamed and cannot wait for that."""
+    """A prompt is scored for its first choice only, unless the choices are streamed and cannot wait for it."""
     prompts = ["Hello world", "one two three"]
     answer = service.complete(prompt=prompts, n=2, max_tokens=1, echo=True, logprobs=0)
     assert sorted(s.sampling.prompt_logprobs is not None for s in service.submits) == [False, False, True, True]
@@ -151,7 +151,7 @@ def test_limits(start):
     assert service.post(COMPLETIONS, prompt="x", echo=True, logprobs=4).status_code == 400
 
 
-def test_no_answer_grows_without_bound(start):
+def test_number_of_scores_is_limited(start):
     service = start(1, max_model_len=40000)
     body = {"prompt": [[5] * 20000, [6] * 30000], "max_tokens": 0, "prompt_logprobs": 20}
     answer = service.post(COMPLETIONS, **body)
@@ -160,8 +160,8 @@ def test_no_answer_grows_without_bound(start):
     assert not service.submits
 
 
-def test_scores_that_are_missing_are_an_error(service):
-    """A worker that forgets some breaks the request, not the fleet."""
+def test_missing_scores_are_an_error(service):
+    """A worker that omits scores fails the request, not the fleet."""
     for worker in service.workers:
         worker._score = lambda running: None
     answer = service.post(COMPLETIONS, prompt=[5, 6, 7, 8], max_tokens=0, prompt_logprobs=0)

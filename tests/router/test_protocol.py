@@ -1,4 +1,4 @@
-"""The codec: what is encoded comes back equal; anything else is a ProtocolError and nothing worse."""
+"""The codec: encoded messages decode to equal ones, and anything else raises a ProtocolError only."""
 
 import dataclasses
 import typing
@@ -63,7 +63,7 @@ tokens_with_logprobs = st.lists(st.tuples(ints, logprobs), min_size=1, max_size=
 
 
 def instances(cls):
-    """Any value of a message class, from its annotations."""
+    """Generate any value of a message class from its annotations."""
     kwargs = {}
     for field in fields(cls):
         if field.name in CHOICES:
@@ -105,7 +105,7 @@ def test_round_trip(message):
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=9))
-def test_token_ids_are_a_sequence_of_what_they_pack(ids):
+def test_token_ids_behave_like_a_sequence(ids):
     packed = TokenIds.of(ids)
     assert packed == tuple(ids) == tuple(packed)
     assert (len(packed), packed[1:], list(packed), hash(packed)) == (len(ids), tuple(ids[1:]), ids, hash(tuple(ids)))
@@ -130,8 +130,8 @@ def test_garbage_bytes(frame):
 
 
 @pytest.mark.parametrize("frame", [b"\x81\x90\x01", b"\x81\x80\x01", b"\xc7\x00\xff", b"\x91" * 5000 + b"\x01", b""])
-def test_frames_that_msgpack_itself_stumbles_over(frame):
-    """A list or a map as a key, a broken timestamp, deep nesting, nothing at all."""
+def test_frames_that_break_msgpack(frame):
+    """A list or a map as a key, a broken timestamp, deep nesting, an empty frame."""
     with pytest.raises(ProtocolError):
         decode(frame)
 
@@ -144,7 +144,7 @@ def test_garbage_values(value):
 
 @given(messages, st.data())
 def test_one_damaged_field(message, data):
-    """Whatever stands in one field, decoding gives a message or a ProtocolError."""
+    """With any value in one field, decoding returns a message or raises a ProtocolError."""
     body = msgpack.unpackb(encode(message), strict_map_key=False)
     name = data.draw(st.sampled_from(sorted(body)))
     body[name] = data.draw(json_like)
@@ -190,7 +190,7 @@ def test_errors_name_the_field(change, named):
         decode(msgpack.packb(body))
 
 
-def test_a_batch_of_the_wrong_shape():
+def test_batch_with_a_wrong_shape():
     rows = (Tokens(request_id="a", start=0, token_ids=(1, 2)), Tokens(request_id="b", start=3, token_ids=(4,)))
     body = msgpack.unpackb(encode(TokenBatch(rows=rows)))
     assert decode(msgpack.packb(body)).rows == rows

@@ -1,4 +1,4 @@
-"""Workers that are lost under load, and replaced: no request fails, and no token is lost, repeated or another."""
+"""Workers lost under load and replaced: no request fails, and no token is lost, repeated or changed."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ from moeyard_worker.protocol import Done, Rejected
 
 def one(service, launcher, wait_for, moment):
     launcher.kill(moment % WORLD)
-    wait_for(lambda: service.lost == [moment % WORLD], "its loss must be told")
+    wait_for(lambda: service.lost == [moment % WORLD], "the loss must be reported")
     reason = service.client.get("/readyz").json()["reason"]
     assert reason.startswith("recovering: ")
     assert service.client.get("/livez").status_code == 200
@@ -41,17 +41,17 @@ def one(service, launcher, wait_for, moment):
 def two_at_once(service, launcher, wait_for, moment):
     ranks = [rank for rank in range(WORLD) if rank != moment % WORLD]
     launcher.kill(*ranks)
-    wait_for(lambda: sorted(service.lost) == ranks, "both losses must be told")
+    wait_for(lambda: sorted(service.lost) == ranks, "both losses must be reported")
     launcher.heal(*ranks)
     return 1
 
 
 def all_of_them(service, launcher, wait_for, moment):
     launcher.kill(*range(WORLD))
-    wait_for(lambda: sorted(service.lost) == list(range(WORLD)), "all losses must be told")
+    wait_for(lambda: sorted(service.lost) == list(range(WORLD)), "all losses must be reported")
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(service.complete, prompt="come in", max_tokens=3)
-        wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] > 16, "it must wait with the others")
+        wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] > 16, "the requests must queue")
         launcher.heal(*range(WORLD))
         assert late.result()["usage"]["completion_tokens"] == 3
     return 1
@@ -60,17 +60,17 @@ def all_of_them(service, launcher, wait_for, moment):
 def during_recovery(service, launcher, wait_for, moment):
     first, second = moment % WORLD, (moment + 1) % WORLD
     launcher.kill(first)
-    wait_for(lambda: service.lost == [first], "the first loss must be told")
+    wait_for(lambda: service.lost == [first], "the first loss must be reported")
     launcher.replace(first)
     launcher.kill(second, first)
-    wait_for(lambda: sorted(service.lost) == sorted([first, first, second]), "both further losses must be told")
+    wait_for(lambda: sorted(service.lost) == sorted([first, first, second]), "both further losses must be reported")
     launcher.heal(first, second)
     return 1
 
 
 def connection_alone(service, launcher, wait_for, moment):
     launcher.workers[moment % WORLD].hang_up()
-    wait_for(lambda: incidents(service) and incidents(service)[0]["state"] == "recovered", "it must connect again")
+    wait_for(lambda: incidents(service) and incidents(service)[0]["state"] == "recovered", "recovery must end")
     assert service.lost == []
     assert service.server._fleet.admission.generation == 0
     return 1
@@ -84,26 +84,26 @@ def test_no_request_is_lost_or_changed(launched, wait_for, fault, pool):
     begun = sampled(service)
     moment = random.Random(fault.__name__).randrange(60, 300)
     answers = [pool.submit(folded, service, body) for body in asked]
-    wait_for(lambda: sampled(service) - begun > moment, "they must run")
+    wait_for(lambda: sampled(service) - begun > moment, "the requests must run")
     count = fault(service, launcher, wait_for, moment)
     assert [answer.result() for answer in answers] == expected
     service.wait_idle()
     validate(service)
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
-    told = incidents(service)
-    assert len(told) == count
-    assert told[0]["state"] == "recovered"
-    assert told[0]["requests_carried"] > 0
-    assert told[0]["tokens_recomputed"] > 0
-    # In no order: a worker's tokens may be read before another's word that makes the fleet whole.
-    assert min(told[0]["seconds_until_whole"], told[0]["seconds_until_output"]) > 0
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
+    records = incidents(service)
+    assert len(records) == count
+    assert records[0]["state"] == "recovered"
+    assert records[0]["requests_carried"] > 0
+    assert records[0]["tokens_recomputed"] > 0
+    # The order may vary: the router may read a worker's tokens before another worker's message that the fleet is whole.
+    assert min(records[0]["seconds_until_whole"], records[0]["seconds_until_output"]) > 0
     page = service.client.get("/metrics").text
-    assert f'moeyard_requests_carried_total{{model_name="tiny"}} {float(told[0]["requests_carried"])}' in page
+    assert f'moeyard_requests_carried_total{{model_name="tiny"}} {float(records[0]["requests_carried"])}' in page
     assert f'moeyard_recoveries_total{{model_name="tiny"}} {float(count)}' in page
     assert f'moeyard_recovery_seconds_count{{model_name="tiny"}} {float(count)}' in page
 
 
-def test_giving_up_ends_all_and_the_server(launched, wait_for, pool):
+def test_giving_up_ends_all_requests_and_the_server(launched, wait_for, pool):
     service, launcher = launched
     streams = in_flight(service, pool, wait_for)
     launcher.kill(0)
@@ -111,7 +111,7 @@ def test_giving_up_ends_all_and_the_server(launched, wait_for, pool):
     request_exit = service.server._server.request_exit
     service.server._server.request_exit = lambda at_once: ended.append(at_once)
     service.server.give_up("rank 0 was lost three times in 60 s")
-    wait_for(lambda: ended == [False], "the server must end by itself")
+    wait_for(lambda: ended == [False], "the server must stop on its own")
     answer = service.client.get("/livez")
     assert answer.status_code == 503
     assert answer.json()["reason"] == "rank 0 was lost three times in 60 s"
@@ -119,7 +119,7 @@ def test_giving_up_ends_all_and_the_server(launched, wait_for, pool):
         assert errors(stream) == ["rank 0 was lost three times in 60 s"]
     assert service.post(COMPLETIONS, prompt="x").status_code == 503
     launcher.heal(0)
-    assert service.client.get("/livez").status_code == 503, "that was for good"
+    assert service.client.get("/livez").status_code == 503, "giving up must be final"
     assert incidents(service)[0]["state"] == "failed"
     service.server._loop.call_soon_threadsafe(lambda: request_exit(at_once=False))
 
@@ -133,8 +133,8 @@ def test_giving_up_ends_all_and_the_server(launched, wait_for, pool):
     wait_for(refused, "serve must return")
 
 
-def test_waiting_has_an_end(start, script, wait_for, pool):
-    """Then the fleet has failed, until somebody brings it back after all."""
+def test_recovery_timeout(start, script, wait_for, pool):
+    """The fleet has then failed, until a launcher restores it after all."""
     service = start(2, prepare=lambda worker: prepared(worker, script), recovery_timeout=0.3)
     launcher = Launcher(service, script)
     streams = in_flight(service, pool, wait_for)
@@ -146,34 +146,34 @@ def test_waiting_has_an_end(start, script, wait_for, pool):
     assert service.client.get("/livez").status_code == 200
     validate(service)
     launcher.heal(1)
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must serve again")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must serve again")
     service.complete(prompt="x", max_tokens=3)
 
 
-def kill_its_worker(service, launcher, wait_for):
-    """The worker that runs the only request is lost."""
+def kill_busy_worker(service, launcher, wait_for):
+    """Kill the worker that runs the only request."""
     victim, lost = next(w for w in service.workers if w.runs), len(service.lost)
     victim.paused = True
     launcher.kill(victim.rank)
-    wait_for(lambda: len(service.lost) == lost + 1, "its loss must be told")
+    wait_for(lambda: len(service.lost) == lost + 1, "the loss must be reported")
     return victim
 
 
-def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait_for, pool, monkeypatch):
-    """After two losses it waits until the fleet has been whole for a while: further ones are not its fault."""
+def test_repeated_losses_end_no_request(launched, wait_for, pool, monkeypatch):
+    """After two losses the request waits until the fleet has been whole for a while, so later losses do not count."""
     service, launcher = launched
     monkeypatch.setattr(admission, "CALM_SECONDS", 1e6)
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
     for number in range(2):
-        launcher.heal(kill_its_worker(service, launcher, wait_for).rank)
+        launcher.heal(kill_busy_worker(service, launcher, wait_for).rank)
         if number == 0:
-            wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
+            wait_for(lambda: any(w.runs for w in service.workers), "the request must run again")
 
     def ready():
         return service.client.get("/readyz").status_code == 200
 
     for calm in (1e6, 0.01):
-        wait_for(ready, "it must be ready again")
+        wait_for(ready, "the fleet must be ready again")
         launcher.kill(*range(WORLD))
         wait_for(lambda: not ready(), "all are lost")
         monkeypatch.setattr(admission, "CALM_SECONDS", calm)
@@ -183,57 +183,57 @@ def test_workers_that_are_lost_one_after_the_other_end_no_request(launched, wait
     validate(service)
 
 
-def test_what_kills_three_workers_ends(launched, wait_for, pool, monkeypatch):
+def test_request_that_kills_three_workers_ends(launched, wait_for, pool, monkeypatch):
     service, launcher = launched
     monkeypatch.setattr(admission, "CALM_SECONDS", 0.01)
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=250)
     for number in range(3):
-        victim = kill_its_worker(service, launcher, wait_for)
+        victim = kill_busy_worker(service, launcher, wait_for)
         if number < 2:
             launcher.heal(victim.rank)
-            wait_for(lambda: any(w.runs for w in service.workers), "it must go on")
+            wait_for(lambda: any(w.runs for w in service.workers), "the request must run again")
     (error,) = errors(stream)
     assert error.startswith("3 workers were lost while they ran this request")
     launcher.heal(victim.rank)
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet goes on without it")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must serve without the request")
     service.wait_idle()
     validate(service)
 
 
-def test_a_client_that_leaves_while_its_worker_is_away(launched, wait_for):
+def test_client_disconnects_while_its_worker_is_lost(launched, wait_for):
     service, launcher = launched
     with service.client.stream("POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 250, "stream": True}) as answer:
-        lines = answer.iter_lines()  # who forgets them closes the connection
+        lines = answer.iter_lines()  # dropping the iterator would close the connection
         next(lines)
         rank = next(w for w in service.workers if w.runs).rank
         launcher.kill(rank)
-        wait_for(lambda: service.lost == [rank], "its loss must be told")
+        wait_for(lambda: service.lost == [rank], "the loss must be reported")
         assert service.client.get("/v1/fleet").json()["waiting"] == 1
     service.wait_idle()
     validate(service)
     launcher.heal(rank)
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
     assert service.workers[rank].submits == []
     assert incidents(service)[0]["requests_carried"] == 0
 
 
-def test_a_worker_of_another_epoch_is_not_the_old_one(launched, wait_for):
+def test_worker_with_another_epoch_is_a_new_worker(launched, wait_for):
     service, launcher = launched
     worker = service.workers[1]
     worker.do(lambda: setattr(worker, "snapshot", dataclasses.replace(worker.snapshot, epoch=7)))
-    wait_for(lambda: worker.snapshot.epoch == 7, "it must have it")
+    wait_for(lambda: worker.snapshot.epoch == 7, "the worker must have the new epoch")
     worker.hang_up()
-    wait_for(lambda: service.lost == [1], "it must count as lost")
+    wait_for(lambda: service.lost == [1], "the rank must count as lost")
     assert "its epoch is 7, and was 0" in service.failures[0]
     worker.die()
     launcher.epoch = 7
     launcher.heal(1, incident={"finding": "rank 1 was started by somebody else"})
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready again")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
     assert incidents(service)[0]["launcher"] == {"finding": "rank 1 was started by somebody else"}
     assert incidents(service)[0]["ranks"] == [1]
 
 
-def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for, pool):
+def test_stopping_worker_hands_over_its_requests(launched, wait_for, pool):
     service, _ = launched
     (stream,) = in_flight(service, pool, wait_for, count=1, max_tokens=100)
     worker = next(w for w in service.workers if w.runs)
@@ -249,29 +249,29 @@ def test_a_stopping_worker_hands_over_what_it_runs(launched, wait_for, pool):
     assert service.submits[0].prompt_token_ids == service.submits[1].prompt_token_ids
 
 
-def test_a_carried_request_is_not_turned_away(launched, wait_for, pool):
-    """It was let in long ago: a rank whose queue is full is asked again."""
+def test_moved_request_is_not_refused(launched, wait_for, pool):
+    """The router accepted it earlier, so it asks a rank with a full queue again."""
     service, launcher = launched
     for worker in service.workers:
         worker.paused = True
     full = Rejected(request_id="", reason="queue_full", message="full")
     answer = pool.submit(service.complete, prompt="x", max_tokens=5)
-    wait_for(lambda: len(service.submits) == 1, "it must be there")
+    wait_for(lambda: len(service.submits) == 1, "the worker must have the request")
     rank = next(w for w in service.workers if w.submits).rank
     for worker in service.workers:
         worker.reject, worker.paused = full, False
     launcher.kill(rank)
-    wait_for(lambda: service.lost == [rank], "its loss must be told")
+    wait_for(lambda: service.lost == [rank], "the loss must be reported")
     launcher.replace(rank)
     service.workers[rank].reject = full
     launcher.together()
-    wait_for(lambda: len(service.submits) >= 2, "it must be sent again")
+    wait_for(lambda: len(service.submits) >= 2, "the request must be sent again")
     for worker in service.workers:
         worker.reject = None
     assert answer.result()["usage"]["completion_tokens"] == 5
 
 
-def test_an_error_of_a_request_is_its_end(launched, wait_for, pool):
+def test_request_error_is_final(launched, wait_for, pool):
     service, _ = launched
     (stream,) = in_flight(service, pool, wait_for, count=1)
     worker = next(w for w in service.workers if w.runs)
@@ -284,7 +284,7 @@ def test_an_error_of_a_request_is_its_end(launched, wait_for, pool):
     assert service.lost == []
 
 
-def test_at_a_restarted_router_requests_wait_for_its_connections(start, script, wait_for, pool):
+def test_requests_queue_at_a_restarted_router(start, script, wait_for, pool):
     hearing = threading.Event()
 
     def deaf(worker):
@@ -293,17 +293,17 @@ def test_at_a_restarted_router_requests_wait_for_its_connections(start, script, 
 
     service = start(2, ready=False, restarted=True, prepare=deaf)
     early = pool.submit(service.complete, prompt="early", max_tokens=3)
-    wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 1, "it must wait")
+    wait_for(lambda: service.client.get("/v1/fleet").json()["waiting"] == 1, "the request must queue")
     assert service.client.get("/readyz").status_code == 503
     hearing.set()
     assert early.result()["usage"]["completion_tokens"] == 3
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "it must be ready")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready")
     assert incidents(service) == []
     validate(service)
 
 
-def test_workers_come_and_go(start, script, wait_for, pool):
-    """Two ranks become three and two again, under load."""
+def test_number_of_workers_changes(start, script, wait_for, pool):
+    """Two ranks become three, then two again, under load."""
     service = start(2, prepare=lambda worker: prepared(worker, script))
     launcher = Launcher(service, script)
     body = {"prompt": "grow", "max_tokens": 200}
@@ -326,7 +326,7 @@ def test_workers_come_and_go(start, script, wait_for, pool):
     third = ScriptedWorker(2, 3, script)
     try:
         answers = [pool.submit(service.complete, **body) for _ in range(6)]
-        wait_for(lambda: len(service.submits) == 7, "they must run")
+        wait_for(lambda: len(service.submits) == 7, "the requests must run")
         two = service.workers[:2]
         resize(*two, third)
         resize(*two)
@@ -337,7 +337,7 @@ def test_workers_come_and_go(start, script, wait_for, pool):
         third.die()
 
 
-def test_several_routers_carry_and_are_given_up(start, script, wait_for, pool):
+def test_several_routers_move_requests_and_give_up(start, script, wait_for, pool):
     service = start(WORLD, num_routers=2, prepare=lambda worker: prepared(worker, script))
     launcher = Launcher(service, script)
 
@@ -349,45 +349,45 @@ def test_several_routers_carry_and_are_given_up(start, script, wait_for, pool):
 
     expected = list(pool.map(ask, range(6)))
     answers = [pool.submit(ask, i) for i in range(6)]
-    wait_for(lambda: len(service.submits) == 12, "they must run")
+    wait_for(lambda: len(service.submits) == 12, "the requests must run")
     launcher.kill(1)
-    wait_for(lambda: service.lost == [1], "its loss must be told")
+    wait_for(lambda: service.lost == [1], "the loss must be reported")
     launcher.heal(1)
     assert [answer.result() for answer in answers] == expected
-    assert service.lost == [1], "however many routers lost it"
+    assert service.lost == [1], "the loss must be reported once for all routers"
     service.server.give_up("enough")
     wait_for(lambda: not service.server._routers, "all routers must end")
     assert service.server.failure == "enough"
 
 
-def test_a_rank_may_be_away_and_come_back(launched, wait_for, pool):
-    """The others serve without it: its requests go on there, nothing waits for it, and it is ready when it is back."""
+def test_rank_leaves_and_returns(launched, wait_for, pool):
+    """The others serve its requests without a pause, and it is ready again after its return."""
     service, launcher = launched
     asked = bodies()
     expected = list(pool.map(lambda body: folded(service, body), asked))
     answers = [pool.submit(folded, service, body) for body in asked]
-    wait_for(lambda: service.workers[1].submits, "something must run there")
+    wait_for(lambda: service.workers[1].submits, "the rank must have a request")
     launcher.kill(1)
-    wait_for(lambda: service.lost == [1], "its loss must be told")
+    wait_for(lambda: service.lost == [1], "the loss must be reported")
     launcher.leave(1)
     assert [answer.result() for answer in answers] == expected
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "two are a fleet")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "two ranks must be ready")
     states = [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]]
     assert states == ["ready", "away", "ready"]
     targets = service.client.get("/metrics").text
     assert 'state="away"} 1.0' in targets
-    assert service.lost == [1], "nobody misses who is away"
-    # Back between steps: the others hold for a moment, and their requests stay.
+    assert service.lost == [1], "the missing rank must not be reported again"
+    # The rank returns between steps: the others pause briefly and keep their requests.
     answers = [pool.submit(folded, service, body) for body in asked]
-    wait_for(lambda: service.workers[0].submits and service.workers[2].submits, "they must run")
+    wait_for(lambda: service.workers[0].submits and service.workers[2].submits, "the requests must run")
 
     for rank in (0, 2):
         service.workers[rank].hold("rank 1 is back")
     launcher.heal(1)
     assert [answer.result() for answer in answers] == expected
     carried = [incident["requests_carried"] for incident in incidents(service)]
-    assert carried[0] == 0, "what runs at the others stays there"
+    assert carried[0] == 0, "the other ranks must keep their requests"
 
-    wait_for(lambda: service.client.get("/readyz").status_code == 200, "all are back")
+    wait_for(lambda: service.client.get("/readyz").status_code == 200, "all ranks must be ready")
     assert [worker["state"] for worker in service.client.get("/v1/fleet").json()["workers"]] == ["ready"] * 3
     validate(service)

@@ -1,4 +1,4 @@
-"""/v1/responses by the openai package and by hand: text, tools, reasoning, streams, and what is refused."""
+"""/v1/responses with the openai package and plain HTTP: text, tools, reasoning, streams and refused fields."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ WEATHER = {
     "strict": True,
 }
 NOW = {"type": "function", "name": "now"}
-# What Codex sends beside functions.
+# Tool types that Codex sends in addition to functions.
 PATCH = {
     "type": "custom",
     "name": "apply_patch",
@@ -43,7 +43,7 @@ def client(tool_service):
 
 
 def events(model, **body):
-    """Names and data of a stream, numbered from 0 on."""
+    """Return names and data of a stream's events, which are numbered from 0."""
     with model.service.client.stream("POST", PATH, json={"input": "Hi", **body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line]
@@ -54,7 +54,7 @@ def events(model, **body):
 
 
 def bare(response):
-    """Without what differs from answer to answer: its id, those of its items, its time."""
+    """Return the response without the parts that differ between answers: ids and time."""
     text = json.dumps({**response, "created_at": 0})
     calls = [item["call_id"] for item in response["output"] if "call_id" in item]
     for given in (response["id"].removeprefix("resp_"), *calls):
@@ -122,7 +122,7 @@ def test_reasoning_text_and_calls_whole_and_streamed(model):
         assert [built[i] for i in range(4)] == ["I should look. 🙂", "One moment.", '{"city": "Köln"}', "{}"]
 
 
-def test_openai_client_streams_and_goes_on_with_what_it_got(model, tool_service):
+def test_openai_client_streams_and_continues(model, tool_service):
     model.says(THOUGHT + CALL, "It is sunny in Köln.")
 
     async def run():
@@ -177,7 +177,7 @@ def test_items_become_turns(model):
     assert {"input.id", "input.status", "input.content.annotations", "input.reasoning"} <= set(ignored)
 
 
-def test_form_of_the_answer(model, client):
+def test_output_format(model, client):
     class City(BaseModel):
         name: str
 
@@ -243,10 +243,10 @@ def test_custom_tools_and_namespaces_whole_and_streamed(model):
             ("apply_patch", ""),
         ]
     large = model.service.post(PATH, input="Hi", metadata={"a": "x" * 70_000}, **asked)
-    assert bare(large.json())["output"] == bare(whole)["output"], "a process that reads large bodies says the same"
+    assert bare(large.json())["output"] == bare(whole)["output"], "an intake process must give the same answer"
 
 
-def test_custom_calls_and_namespaces_go_back(model):
+def test_custom_calls_and_namespaces_as_input(model):
     model.says("Done.")
     items = [
         {"role": "user", "content": "Hi"},
@@ -278,7 +278,7 @@ def test_custom_calls_and_namespaces_go_back(model):
         ({"type": "function", "name": "spawn", "namespace": "agents"}, "agents__spawn"),
     ],
 )
-def test_a_custom_tool_or_one_of_a_namespace_can_be_demanded(model, choice, name):
+def test_tool_choice_of_custom_and_namespaced_tools(model, choice, name):
     model.says(called(name, input="x"))
     answer = model.service.post(PATH, input="Hi", tools=[GROUP, PATCH, NOW], tool_choice=choice).json()
     assert answer["tool_choice"] == choice
@@ -287,7 +287,7 @@ def test_a_custom_tool_or_one_of_a_namespace_can_be_demanded(model, choice, name
     assert (f'"{name}' in grammar, '"now' in grammar) == (True, False)
 
 
-def test_names_of_functions_that_stand_for_tools():
+def test_function_names_of_tools():
     def names(*tools):
         return list(offers_of(tools))
 
@@ -317,11 +317,11 @@ def test_names_of_functions_that_stand_for_tools():
         ("", ""),
     ],
 )
-def test_the_input_of_a_custom_tool(arguments, text):
+def test_custom_tool_input(arguments, text):
     assert custom_input(arguments) == text
 
 
-def test_an_answer_that_is_cut_off(model, client):
+def test_truncated_answer(model, client):
     model.says(CALL)
     short = len(model.codec.encode(CALL, add_special_tokens=False)) - 12
     whole = client.responses.create(model="tiny", input="?", tools=[WEATHER], max_output_tokens=short)
@@ -347,7 +347,7 @@ def test_integers_above_64_bits_keep_their_digits(model):
     assert model.prompt().count(str(number)) == 2
 
 
-def test_an_answer_without_text_is_an_empty_message(model, client):
+def test_answer_without_text_is_an_empty_message(model, client):
     model.says("")
     assert client.responses.create(model="tiny", input="?").output_text == ""
     kinds = [e["type"].removeprefix("response.") for e in events(model)]
@@ -355,7 +355,7 @@ def test_an_answer_without_text_is_an_empty_message(model, client):
     assert kinds[-1] == "completed"
 
 
-def test_a_stream_that_fails(start, tool_checkpoint):
+def test_failed_stream(start, tool_checkpoint):
     service = start(1, model_path=tool_checkpoint, recovery_timeout=0.0, **LONG)
     service.workers[0].pace = 0.01
     body = {"input": "Hi", "stream": True, "max_output_tokens": 4000}
@@ -372,13 +372,13 @@ def test_a_stream_that_fails(start, tool_checkpoint):
     assert response["output"] == []
 
 
-def test_a_refusal_of_the_worker_is_an_error_of_its_own_status(model, client):
+def test_worker_refusal_keeps_its_status(model, client):
     model.worker.reject = Rejected(request_id="", reason="queue_full", message="full", retry_after=2.0)
     with pytest.raises(openai.RateLimitError):
         list(client.responses.create(model="tiny", input="?", stream=True))
 
 
-def test_what_has_no_effect_is_named(model):
+def test_fields_without_effect_are_named(model):
     model.says("Hi.")
     answer = model.service.post(
         PATH,
@@ -450,7 +450,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{p}" for i, (_, p) in enumerate(BAD)])
-def test_what_cannot_be_asked_for(model, body, param):
+def test_unsupported_fields_are_refused(model, body, param):
     answer = model.service.post(PATH, **{"input": "Hi", **body})
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
@@ -458,7 +458,7 @@ def test_what_cannot_be_asked_for(model, body, param):
     assert model.worker.submits == []
 
 
-def test_a_large_body_is_read_by_a_process(model):
+def test_large_body_is_read_by_a_process(model):
     model.says("Long.")
     text = " ".join(["word"] * 20_000)
     items = [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""More workers, and fewer, under load: no request fails, no answer is another, and the limits follow the number."""
+"""Growing and shrinking a fleet under load: no request fails, no answer changes, and limits follow its size."""
 
 import dataclasses
 import re
@@ -14,8 +14,8 @@ from moeyard_router.config import WorkerAddress
 from moeyard_router.fleet.orders import Drain
 
 
-class Scaled:
-    """A service that has two workers at first, and what a launcher does to give it others."""
+class ScalableService:
+    """A service that starts with two workers, and the launcher's actions that change their number."""
 
     def __init__(self, start, script, **options):
         self.service = start(2, prepare=lambda worker: prepared(worker, script), **options)
@@ -23,12 +23,12 @@ class Scaled:
         self.left = []
 
     def announce(self, size):
-        told = threading.Event()
-        self.service.server.drain(Drain(ranks=(), rank=0, size=size), lambda count: told.set())
-        assert told.wait(HANG_SECONDS)
+        confirmed = threading.Event()
+        self.service.server.drain(Drain(ranks=(), rank=0, size=size), lambda count: confirmed.set())
+        assert confirmed.wait(HANG_SECONDS)
 
     def go_on(self, size):
-        """All meet in another epoch, and the router is given their addresses."""
+        """Start another epoch with all workers and give the router their addresses."""
         self.epoch += 1
         workers = self.service.workers
         for worker in workers:
@@ -41,10 +41,10 @@ class Scaled:
         del workers[size:]
         for worker in workers:
             worker.do(lambda w=worker: setattr(w, "snapshot", dataclasses.replace(w.snapshot, world_size=size)))
-        told = threading.Event()
+        confirmed = threading.Event()
         addresses = tuple(WorkerAddress(rank=w.rank, endpoint=w.endpoint) for w in workers)
-        self.service.server.replace_workers(addresses, told.set, {"reason": "scaled", "planned": True})
-        assert told.wait(HANG_SECONDS)
+        self.service.server.replace_workers(addresses, confirmed.set, {"reason": "scaled", "planned": True})
+        assert confirmed.wait(HANG_SECONDS)
         for worker in workers:
             worker.go_on(self.epoch)
 
@@ -63,7 +63,7 @@ def scaled(start, script):
     made = []
 
     def make(**options):
-        made.append(Scaled(start, script, **options))
+        made.append(ScalableService(start, script, **options))
         return made[0]
 
     yield make
@@ -78,7 +78,7 @@ def test_two_four_two_under_load(scaled, wait_for, pool):
     expected = [folded(service, body) for body in asked]
     for size in (4, 2):
         answers = [pool.submit(folded, service, body) for body in asked]
-        wait_for(lambda: sum(len(w._running) for w in service.workers) >= 6, "they must run")
+        wait_for(lambda: sum(len(w._running) for w in service.workers) >= 6, "the requests must run")
         fleet.scale(size)
         assert [answer.result(HANG_SECONDS) for answer in answers] == expected
         wait_for(lambda: service.client.get("/readyz").status_code == 200, "all must be ready")
@@ -91,13 +91,13 @@ def test_two_four_two_under_load(scaled, wait_for, pool):
     ]
     text = service.client.get("/metrics").text
     assert re.search(r"moeyard_fleet_scalings_total\{[^}]*\} 2\.0", text)
-    assert re.search(r"moeyard_recoveries_total\{[^}]*\} 0\.0", text), "nobody was lost"
+    assert re.search(r"moeyard_recoveries_total\{[^}]*\} 0\.0", text), "no worker was lost"
     assert re.search(r"moeyard_worker_restarts_total\{[^}]*\} 0\.0", text)
-    assert service.lost == [], "the launcher is told of no loss"
+    assert service.lost == [], "the launcher must get no loss"
     validate(service)
 
 
-def test_who_leaves_is_drained_first(scaled, wait_for, pool):
+def test_removed_worker_is_drained_first(scaled, wait_for, pool):
     fleet = scaled()
     service = fleet.service
     fleet.scale(3)
@@ -111,7 +111,7 @@ def test_who_leaves_is_drained_first(scaled, wait_for, pool):
     validate(service)
 
 
-def test_who_dies_before_the_router_knows_that_it_left_is_nobodys_loss(scaled, wait_for):
+def test_early_exit_of_a_removed_worker_is_not_a_loss(scaled, wait_for):
     fleet = scaled()
     service = fleet.service
     fleet.scale(3)
@@ -119,7 +119,7 @@ def test_who_dies_before_the_router_knows_that_it_left_is_nobodys_loss(scaled, w
     fleet.announce(2)
     fleet.service.workers[2].die()
     wait_for(
-        lambda: service.client.get("/v1/fleet").json()["workers"][2]["state"] == "failed", "its end must be noticed"
+        lambda: service.client.get("/v1/fleet").json()["workers"][2]["state"] == "failed", "the exit must be noticed"
     )
     fleet.go_on(2)
     service.complete(prompt="after", max_tokens=3)
@@ -128,12 +128,12 @@ def test_who_dies_before_the_router_knows_that_it_left_is_nobodys_loss(scaled, w
     validate(service)
 
 
-def test_a_loss_meanwhile_is_a_loss(scaled, wait_for):
+def test_loss_during_scaling_is_a_loss(scaled, wait_for):
     fleet = scaled()
     service = fleet.service
     fleet.announce(3)
     service.workers[1].die()
-    wait_for(lambda: service.lost == [1], "its loss must be told")
+    wait_for(lambda: service.lost == [1], "the loss must be reported")
     launcher = Launcher(service, fleet.script)
     launcher.heal(1)
     service.complete(prompt="after", max_tokens=3)
@@ -142,7 +142,7 @@ def test_a_loss_meanwhile_is_a_loss(scaled, wait_for):
 
 
 def test_limits_follow_the_number_of_workers(scaled, wait_for, pool):
-    """Two places and one in the queue for each worker."""
+    """Each worker adds two slots and one queue place."""
     fleet = scaled(worker_places=2, max_inflight=6, inflight_per_worker=3)
     service = fleet.service
     held = service.server._fleet
@@ -153,7 +153,7 @@ def test_limits_follow_the_number_of_workers(scaled, wait_for, pool):
         for worker in service.workers:
             worker.paused = True
         answers = [pool.submit(service.complete, prompt=f"{i}", max_tokens=2) for i in range(3 * size)]
-        wait_for(lambda size=size: held.num_inflight == 3 * size, "all must be taken")
+        wait_for(lambda size=size: held.num_inflight == 3 * size, "the router must accept all requests")
         refused = service.client.post(COMPLETIONS, json={"prompt": "one more", "max_tokens": 2})
         assert refused.status_code == 429, refused.text
         assert f"{3 * size} of {3 * size} sequences are in flight" in refused.json()["error"]["message"]

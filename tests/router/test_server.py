@@ -1,4 +1,4 @@
-"""The program around the app: signals, open streams at the end, and what importing it loads."""
+"""The server process: signals, open streams at shutdown, and imports."""
 
 import asyncio
 import os
@@ -37,8 +37,8 @@ def environment():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_open_streams_in_order(start, checkpoint, wait_for, signum):
-    worker = start(1).workers[0]  # its own router stays; a second router may use the same worker
+def test_signal_ends_open_streams_cleanly(start, checkpoint, wait_for, signum):
+    worker = start(1).workers[0]  # keeps its own router; a second router may use the same worker
     worker.pace = 0.02
     with socket.create_server(("127.0.0.1", 0)) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -64,18 +64,18 @@ def test_signal_ends_open_streams_in_order(start, checkpoint, wait_for, signum):
     assert out == "ended\n"
     assert err == ""
     assert "the router is shutting down" in lines[-1]
-    assert 10 < len(lines) < 250, "the stream goes on for its grace, and no longer"
-    wait_for(lambda: len(worker.aborts) == 1, "the worker is told")
+    assert 10 < len(lines) < 250, "the stream must continue for the grace period only"
+    wait_for(lambda: len(worker.aborts) == 1, "the worker must receive the abort")
 
 
-def test_requests_that_fit_the_grace_are_finished(start, pool, wait_for):
+def test_requests_within_the_grace_period_finish(start, pool, wait_for):
     service = start(1, shutdown_grace=2 * HANG_SECONDS)
     service.workers[0].pace = 0.005
     answer = pool.submit(service.complete, prompt="x", max_tokens=60)
-    wait_for(lambda: len(service.submits) == 1, "it must run")
+    wait_for(lambda: len(service.submits) == 1, "the request must run")
     service.server.stop()
     assert answer.result()["usage"]["completion_tokens"] == 60
-    # The fixture waits for the server's end, and not as long as its grace.
+    # The fixture waits for the server to stop, which must not take the whole grace period.
 
 
 def test_imports_neither_torch_nor_ray_nor_the_worker():
@@ -106,8 +106,8 @@ def test_bad_config(change, named):
         RouterConfig(**{**CONFIG, "workers": workers, **change})
 
 
-def test_a_turn_of_the_loop_takes_many_connections():
-    """Or a flood of new ones waits in the kernel for as many turns, which are long where many streams run."""
+def test_one_turn_of_the_loop_accepts_many_connections():
+    """Otherwise many new connections wait for many turns, which are long while many streams run."""
     count, turns, taken = 64, 0, []
 
     class Taken(asyncio.Protocol):
@@ -132,5 +132,5 @@ def test_a_turn_of_the_loop_takes_many_connections():
     assert turns <= count // 2
 
 
-def test_a_router_listens_so(service):
+def test_router_has_several_listeners(service):
     assert len(service.server._server.servers) == LISTENERS

@@ -1,4 +1,4 @@
-"""What routers on one port ask each other: an answer comes whole, or is left out."""
+"""Pages that routers on one port request from each other: an answer is complete or omitted."""
 
 import asyncio
 
@@ -11,11 +11,11 @@ PAGE = b'{"inflight": 3}' * 20_000  # more than a socket's buffer holds
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """The pages that router 0 of three hears of router 1, which lives, and of 2, which is `played`."""
+def fetch_pages(tmp_path, monkeypatch):
+    """Return the pages that router 0 of three gets from router 1, which works, and router 2, which is `played`."""
     monkeypatch.setattr("moeyard_router.http.siblings._ANSWER_SECONDS", HANG_SECONDS)
 
-    def asked(played):
+    def fetch_pages(played):
         async def run():
             living, asking = Siblings(tmp_path, index=1, count=3), Siblings(tmp_path, index=0, count=3)
             living.offer("figures", lambda: PAGE)
@@ -34,17 +34,17 @@ def asked(tmp_path, monkeypatch):
 
         return asyncio.run(run())
 
-    return asked
+    return fetch_pages
 
 
-def test_a_router_that_ends_while_it_is_asked_is_left_out(asked):
-    """Killed with the question in its socket, or with half of its answer out."""
+def test_router_killed_during_a_request_is_omitted(fetch_pages):
+    """The router is killed before it reads the request, or after half of its answer."""
 
     async def nothing(reader, writer):
         await reader.readline()
 
     async def half(reader, writer):
-        # As a router that lives would begin.
+        # Begin like a working router.
         theirs, ours = await asyncio.open_unix_connection(writer.get_extra_info("sockname").replace("-2", "-1"))
         ours.write(await reader.readline())
         writer.write(await theirs.readexactly(len(PAGE) // 2))
@@ -52,10 +52,10 @@ def test_a_router_that_ends_while_it_is_asked_is_left_out(asked):
         ours.close()
 
     for played in (nothing, half):
-        assert asked(played) == [PAGE]
+        assert fetch_pages(played) == [PAGE]
 
 
-def test_a_page_that_is_not_there_is_no_page(tmp_path, monkeypatch):
+def test_unknown_page_is_omitted(tmp_path, monkeypatch):
     monkeypatch.setattr("moeyard_router.http.siblings._ANSWER_SECONDS", HANG_SECONDS)
 
     async def run():

@@ -1,4 +1,4 @@
-"""One more than a request may have of a thing is a 400 that says of which field, how many came and how many may."""
+"""Each size limit plus one is a 400 that names the field, the number and the limit."""
 
 import pytest
 from tests.router.conftest import Service
@@ -14,7 +14,7 @@ def turns(count):
 
 
 def parts(count):
-    """Over two turns, as they count together."""
+    """Return parts spread over two turns, which count together."""
     part = {"type": "text", "text": "x"}
     return [
         {"role": "user", "content": [part] * 4000},
@@ -52,13 +52,13 @@ CAPS = {
 
 
 @pytest.mark.parametrize("name", CAPS)
-def test_one_more_than_may_be(service: Service, name: str) -> None:
+def test_one_above_the_limit(service: Service, name: str) -> None:
     path, cap, body, field = CAPS[name]
     answer = service.post(path, **body(cap + 1))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error.get("param", field) == field  # Anthropic's errors have no such member
+    assert error.get("param", field) == field  # Anthropic's errors have no `param`
     assert error["message"].startswith(f"'{field}': {cap + 1} ")
     assert error["message"].endswith(f", at most {cap} are allowed")
-    # As many as may be are let through by this check; what else is wrong with them has other words.
+    # The limit itself passes this check; other errors have other messages.
     assert f"at most {cap} are allowed" not in service.post(path, **body(cap)).text

@@ -1,4 +1,4 @@
-"""Clients that ask and never read: held for a while, then cut, with their places given back."""
+"""Clients that never read their answer: after a while the router closes the connection and frees their slots."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,11 @@ from moeyard_router.config import AccessConfig
 from moeyard_router.http.connection import SlowReader
 
 TIMEOUT = 0.4
-# For a reader that must not be cut. Router, worker and reader share one interpreter.
+# For a reader that must stay connected. Router, worker and reader share one interpreter.
 PATIENT = 2.0
 NUM = 8
-RATE = 0.3e6  # bytes a second
-# Some 1.6 MB, far more than the transport and the kernel's buffers take up.
+RATE = 0.3e6  # bytes per second
+# About 1.6 MB, far more than the buffers of transport and kernel hold.
 BODY = {
     "messages": [{"role": "user", "content": "x"}],
     "max_tokens": 200,
@@ -34,7 +34,7 @@ BODY = {
 
 
 def ask(service, **more):
-    """A connection that has asked and takes up as little as it can."""
+    """Send a request on a connection with the smallest buffer."""
     host, port = service.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -52,17 +52,17 @@ def lines(caplog):
     return lambda: [r.fields for r in caplog.records if r.name == "moeyard.access" and r.fields["method"] == "POST"]
 
 
-def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
+def test_reader_that_never_reads_is_cut(start, wait_for, lines):
     service = start(1, send_timeout=TIMEOUT, access=AccessConfig(access_log=True))
     [worker] = service.workers
-    worker.pace = 0.03  # it would go on for 6 s
-    # What a connection's kernel buffers take up it has from the socket that listens.
+    worker.pace = 0.03  # the whole answer would take 6 s
+    # Connections inherit the size of their kernel buffers from the listening socket.
     service.server._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sockets = [ask(service) for _ in range(2)]
     try:
-        wait_for(lambda: len(service.aborts) == 2 * NUM, "the sequences are ended at their worker")
+        wait_for(lambda: len(service.aborts) == 2 * NUM, "the worker must receive the aborts")
         service.wait_idle()
-        wait_for(lambda: len(lines()) == 2, "lines are written")
+        wait_for(lambda: len(lines()) == 2, "the access log must have both lines")
         for line in lines():
             assert (line["status"], line["cut"], line["left"]) == (200, "slow_reader", 1)
             assert line["output_tokens"] < NUM * 200
@@ -70,15 +70,15 @@ def test_a_reader_that_never_reads_is_cut(start, wait_for, lines):
         assert 'moeyard_connections_cut_total{model_name="tiny",reason="slow_reader"} 2.0' in page
         for sock in sockets:
             with contextlib.suppress(ConnectionResetError):
-                while sock.recv(1 << 20):  # what had left before it was cut; then comes the end
+                while sock.recv(1 << 20):  # data sent before the cut, then the end
                     pass
     finally:
         for sock in sockets:
             sock.close()
 
 
-def test_the_line_of_the_answer_that_was_cut_says_so(start, wait_for, lines):
-    """Not that of a request behind it on the same connection, which has no answer yet."""
+def test_access_log_line_of_the_cut_answer(start, wait_for, lines):
+    """The line of a pipelined request, which has no answer yet, does not say it."""
     service = start(1, send_timeout=TIMEOUT, access=AccessConfig(access_log=True))
     [worker] = service.workers
     worker.pace = 0.03
@@ -86,7 +86,7 @@ def test_the_line_of_the_answer_that_was_cut_says_so(start, wait_for, lines):
     with ask(service) as sock:
         sock.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         service.wait_idle()
-        wait_for(lines, "a line is written")
+        wait_for(lines, "the access log must have a line")
         assert [line.get("cut") for line in lines()] == ["slow_reader"]
 
 
@@ -100,8 +100,8 @@ def unchunked(body):
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reader_that_is_slow_and_steady_has_all(start, stream):
-    """An answer of some 1.6 MB, whole or left behind in a stream, takes it several times what it may stand still."""
+def test_slow_steady_reader_gets_the_whole_answer(start, stream):
+    """An answer of about 1.6 MB, whole or left over in a stream, takes several times the allowed standstill."""
     service = start(1, send_timeout=PATIENT)
     [worker] = service.workers
     worker.chunk = 50
@@ -131,7 +131,7 @@ def test_a_reader_that_is_slow_and_steady_has_all(start, stream):
 
 
 class Transport:
-    """So many bytes are unsent."""
+    """A transport with a settable number of unsent bytes."""
 
     def __init__(self):
         self.unsent = 0
@@ -157,11 +157,11 @@ class Transport:
         (["paused", "100", "answered", "resumed", "0"], False),
     ],
 )
-def test_what_counts_as_slow(events, cut):
+def test_definition_of_a_slow_reader(events, cut):
     async def play():
-        transport, told = Transport(), []
+        transport, cuts = Transport(), []
         loop = asyncio.get_running_loop()
-        reader = SlowReader(loop, transport, seconds=0.01, cut=lambda: told.append(transport.aborted))
+        reader = SlowReader(loop, transport, seconds=0.01, cut=lambda: cuts.append(transport.aborted))
         for event in events:
             if event.isdigit():
                 transport.unsent = int(event)
@@ -171,6 +171,6 @@ def test_what_counts_as_slow(events, cut):
         loop.call_later(0.03, over.set)
         await over.wait()
         assert transport.aborted == cut
-        assert told == ([False] if cut else []), "told once, before the end"
+        assert cuts == ([False] if cut else []), "the cut must be reported once, before the abort"
 
     asyncio.run(play())

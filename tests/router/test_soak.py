@@ -1,4 +1,4 @@
-"""The soak of bench/soak.py for a few seconds: whatever clients do, nothing of them is left."""
+"""bench/soak.py for a few seconds: nothing of any client is left at the end."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Structured output at the router: every way to ask for it becomes one grammar, and what cannot be meant is a 400."""
+"""Structured output at the router: every way to request it becomes one grammar, and invalid requests are a 400."""
 
 import json
 
@@ -70,7 +70,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "grammar"), ASKED, ids=[json.dumps(fields)[:60] for fields, _ in ASKED])
-def test_becomes_one_grammar(service, fields, grammar):
+def test_all_requests_become_one_grammar(service, fields, grammar):
     assert service.post(COMPLETIONS, prompt="x", max_tokens=1, n=2, **fields).status_code == 200
     chat = [{"role": "user", "content": "Hello"}]
     assert service.post(CHAT, messages=chat, max_tokens=1, **fields).status_code == 200
@@ -78,7 +78,7 @@ def test_becomes_one_grammar(service, fields, grammar):
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=[json.dumps(fields)[:60] for fields, _ in WRONG])
-def test_what_cannot_be_meant_is_named(service, fields, param):
+def test_invalid_requests_are_named(service, fields, param):
     answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, **fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
@@ -86,7 +86,7 @@ def test_what_cannot_be_meant_is_named(service, fields, param):
     assert service.submits == []
 
 
-def test_what_the_worker_says_of_a_grammar_is_a_400(service):
+def test_worker_rejection_of_a_grammar_is_a_400(service):
     for worker in service.workers:
         worker.reject = Rejected(request_id="", reason="bad_request", message="the grammar cannot be compiled: no")
     answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, guided_regex="(")
@@ -94,8 +94,8 @@ def test_what_the_worker_says_of_a_grammar_is_a_400(service):
     assert "the grammar cannot be compiled: no" in answer.json()["error"]["message"]
 
 
-def test_an_end_of_sequence_token_is_no_text_even_if_it_is_ignored(service, codec):
-    """It ends what a grammar has completed, so it is held back like any other end."""
+def test_end_of_sequence_token_is_never_text(service, codec):
+    """The token ends text that a grammar has completed, so it is held back like any other end."""
     for worker in service.workers:
         worker.script = lambda submit: [*codec.encode("yes", add_special_tokens=False), 1]
     (choice,) = service.complete(
@@ -104,7 +104,7 @@ def test_an_end_of_sequence_token_is_no_text_even_if_it_is_ignored(service, code
     assert choice["text"] == "yes"
 
 
-def test_a_server_without_a_tokenizer_says_so(start):
+def test_server_without_a_tokenizer_refuses_structured_output(start):
     service = start(1, model_path=None, model_name="a-shape")
     answer = service.post(COMPLETIONS, prompt=[1], max_tokens=1, response_format={"type": "json_object"})
     assert answer.status_code == 400

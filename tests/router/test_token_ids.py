@@ -1,4 +1,4 @@
-"""A router without a tokenizer: prompts and answers are token ids, and what needs text is refused by name."""
+"""A router without a tokenizer: prompts and answers are token ids, and fields that need text are refused by name."""
 
 import json
 
@@ -10,7 +10,7 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture
 def service(start):
-    """One worker behind a router that knows no text."""
+    """A router without text and its one worker."""
     return start(1, model_path=None, model_name="a-shape")
 
 
@@ -49,7 +49,7 @@ def test_logprobs_name_tokens_by_their_ids(service):
         ({"prompt": PROMPT, "stop": "x"}, "no tokenizer to find it with; use 'stop_token_ids'"),
     ],
 )
-def test_what_needs_text_is_refused(service, body, says):
+def test_fields_that_need_text_are_refused(service, body, says):
     answer = service.post(COMPLETIONS, **body)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What cannot change an answer is taken, and named: nulls, fields for others' accounts, echoed messages."""
+"""Fields that cannot change an answer are accepted and named: nulls, accounting fields, echoed messages."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from moeyard_router.api.schema import ChatRequest, CompletionRequest, StreamOpti
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 HEADER = "x-moeyard-ignored"
-# What the openai package echoes of its answers (`message.model_dump()`), and what others add.
+# Fields that the openai package (`message.model_dump()`) and other clients echo from an answer.
 ECHOED = {
     "role": "assistant",
     "content": "Hi.",
@@ -33,7 +33,7 @@ ECHOED = {
 
 
 def named(answer):
-    """What the header of a good answer names."""
+    """Return the names in the header of a successful answer."""
     assert answer.status_code == 200, answer.text
     header = answer.headers.get(HEADER)
     return [] if header is None else header.split(", ")
@@ -44,20 +44,20 @@ def prompts(service):
 
 
 @pytest.mark.parametrize("field", sorted(IGNORED))
-def test_what_changes_nothing_is_ignored_and_named(service, field):
+def test_ignored_fields_are_named(service, field):
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
         for stream in (False, True):
             assert named(service.post(path, **body, max_tokens=1, stream=stream, **{field: "x"})) == [field]
     assert len(set(prompts(service))) == 2
 
 
-def test_several_are_named_in_the_order_of_the_request(service):
+def test_ignored_fields_keep_the_requests_order(service):
     body = {"store": False, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "max_tokens": 1}
     # `user` has an effect: requests of one user go to the rank that has their prefix.
     assert named(service.post(CHAT, messages=HELLO, **body)) == ["store", "metadata", "service_tier"]
 
 
-def test_what_is_asked_of_a_stream(service):
+def test_ignored_stream_options_are_named(service):
     options = {"include_obfuscation": False, "include_usage": True, "continuous_usage_stats": None}
     answer = service.post(CHAT, messages=HELLO, max_tokens=1, stream=True, stream_options=options)
     assert named(answer) == ["stream_options.include_obfuscation"]
@@ -76,7 +76,7 @@ def test_what_is_asked_of_a_stream(service):
     ],
     ids=str,
 )
-def test_what_asks_for_nothing_is_taken(service, field, value, says):
+def test_values_without_effect_are_accepted(service, field, value, says):
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
         assert named(service.post(path, **body, max_tokens=1, **{field: value})) == says
 
@@ -93,8 +93,8 @@ CHATS = [path for path in EVERY_API if path != COMPLETIONS]
 
 
 @pytest.mark.parametrize("path", EVERY_API)
-def test_what_changes_nothing_is_ignored_in_every_api(service, path):
-    names = IGNORED - {"metadata"}  # of which some APIs know the type
+def test_every_api_names_ignored_fields(service, path):
+    names = IGNORED - {"metadata"}  # some APIs define its type
     assert set(named(service.post(path, **EVERY_API[path], **dict.fromkeys(names, "x")))) == names
 
 
@@ -113,7 +113,7 @@ SWITCHES = [
 
 
 def turned_on(switch):
-    """The same field, saying the opposite."""
+    """Return the opposite setting of the same field."""
     words = {"disabled": "enabled", "none": "high", False: True}
     return json.loads(
         json.dumps(switch),
@@ -122,12 +122,12 @@ def turned_on(switch):
 
 
 @pytest.mark.parametrize("path", CHATS)
-def test_switches_of_thinking_act_in_every_api(model, path):
+def test_thinking_switches_work_in_every_api(model, path):
     closed = "<think>\n\n</think>\n\n"
 
     def prompt(**body):
         answer = model.service.post(path, **EVERY_API[path], **body)
-        assert named(answer) == [], "a switch that acts is not named"
+        assert named(answer) == [], "a switch with effect must not be named"
         if "tokens" in answer.json():
             return answer.json()["tokens"]
         ran = not path.endswith("count_tokens")
@@ -157,12 +157,12 @@ def test_switches_of_thinking_act_in_every_api(model, path):
     ],
     ids=json.dumps,
 )
-def test_what_contradicts_itself_about_thinking_is_refused(service, path, body, param):
+def test_contradictory_thinking_switches_are_refused(service, path, body, param):
     answer = service.post(path, **EVERY_API[path], **body)
     assert (answer.status_code, f"'{param}" in answer.text) == (400, True), answer.text
 
 
-def test_thoughts_can_be_left_out_of_the_answer(model):
+def test_reasoning_can_be_omitted_from_the_answer(model):
     model.says(THOUGHT + "Yes.")
     for body in ({"reasoning": {"exclude": True}}, {"include_reasoning": False}):
         assert model.chat(**body)["message"] == {"role": "assistant", "content": "Yes."}
@@ -170,7 +170,7 @@ def test_thoughts_can_be_left_out_of_the_answer(model):
         assert [item["type"] for item in output] == ["message"]
 
 
-def test_switches_without_a_template_that_has_one_are_named(service):
+def test_switches_unknown_to_the_template_are_named(service):
     for path in (COMPLETIONS, CHAT, "/v1/messages"):
         for switch in SWITCHES[:6]:
             (name,) = named(service.post(path, **EVERY_API[path], **switch)) or [""]
@@ -180,10 +180,10 @@ def test_switches_without_a_template_that_has_one_are_named(service):
     assert named(service.post(CHAT, **EVERY_API[CHAT], **budgets)) == says
 
 
-def test_openrouters_way_to_ask_for_usage(service):
+def test_usage_field_of_openrouter(service):
     for path in (COMPLETIONS, CHAT):
         body = {**EVERY_API[path], "usage": {"include": True}}
-        assert named(service.post(path, **body)) == ["usage"], "it is there in any case"
+        assert named(service.post(path, **body)) == ["usage"], "usage must be present in any case"
         last = service.stream(path, **body)[-1]
         assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 1)
         assert "usage" not in service.stream(path, **{**body, "usage": {"include": False}})[-1]
@@ -215,10 +215,10 @@ def test_unknown_fields_can_be_ignored(lenient, service, path):
         says |= {"messages.mood", "messages.content.fancy"}
     answer = lenient.post(path, **body)
     assert set(named(answer)) == says
-    assert set(named(lenient.post(path, **body, zzz="x" * 70_000))) == says | {"zzz"}, "a large body"
+    assert set(named(lenient.post(path, **body, zzz="x" * 70_000))) == says | {"zzz"}, "large body"
 
 
-def test_names_of_unknown_fields_are_no_danger_to_the_header(lenient):
+def test_names_of_unknown_fields_are_escaped_in_the_header(lenient):
     body = {**EVERY_API[CHAT], "a\r\nx-evil: 1": 1, "ü" * 100: 2, "": 3}
     assert named(lenient.post(CHAT, **body)) == ["a??x-evil??1", "?" * 64, "?"]
     many = {**EVERY_API[CHAT], **{f"field_{i}": i for i in range(5000)}}
@@ -240,11 +240,11 @@ def test_known_fields_are_not_ignored(lenient, body, param):
     assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, param)
 
 
-def test_a_plain_request_names_nothing(service):
+def test_plain_request_names_nothing(service):
     assert named(service.post(CHAT, messages=HELLO, max_tokens=1, top_logprobs=0, logprobs=False)) == []
 
 
-def test_echoed_messages_are_what_their_text_is(service):
+def test_echoed_messages_equal_their_text(service):
     answer = service.post(CHAT, messages=[*HELLO, ECHOED, *HELLO], max_tokens=1)
     says = ["annotations", "provider_specific_fields", "timestamp", "model"]
     assert named(answer) == [f"messages.{name}" for name in says]
@@ -253,7 +253,7 @@ def test_echoed_messages_are_what_their_text_is(service):
     assert first == second
 
 
-def test_thoughts_that_the_template_does_not_show_are_named(service):
+def test_reasoning_unused_by_the_template_is_named(service):
     echoed = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}
     answer = service.post(CHAT, messages=[*HELLO, echoed, *HELLO], max_tokens=1)
     assert named(answer) == ["messages.reasoning_content"]
@@ -261,7 +261,7 @@ def test_thoughts_that_the_template_does_not_show_are_named(service):
 
 
 @pytest.mark.parametrize("absent", [{}, {"content": None}], ids=str)
-def test_an_assistant_may_have_said_nothing(service, codec, absent):
+def test_empty_assistant_message(service, codec, absent):
     service.chat(messages=[*HELLO, {"role": "assistant", **absent}, *HELLO], max_tokens=1)
     text = "<|bos|><|user|>Hello<|eos|>\n<|assistant|><|eos|>\n<|user|>Hello<|eos|>\n<|assistant|>"
     assert prompts(service) == [tuple(codec.encode(text, add_special_tokens=False))]
@@ -291,22 +291,22 @@ def test_parts(service, content):
     ],
     ids=json.dumps,
 )
-def test_a_refusal_is_what_the_assistant_said(service, message):
+def test_refusal_is_the_assistants_text(service, message):
     service.chat(messages=[*HELLO, {"role": "assistant", **message}], max_tokens=1)
     service.chat(messages=[*HELLO, {"role": "assistant", "content": "Hi."}], max_tokens=1)
     first, second = prompts(service)
     assert first == second
 
 
-def test_developer_is_system_where_the_template_has_no_such_role(service):
+def test_developer_becomes_system_without_that_role(service):
     for role in ("developer", "system"):
         service.chat(messages=[{"role": role, "content": "Be kind."}, *HELLO], max_tokens=1)
     first, second = prompts(service)
     assert first == second
 
 
-def test_the_page_has_every_field():
-    """docs/api.md names all fields of the tables and of the models, and `guided_*` for those."""
+def test_api_page_has_every_field():
+    """docs/api.md names every field of the tables and of the models, and `guided_*` for those."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
     fields = {*IGNORED, *NOT_SERVED, *ChatRequest.model_fields, *CompletionRequest.model_fields, "parallel_tool_calls"}
     fields |= {*ChatMessage.harmless, *ChatMessage.unserved, *ChatMessage.plain, *TextPart.harmless, *ToolCall.harmless}

@@ -1,4 +1,4 @@
-"""Tools and reasoning as clients see them: whole and streamed, by hand and by the openai package."""
+"""Tools and reasoning seen by clients: whole and streamed, with plain HTTP and the openai package."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def test_calls_whole_and_streamed(model):
         assert bare(got["tool_calls"]) == bare(message["tool_calls"])
 
 
-def test_the_template_gets_the_tools_as_they_were_given(model):
+def test_template_gets_the_tools_unchanged(model):
     model.says("Sunny.")
     assert model.chat(tools=[WEATHER])["message"] == {"role": "assistant", "content": "Sunny."}
     function = {k: v for k, v in WEATHER["function"].items() if v is not None}
@@ -51,7 +51,7 @@ def test_the_template_gets_the_tools_as_they_were_given(model):
     assert "Tools" not in model.prompt()
 
 
-def test_without_tools_nothing_is_a_call(model):
+def test_without_tools_calls_stay_text(model):
     model.says(CALL)
     for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         choice = model.chat(**body)
@@ -59,7 +59,7 @@ def test_without_tools_nothing_is_a_call(model):
         assert choice["finish_reason"] == "stop"
 
 
-def test_only_the_first_call_if_they_may_not_be_parallel(model):
+def test_parallel_tool_calls_off_keeps_the_first_call(model):
     model.says(CALL + SECOND)
     choice = model.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)
     assert bare(choice["message"]["tool_calls"]) == [("weather", '{"city": "Köln"}')]
@@ -81,7 +81,7 @@ def test_reasoning_without_tools(model):
     assert completion["text"] == THOUGHT + "Yes."
 
 
-def test_an_answer_that_is_cut_off_keeps_its_reason(model):
+def test_truncated_answer_keeps_its_finish_reason(model):
     model.says(THOUGHT + CALL)
     size = len(model.codec.encode(THOUGHT, add_special_tokens=False))
     choice = model.chat(max_tokens=size - 5)
@@ -101,14 +101,14 @@ def test_tokens_of_a_chat_with_tools_are_counted(model):
     assert answer["tokens"] == list(model.worker.submits[-1].prompt_token_ids)
 
 
-def test_the_template_may_close_the_block(model):
+def test_template_may_close_the_reasoning_block(model):
     model.says("No need to <think>.")
     choice = model.chat(chat_template_kwargs={"enable_thinking": False})
     assert model.prompt().endswith("<think>\n\n</think>\n\n")
     assert choice["message"] == {"role": "assistant", "content": "No need to <think>."}
 
 
-def test_going_on_with_a_message(model):
+def test_continued_message(model):
     model.says("so on.</think>\n\nYes.")
     body = {"continue_final_message": True, "add_generation_prompt": False}
     begun = [*ASK, {"role": "assistant", "content": "<think>\nWell, and"}]
@@ -116,7 +116,7 @@ def test_going_on_with_a_message(model):
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "so on."}
 
 
-def test_choices_are_taken_apart_each_on_its_own(model):
+def test_choices_are_parsed_separately(model):
     model.says(CALL, "Sunny.", THOUGHT + CALL)
     answer = model.service.chat(messages=ASK, tools=[WEATHER], n=3)
     reasons = sorted(c["finish_reason"] for c in answer["choices"])
@@ -153,11 +153,11 @@ def test_required_and_named_have_a_grammar(model, stream):
     assert ")*" in grammar.text
     assert reason(tool_choice="required", parallel_tool_calls=False) == "tool_calls"
     assert ")*" not in model.worker.submits[-1].sampling.grammar.text
-    assert reason(tool_choice={"type": "function", "function": {"name": "now"}}) == "stop"  # as OpenAI and vLLM
+    assert reason(tool_choice={"type": "function", "function": {"name": "now"}}) == "stop"  # like OpenAI and vLLM
     assert '"weather' not in model.worker.submits[-1].sampling.grammar.text
 
 
-def test_strict_functions_are_held_to_their_schema_where_the_model_decides(model):
+def test_strict_functions_follow_their_schema_with_auto(model):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     model.says(THOUGHT + "One moment.\n" + CALL)
     assert bare(model.chat(tools=[strict, NOW])["message"]["tool_calls"]) == [("weather", '{"city": "Köln"}')]
@@ -174,10 +174,10 @@ def test_strict_functions_are_held_to_their_schema_where_the_model_decides(model
     assert model.worker.submits[-1].sampling.grammar is None
     loose = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
     model.chat(tools=[strict, {"type": "function", "function": loose}])
-    assert '"not"' not in model.worker.submits[-1].sampling.grammar.text, "only those that are strict"
+    assert '"not"' not in model.worker.submits[-1].sampling.grammar.text, "only strict tools may have a schema"
 
 
-def test_the_form_of_an_answer_beside_tools_and_reasoning(model):
+def test_output_format_with_tools_and_reasoning(model):
     form = {"response_format": {"type": "json_object"}}
 
     def grammar(says, **body):
@@ -242,7 +242,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{p}" for i, (_, p) in enumerate(BAD)])
-def test_what_cannot_be_asked_for(model, body, param):
+def test_unsupported_fields_are_refused(model, body, param):
     answer = model.service.post(CHAT, messages=ASK, **body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -255,8 +255,8 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 LISTED = '[{"name": "weather", "parameters": {"city": "K\u00f6ln"}}, {"name": "now", "parameters": {}}]'
 
 
-def required_calls_are_as_vllm_has_them(model):
-    """A list of calls, or the arguments alone; whole and streamed, in every API."""
+def check_required_calls_have_vllms_format(model):
+    """A list of calls, or only the arguments; whole and streamed, in every API."""
     tools = {"tools": [WEATHER, NOW]}
     both, one = [("weather", '{"city": "Köln"}'), ("now", "{}")], [("weather", '{"city": "Köln"}')]
     for text, choice, calls, reason in (
@@ -294,7 +294,7 @@ def required_calls_are_as_vllm_has_them(model):
     model.worker.reset()
 
 
-def test_a_template_without_tools_or_a_format_that_is_not_known(starter, tool_checkpoint, tool_codec):
+def test_template_without_tools_or_known_format(starter, tool_checkpoint, tool_codec):
     plain = starter(1, model_path=tool_checkpoint, chat_template=tool_checkpoint / "plain.jinja")
     error = plain.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
     assert "takes no tools" in error["message"]
@@ -303,26 +303,26 @@ def test_a_template_without_tools_or_a_format_that_is_not_known(starter, tool_ch
     error = off.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
     assert "--tool-call-parser" in error["message"]
     for service in (plain, off):
-        required_calls_are_as_vllm_has_them(Model(service, tool_codec))
+        check_required_calls_have_vllms_format(Model(service, tool_codec))
     manual = starter(1, model_path=tool_checkpoint, enable_auto_tool_choice=False, **LONG)
     error = manual.post(CHAT, messages=ASK, tools=[WEATHER]).json()["error"]
     assert "--enable-auto-tool-choice" in error["message"]
     assert manual.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required").status_code == 200
 
 
-def test_markers_that_are_special_tokens_are_seen(starter, tool_checkpoint, tool_codec):
+def test_markers_may_be_special_tokens(starter, tool_checkpoint, tool_codec):
     kimi = starter(1, model_path=tool_checkpoint, chat_template=tool_checkpoint / "kimi.jinja", **LONG)
     model = Model(kimi, tool_codec)
     begin, end = "<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>", "<|tool_call_end|>"
     model.says(f"So<|user|>.<|tool_calls_section_begin|>{begin}{{}}{end}<|tool_calls_section_end|>")
     choice = model.chat(tools=[NOW])
-    assert choice["message"]["content"] == "So.", "other special tokens stay out of the text"
+    assert choice["message"]["content"] == "So.", "other special tokens must stay out of the text"
     (call,) = choice["message"]["tool_calls"]
     assert call == {"id": "functions.now:7", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     assert model.chat()["message"]["content"] == "So.functions.now:7{}"
 
 
-def test_arguments_written_one_by_one_have_the_types_of_their_schema(starter, tool_checkpoint, tool_codec):
+def test_separate_arguments_have_their_schemas_types(starter, tool_checkpoint, tool_codec):
     model = Model(starter(1, model_path=tool_checkpoint, tool_call_parser="qwen3_coder", **LONG), tool_codec)
     parameters = {"properties": {"path": {"type": "string"}, "line": {"type": "integer"}}, "required": ["path"]}
     tool = {"type": "function", "function": {"name": "edit", "parameters": parameters}}
@@ -340,7 +340,7 @@ def test_arguments_written_one_by_one_have_the_types_of_their_schema(starter, to
     assert "<parameter=" in model.worker.submits[-1].sampling.grammar.text
 
 
-def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):
+def test_parsers_are_configured_or_detected(tool_checkpoint, tool_codec):
     def formats(codec=tool_codec, **options):
         config = RouterConfig(
             model_name="m",
@@ -365,7 +365,7 @@ def test_parsers_are_named_or_told_by_the_template(tool_checkpoint, tool_codec):
         formats(tool_call_parser="pythonic")
 
 
-def test_openai_client_calls_a_tool_and_goes_on(model):
+def test_openai_client_calls_a_tool_and_continues(model):
     model.says(THOUGHT + CALL, "It is sunny in Köln.")
     with openai.OpenAI(base_url=f"{model.service.url}/v1", api_key="none", max_retries=0) as client:
         first = client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER])

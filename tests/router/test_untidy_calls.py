@@ -1,4 +1,4 @@
-"""Calls as models really write them, for every parser: no text is lost, wherever it is cut into pieces or ends."""
+"""Malformed calls that models really write, for every parser: no text is lost for any split or truncation."""
 
 import json
 
@@ -19,7 +19,7 @@ WORDS = ("save", "look", "now", "Bern", "Rome", "a.txt", "before", "between", "b
 
 
 def said(tools, pieces, reasoning=None):
-    """(content, reasoning, [(name, arguments)]) of an output."""
+    """Return (content, reasoning, [(name, arguments)]) of an output."""
     extractor = Extractor(
         Extraction(
             visible=[],
@@ -42,7 +42,7 @@ def said(tools, pieces, reasoning=None):
 
 
 def written(tools, *calls):
-    """These calls as the family's templates write them."""
+    """Return these calls in the notation of the family's templates."""
     form = TOOL_FORMATS[tools]
     begin, middle, end = form.written
     texts = []
@@ -297,7 +297,7 @@ ROWS = [*OBJECTS, *MARKED, *ONE_BY_ONE, *EVERY]
 
 
 def values(calls):
-    """Arguments as values, as far as they are JSON."""
+    """Return arguments as values if they are JSON."""
     out = []
     for name, arguments in calls:
         try:
@@ -310,18 +310,18 @@ def values(calls):
 @pytest.mark.parametrize(
     ("tools", "text", "content", "calls"), ROWS, ids=[f"{i}-{row[0]}" for i, row in enumerate(ROWS)]
 )
-def test_untidy_calls(tools, text, content, calls):
+def test_malformed_calls(tools, text, content, calls):
     whole = said(tools, [text])
     assert whole[0] == (text if content is None else content)
     assert values(whole[2]) == values(calls)
-    assert said(tools, text) == whole, "a character at a time"
+    assert said(tools, text) == whole, "one character at a time"
     for place in range(1, len(text), 3):
         assert said(tools, [text[:place], text[place:]]) == whole, text[:place]
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_an_output_that_ends_anywhere_keeps_its_words(name):
-    """A limit on tokens may end an output at any character."""
+def test_truncated_output_keeps_its_text(name):
+    """A token limit may end an output at any character."""
     for tools, text, _, _ in ROWS:
         if tools != name:
             continue
@@ -346,7 +346,7 @@ CALL = KIMI.format('{"city": "</think>"}')
         ("before <|tool_call_begin|> behind", ("<|tool_call_begin|> behind", "before ", 0)),
     ],
 )
-def test_kimi_calls_while_it_thinks(text, expected):
+def test_kimi_calls_during_reasoning(text, expected):
     whole = said("kimi_k2", [text], "kimi_k2")
     assert (whole[0], whole[1], len(whole[2])) == expected
     assert said("kimi_k2", text, "kimi_k2") == whole

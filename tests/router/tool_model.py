@@ -22,7 +22,7 @@ LONG = {"max_model_len": 4096}
 
 
 class Model:
-    """A service whose model answers with texts of one's choice, in turns."""
+    """A service whose model answers with given texts in turn."""
 
     def __init__(self, service, codec):
         self.service = service
@@ -30,21 +30,21 @@ class Model:
         (self.worker,) = service.workers
 
     def says(self, *texts):
-        """The next answers; an end-of-sequence token follows each."""
+        """Set the next answers; an end-of-sequence token follows each."""
         answers = [[*self.codec.encode(text, add_special_tokens=False), 1] for text in texts]
         self.worker.script = lambda submit: answers[min(len(self.worker.submits), len(answers)) - 1]
 
     def prompt(self, number=-1):
-        """The prompt's text of one request."""
+        """Return the text of one request's prompt."""
         return self.codec.decode(self.worker.submits[number].prompt_token_ids)
 
     def chat(self, **body):
-        """The only choice of an answer."""
+        """Return the only choice of an answer."""
         (choice,) = self.service.chat(messages=ASK, **body)["choices"]
         return choice
 
     def streamed(self, **body):
-        """Message and finish reason put together from a stream, as clients do it, and the deltas."""
+        """Merge a stream like a client; return its message, finish reason and deltas."""
         chunks = [e["choices"][0] for e in self.service.stream(CHAT, messages=ASK, **body)]
         assert all(c["finish_reason"] is None for c in chunks[:-1])
         message = {"content": "", "reasoning_content": "", "tool_calls": []}
