@@ -1,9 +1,9 @@
-"""Coding agents against a router: `python tests/clients/agents.py [codex claude ...] [--home DIR] [--record]`.
+"""Run coding agents against a router: `python tests/clients/agents.py [codex claude ...] [--home DIR] [--record]`.
 
-Installs the newest version of each agent below --home (npm and pip), and runs it without other network access. A
-scripted worker answers: first with a call of the agent's own tool for commands, which writes a file, and then with a
-text. A run holds if the file is there, the agent ends with 0, and no request was refused. `--record` writes the shapes
-of all requests to tests/clients/requests, which tests/router/test_agents.py replays.
+The script installs the newest version of each agent below --home (npm and pip), and runs it without other network
+access. A scripted worker answers first with a call of the agent's own command tool, which writes a file, and then with
+a text. A run passes if the file exists, the agent exits with 0, and no request was refused. `--record` writes the
+shapes of all requests to tests/clients/requests, which tests/router/test_agents.py replays.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from moeyard_worker.protocol import Submit  # noqa: E402
 
 DEMO = ROOT / "deploy" / "demo"
 REQUESTS = Path(__file__).resolve().parent / "requests"
-NODE = "node@22"  # what several agents need
+NODE = "node@22"  # several agents need it
 VOCAB_SIZE = 4096
 MAX_LEN = 400_000  # the demo's tokens are short, and agents send up to 100 kB of instructions
 SECONDS = 180.0
@@ -46,9 +46,9 @@ EDIT = "proof.txt\n```\nproof\n```\n"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """How one agent is installed, configured and asked. {url} is the server without /v1, {home} a folder of its own.
+    """Installation, configuration and prompt of one agent. {url} is the server without /v1, {home} the agent's folder.
 
-    `tool` and `arguments` are a call of the agent's tool for commands; without them it reads files from the answer.
+    `tool` and `arguments` are a call of the agent's command tool; agents without one read files from the answer.
     """
 
     package: str
@@ -170,8 +170,8 @@ AGENTS = {
 
 
 @dataclasses.dataclass(slots=True)
-class Seen:
-    """One request with its answer's status, the fields that the server named as ignored, and its refusal."""
+class Recorded:
+    """One request with its status, the fields that the server named as ignored, and its refusal."""
 
     path: str
     body: dict[str, Any]
@@ -180,33 +180,33 @@ class Seen:
     refusal: str = ""
 
 
-class Tap(ThreadingHTTPServer):
-    """Hands requests on to a server, and keeps them."""
+class RecordingProxy(ThreadingHTTPServer):
+    """A proxy that forwards requests to a server and records them."""
 
     daemon_threads = True
 
     def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", 0), _TapHandler)
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
         self.upstream = port
-        self.seen: list[Seen] = []
+        self.seen: list[Recorded] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class _TapHandler(BaseHTTPRequestHandler):
-    server: Tap
+class _ProxyHandler(BaseHTTPRequestHandler):
+    server: RecordingProxy
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """Hand on a request without a body."""
-        self._hand_on(b"")
+        """Forward a request without a body."""
+        self._forward(b"")
 
     def do_POST(self) -> None:
-        """Hand on a request with its body."""
-        self._hand_on(self.rfile.read(int(self.headers.get("content-length", 0))))
+        """Forward a request with its body."""
+        self._forward(self.rfile.read(int(self.headers.get("content-length", 0))))
 
-    def _hand_on(self, body: bytes) -> None:
+    def _forward(self, body: bytes) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=SECONDS)
         passed = {name: value for name, value in self.headers.items() if name.lower() != "host"}
         connection.request(self.command, self.path, body, passed)
@@ -214,7 +214,7 @@ class _TapHandler(BaseHTTPRequestHandler):
         refusal = answer.read() if answer.status >= 400 else b""
         if body:
             ignored = answer.headers.get("x-moeyard-ignored", "")
-            self.server.seen.append(Seen(self.path, json.loads(body), answer.status, ignored, refusal.decode()))
+            self.server.seen.append(Recorded(self.path, json.loads(body), answer.status, ignored, refusal.decode()))
         self.send_response(answer.status)
         for name in ("content-type", "retry-after"):
             if name in answer.headers:
@@ -228,8 +228,8 @@ class _TapHandler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def service(agent: Agent) -> Iterator[Tap]:
-    """A router before one scripted worker that answers for `agent`."""
+def service(agent: Agent) -> Iterator[RecordingProxy]:
+    """A router with one scripted worker that answers for `agent`."""
     codec = TextCodec(DEMO, Path(__file__).with_name("tools.jinja"))
     end = codec.encode("<|end|>", add_special_tokens=False)
     call = json.dumps({"name": agent.tool, "arguments": agent.arguments})
@@ -257,7 +257,7 @@ def service(agent: Agent) -> Iterator[Tap]:
             chat_template=Path(__file__).with_name("tools.jinja"),
             tool_call_parser="hermes",
         )
-        tap = Tap(int(started.url.rpartition(":")[2]))
+        tap = RecordingProxy(int(started.url.rpartition(":")[2]))
         try:
             yield tap
         finally:
@@ -268,12 +268,12 @@ def service(agent: Agent) -> Iterator[Tap]:
 
 
 def install(home: Path, names: list[str]) -> dict[str, str]:
-    """Install the agents' packages below `home` if they are not there; return their versions."""
+    """Install missing packages of the agents below `home`; return their versions."""
     home.mkdir(parents=True, exist_ok=True)
     versions = {}
     npm = [AGENTS[name].package for name in names if not AGENTS[name].pip]
     modules = home / "node_modules"
-    # Node first: npm takes an older version of a package that does not run on the Node that npm itself runs on.
+    # Node comes first: npm installs an older version of a package that does not support npm's own Node.
     for packages in ([NODE], npm) if npm else ():
         missing = [package for package in packages if not (modules / package.removesuffix("@22")).exists()]
         if missing:
@@ -295,8 +295,8 @@ def install(home: Path, names: list[str]) -> dict[str, str]:
     return versions
 
 
-def run(name: str, home: Path) -> tuple[list[Seen], str | None]:
-    """Run one agent; the requests, and what was wrong or None."""
+def run(name: str, home: Path) -> tuple[list[Recorded], str | None]:
+    """Run one agent; return its requests and the failure or None."""
     agent = AGENTS[name]
     with service(agent) as tap, tempfile.TemporaryDirectory() as folder:
         own, work = Path(folder), Path(folder) / "work"
@@ -341,7 +341,7 @@ def run(name: str, home: Path) -> tuple[list[Seen], str | None]:
 
 
 def main() -> None:
-    """Command line of this script."""
+    """Parse the command line and run the agents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("agents", nargs="*", help=f"of {', '.join(AGENTS)} (default: all)")
     parser.add_argument("--home", type=Path, default=Path("/tmp/moeyard-clients/agents"))

@@ -1,4 +1,4 @@
-"""What all suites ask for, and how they say what they saw. Runs in each client's own virtual environment."""
+"""Requests and output shared by all suites. This file runs in each client's own virtual environment."""
 
 import sys
 import time
@@ -31,12 +31,12 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 def hold(name: str, arguments: Any) -> None:
-    """Raises if `arguments` are not what the tool of this name takes."""
+    """Raise if `arguments` do not fit the tool of this name."""
     jsonschema.validate(arguments, SCHEMAS[name])
 
 
 def refused(kind: type[Exception], ask: Callable[[], object]) -> Any:
-    """The exception of this kind that `ask` raises; there must be one."""
+    """Return the exception of this kind that `ask` must raise."""
     try:
         ask()
     except kind as refusal:
@@ -45,14 +45,14 @@ def refused(kind: type[Exception], ask: Callable[[], object]) -> Any:
 
 
 def run(title: str, checks: Sequence[Callable[[], None]]) -> None:
-    """Run each check, say how it went, and end the process with 1 if one failed."""
+    """Run each check, print its result, and exit with 1 if one failed."""
     failed = 0
     print(title, flush=True)
     for check in checks:
         begun = time.monotonic()
         try:
             check()
-        except Exception:  # boundary: a suite says all that fails
+        except Exception:  # boundary: a suite reports every failure
             failed += 1
             print(f"  FAIL {check.__name__}", traceback.format_exc(), sep="\n", flush=True)
         else:

@@ -1,8 +1,8 @@
 """Real clients against a live fleet: `python tests/clients/run.py [openai litellm ...] [--url URL]`.
 
-Starts `moeyard serve` of the demo with two workers and a template that takes tools, once, and runs each suite in a
-virtual environment of its own (made on the first run, below --venvs; needs a package index). Prints each check, and at
-the end which suites hold; ends with 1 if one does not. Not part of `make test`: it needs these clients.
+The script starts `moeyard serve` of the demo with two workers and a tool template. Each suite runs in its own virtual
+environment (created on the first run, below --venvs; needs a package index). The script prints each check and a
+summary, and exits with 1 if a suite fails. `make test` does not run it, because it needs these clients.
 """
 
 import argparse
@@ -28,7 +28,7 @@ AIPERF_REQUESTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What one environment has, and what runs in it: a program beside this file, or a command of the package.
+    """One environment's packages, and its program: a file in this folder or a command of the package.
 
     `machine` names a program of the machine, for a suite that needs no environment.
     """
@@ -62,7 +62,7 @@ SUITES = {
 
 
 def environment(directory: Path, suite: Suite) -> Path:
-    """The virtual environment with the suite's packages, or where the machine has its program; its `bin`."""
+    """Return the `bin` of the suite's virtual environment, or of the machine's program."""
     if suite.machine is not None:
         found = shutil.which(suite.machine)
         if found is None:
@@ -79,7 +79,7 @@ def environment(directory: Path, suite: Suite) -> Path:
 
 @contextlib.contextmanager
 def fleet(log: Path) -> Iterator[str]:
-    """The demo on two workers; its address."""
+    """Serve the demo on two workers; yield its address."""
     paths = os.pathsep.join(str(ROOT / part) for part in ("kernels", "worker", "router", "deploy"))
     command = [
         *(sys.executable, "-m", "moeyard", "serve", "--workers", "2", "--port", "0", "--served-model-name", "demo"),
@@ -109,7 +109,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def run_suite(name: str, bin_directory: Path, url: str, out: Path) -> bool:
-    """Whether the suite holds."""
+    """Return whether the suite passes."""
     suite = SUITES[name]
     if suite.program:
         return subprocess.run([bin_directory / "python", suite.program, url], cwd=HERE).returncode == 0
@@ -120,7 +120,7 @@ def run_suite(name: str, bin_directory: Path, url: str, out: Path) -> bool:
 
 
 def saw_no_error(directory: Path) -> bool:
-    """aiperf ends with 0 whatever the server answered; its export says. Prints the figures that docs/clients.md has."""
+    """Check aiperf's export, because aiperf exits with 0 in any case. Print the figures of docs/clients.md."""
     seen = json.loads((directory / "profile_export_aiperf.json").read_text())
     print(f"aiperf {seen['aiperf_version']}: {seen['request_count']['avg']:.0f} requests", end="")
     for key in ("output_token_throughput", "time_to_first_token", "inter_token_latency"):
@@ -130,7 +130,7 @@ def saw_no_error(directory: Path) -> bool:
 
 
 def main() -> None:
-    """Run them."""
+    """Run the suites."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--url", help="a fleet that runs already, started with the flags in docs/clients.md")

@@ -1,10 +1,10 @@
-"""What is kept of a recorded request: all names, types and short values, and of texts only the beginning."""
+"""The recorded part of a request: all names, types and short values, and the beginnings of texts."""
 
 import re
 from typing import Any
 
 _LONGEST = 24  # characters of a text
-_LONGEST_WORD = 64  # of a value without blanks: a name, a type, a pattern
+_LONGEST_WORD = 64  # characters of a value without blanks: a name, a type, a pattern
 _IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{24,}|/tmp/\w+")
 
 

@@ -11,14 +11,14 @@ ASK: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 32,
     "messages": [{"role": "user", "content": "Tell me of the captain."}],
-    "extra_body": {"temperature": 0},  # the package has no argument for it any more
+    "extra_body": {"temperature": 0},  # the package no longer has an argument for it
 }
 TOOLS: list[Any] = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
 CHOICE: Any = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def text_and_stream() -> None:
-    """A stream says what the whole answer says."""
+    """A stream equals the whole answer."""
     whole = CLIENT.messages.create(**ASK, system="You are a sailor.")
     (block,) = whole.content
     assert block.type == "text"
@@ -33,7 +33,7 @@ def text_and_stream() -> None:
 
 
 def tools() -> None:
-    """A demanded call holds its schema, streamed too, and its result goes back."""
+    """A required call follows its schema, streamed too, and its result is sent back."""
     ask = {**ASK, "max_tokens": 300, "tools": TOOLS}
     whole = CLIENT.messages.create(**ask, tool_choice=CHOICE)
     (call,) = [block for block in whole.content if block.type == "tool_use"]
@@ -48,7 +48,7 @@ def tools() -> None:
 
 
 def counting() -> None:
-    """`count_tokens` is what a message is charged."""
+    """`count_tokens` equals the count that a message is charged."""
     counted = CLIENT.messages.count_tokens(model=MODEL, messages=ASK["messages"])
     assert counted.input_tokens == CLIENT.messages.create(**ASK).usage.input_tokens
 

@@ -17,14 +17,14 @@ TALK = [SystemMessage("You are a sailor."), HumanMessage("Tell me of the captain
 class Port(BaseModel):
     """A harbour."""
 
-    # A schema that is silent about other properties allows them, and a model that was never taught writes them.
+    # A schema without `additionalProperties` allows any, and an untrained model writes some.
     model_config = ConfigDict(extra="forbid")
     kind: Literal["sea", "river"]
     berths: int = Field(ge=1, le=9)
 
 
 class Place(BaseModel):
-    """Where."""
+    """Location."""
 
     model_config = ConfigDict(extra="forbid")
     place: Literal["north", "south"]
@@ -37,7 +37,7 @@ def depth(place: Literal["north", "south"]) -> str:
 
 
 def model(**more: Any) -> ChatOpenAI:
-    """A chat model of this server."""
+    """Return a chat model of this server."""
     return ChatOpenAI(
         model=MODEL,
         base_url=f"{sys.argv[1]}/v1",
@@ -48,7 +48,7 @@ def model(**more: Any) -> ChatOpenAI:
 
 
 def invoke_and_stream() -> None:
-    """A stream says what the whole answer says, with its usage."""
+    """A stream equals the whole answer, usage included."""
     whole = model().invoke(TALK)
     assert whole.content
     assert whole.usage_metadata
@@ -62,7 +62,7 @@ def invoke_and_stream() -> None:
 
 
 def batch_and_async() -> None:
-    """Several at once."""
+    """Send several requests at once."""
     texts = [m.content for m in model().batch([TALK] * 4)]
     assert len(set(texts)) == 1
 
@@ -73,7 +73,7 @@ def batch_and_async() -> None:
 
 
 def bind_tools() -> None:
-    """A call by langchain's own tools and by schemas, streamed too; its result goes back."""
+    """Call langchain's own tools and schemas, streamed too; send the result back."""
     bound = model(max_tokens=300).bind_tools([depth], tool_choice="required", parallel_tool_calls=False, strict=True)
     answer = bound.invoke(TALK)
     assert isinstance(answer, AIMessage)
@@ -94,7 +94,7 @@ def bind_tools() -> None:
 
 
 def structured_output() -> None:
-    """Into a class, by schema and by a named call."""
+    """Parse into a class, by schema and by a named call."""
     for method in ("json_schema", "function_calling"):
         port = model(max_tokens=200).with_structured_output(Port, method=method).invoke(TALK)
         assert isinstance(port, Port), port
@@ -102,7 +102,7 @@ def structured_output() -> None:
 
 
 def logprobs() -> None:
-    """In `response_metadata`."""
+    """Read log-probabilities from `response_metadata`."""
     answer = model(temperature=0).bind(logprobs=True, top_logprobs=2).invoke(TALK)
     shown = answer.response_metadata["logprobs"]["content"]
     assert len(shown) == answer.usage_metadata["output_tokens"]

@@ -21,7 +21,7 @@ CALLING: dict[str, Any] = {**ASK, "tools": TOOLS, "max_tokens": 300, "parallel_t
 
 
 def completion_and_stream() -> None:
-    """A stream says what the whole answer says."""
+    """A stream equals the whole answer."""
     whole = litellm.completion(**ASK, seed=7)
     text = whole.choices[0].message.content
     assert text
@@ -43,7 +43,7 @@ def text_completion() -> None:
 
 
 def asynchronous() -> None:
-    """Eight at once."""
+    """Send eight requests at once."""
 
     async def all_of_them() -> list[str]:
         answers = await asyncio.gather(*(litellm.acompletion(**ASK, seed=seed) for seed in range(8)))
@@ -54,7 +54,7 @@ def asynchronous() -> None:
 
 
 def tools() -> None:
-    """Required and named calls, whole and streamed, and a message that goes back."""
+    """Required and named calls, whole and streamed; the message is sent back."""
     for seed in range(2):
         for choice in ("required", NAMED):
             message = litellm.completion(**CALLING, tool_choice=choice, seed=seed).choices[0].message
@@ -76,7 +76,7 @@ def structured() -> None:
 
 
 def refusals() -> None:
-    """A wrong value is litellm's own exception."""
+    """A bad value raises litellm's own exception."""
     refusal = refused(litellm.BadRequestError, lambda: litellm.completion(**ASK, top_p=9))
     assert "top_p" in str(refusal)
 

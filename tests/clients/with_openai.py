@@ -15,7 +15,7 @@ COMMON: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_completion_tok
 
 
 class Ship(BaseModel):
-    """What `parse` makes of an answer."""
+    """The class that `parse` builds from an answer."""
 
     name: str = Field(max_length=12)
     masts: int = Field(ge=1, le=5)
@@ -23,13 +23,13 @@ class Ship(BaseModel):
 
 
 def models() -> None:
-    """The list of models."""
+    """List the models."""
     assert [m.id for m in CLIENT.models.list()] == [MODEL]
     assert CLIENT.models.retrieve(MODEL).id == MODEL
 
 
 def chat_whole_and_streamed() -> None:
-    """A stream says what the whole answer says, and so does its usage."""
+    """A stream equals the whole answer, usage included."""
     whole = CLIENT.chat.completions.create(**COMMON, seed=7)
     (choice,) = whole.choices
     assert choice.message.content
@@ -47,7 +47,7 @@ def chat_whole_and_streamed() -> None:
 
 
 def chat_by_the_stream_helper() -> None:
-    """`chat.completions.stream` puts the pieces together itself."""
+    """`chat.completions.stream` merges the pieces itself."""
     ask: dict[str, Any] = {**COMMON, "max_completion_tokens": 200, "response_format": Ship, "seed": 3}
     with CLIENT.chat.completions.stream(**ask) as stream:
         kinds = {event.type for event in stream}
@@ -71,7 +71,7 @@ def completions_whole_and_streamed() -> None:
 
 
 def several_choices() -> None:
-    """`n` choices differ, and are the same a second time."""
+    """The `n` choices differ, and repeat in a second request."""
     whole = CLIENT.chat.completions.create(**COMMON, n=3, seed=5, temperature=1.0)
     texts = {c.index: c.message.content for c in whole.choices}
     assert sorted(texts) == [0, 1, 2]
@@ -84,7 +84,7 @@ def several_choices() -> None:
 
 
 def logprobs() -> None:
-    """One entry per token, the token among its alternatives where the sampling was greedy."""
+    """Each token has one entry; with greedy sampling the token is among its alternatives."""
     answer = CLIENT.chat.completions.create(**COMMON, temperature=0, logprobs=True, top_logprobs=3)
     (choice,) = answer.choices
     assert choice.logprobs
@@ -100,7 +100,7 @@ def logprobs() -> None:
 
 
 def stop_strings() -> None:
-    """A stop string ends the answer, and is no part of it."""
+    """A stop string ends the answer and is not part of it."""
     ask: dict[str, Any] = {"model": MODEL, "prompt": "The sea " * 20, "max_tokens": 24, "temperature": 0}
     free = CLIENT.completions.create(**ask).choices[0].text
     word = free.split()[3]
@@ -109,7 +109,7 @@ def stop_strings() -> None:
 
 
 def usage_of_the_cache() -> None:
-    """A second question finds the first one's prompt, and says the same."""
+    """A second request finds the first one's prompt in the cache and gets the same answer."""
     ask: dict[str, Any] = {"model": MODEL, "prompt": "The captain " * 100, "max_tokens": 8, "temperature": 0}
     first, second = CLIENT.completions.create(**ask), CLIENT.completions.create(**ask)
     details = second.usage and second.usage.prompt_tokens_details
@@ -120,7 +120,7 @@ def usage_of_the_cache() -> None:
 
 
 def tools_required_and_named() -> None:
-    """A call that is demanded has a known name and arguments by its schema; streamed in pieces it is the same."""
+    """A required call has a known name and valid arguments; its stream has the same pieces."""
     for seed in range(3):
         for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
             ask: dict[str, Any] = {
@@ -150,7 +150,7 @@ def tools_required_and_named() -> None:
 
 
 def tool_results_go_back() -> None:
-    """The assistant's message is sent back as it came, with the result of its call."""
+    """The assistant's message is sent back unchanged with the result of its call."""
     ask: dict[str, Any] = {**COMMON, "tools": TOOLS, "max_completion_tokens": 300}
     first = CLIENT.chat.completions.create(**{**ask, "tool_choice": NAMED}, seed=1).choices[0].message
     (call,) = first.tool_calls or ()
@@ -183,7 +183,7 @@ def structured() -> None:
 
 
 def errors() -> None:
-    """What is wrong is the client's exception, with the field's name."""
+    """Errors raise the client's exceptions and name the field."""
     for kind, more in (
         (openai.BadRequestError, {"top_p": 9}),
         (openai.BadRequestError, {"functions": [{"name": "f"}]}),
@@ -194,7 +194,7 @@ def errors() -> None:
 
 
 def asynchronous() -> None:
-    """Sixteen streams at once say what they say alone; one that is closed early leaves the others be."""
+    """Sixteen concurrent streams equal single ones; closing one early leaves the others alone."""
 
     async def one(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.chat.completions.create(**COMMON, seed=seed, stream=True)

@@ -25,12 +25,12 @@ class Port(BaseModel):
 
 
 def settings(**more: Any) -> Any:
-    """Of one run; the seed makes it the same run each time."""
+    """Settings of one run; the seed makes runs equal."""
     return {"max_tokens": 200, "seed": 7, **more}
 
 
 def text_and_stream() -> None:
-    """A stream says what the whole answer says."""
+    """A stream equals the whole answer."""
     agent = Agent(CHAT, system_prompt="You are a sailor.")
     whole = agent.run_sync(ASK, model_settings=settings(max_tokens=32))
     assert whole.output
@@ -43,7 +43,7 @@ def text_and_stream() -> None:
 
 
 def output_by_a_required_call() -> None:
-    """An output type is a tool, and `tool_choice` is `required`."""
+    """An output type is a tool with `tool_choice` `required`."""
     agent = Agent(CHAT, output_type=ToolOutput(Port), retries=0)
     for seed in range(4):
         port = agent.run_sync(ASK, model_settings=settings(seed=seed)).output
@@ -51,13 +51,13 @@ def output_by_a_required_call() -> None:
 
 
 def output_by_schema() -> None:
-    """The same by `response_format`."""
+    """The same output by `response_format`."""
     port = Agent(CHAT, output_type=NativeOutput(Port), retries=0).run_sync(ASK, model_settings=settings()).output
     assert isinstance(port, Port)
 
 
 def tools_then_an_output() -> None:
-    """A tool is called, its result goes back, and the run ends with an output; streamed it is the same run."""
+    """The agent calls a tool, sends its result, and ends with an output; the streamed run is equal."""
     called: list[str] = []
     agent = Agent(CHAT, output_type=ToolOutput(Port), retries=0)
 
@@ -73,7 +73,7 @@ def tools_then_an_output() -> None:
     for seed in range(8):
         result = agent.run_sync(ASK, model_settings=settings(seed=seed, parallel_tool_calls=False, temperature=1.0))
         assert isinstance(result.output, Port)
-    assert called, "in eight runs the tool was never chosen"
+    assert called, "no run of eight chose the tool"
 
 
 if __name__ == "__main__":

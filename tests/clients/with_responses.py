@@ -22,7 +22,7 @@ CALLING: dict[str, Any] = {**ASK, "tools": TOOLS, "max_output_tokens": 300, "par
 
 
 def text_and_stream() -> None:
-    """A stream's deltas and its last event say what the whole answer says."""
+    """A stream's deltas and its last event equal the whole answer."""
     whole = CLIENT.responses.create(**ASK)
     assert whole.output_text
     assert whole.usage
@@ -36,7 +36,7 @@ def text_and_stream() -> None:
 
 
 def required_call_and_its_result() -> None:
-    """A demanded call holds its schema, streamed too, and its result goes back."""
+    """A required call follows its schema, streamed too, and its result is sent back."""
     whole = CLIENT.responses.create(**CALLING, tool_choice="required")
     (call,) = [item for item in whole.output if item.type == "function_call"]
     hold(call.name, json.loads(call.arguments))

@@ -1,4 +1,4 @@
-"""What the deployment tests share: Prometheus' programs, the dashboard's queries and the names of all metrics."""
+"""Shared by the deployment tests: Prometheus' programs, the dashboard's queries and the names of all metrics."""
 
 import json
 import re
@@ -108,13 +108,13 @@ def series_names(histograms: tuple[str, ...]) -> frozenset[str]:
 
 @pytest.fixture(scope="session")
 def rank_series() -> frozenset[str]:
-    """The series among them that every rank exports."""
+    """Series that every rank exports."""
     return frozenset((*WORKER_OTHERS, *(f"{name}_count" for name in WORKER_HISTOGRAMS)))
 
 
 @pytest.fixture(scope="session")
 def program() -> Callable[[str], str]:
-    """Path of `prometheus` or `promtool`: what deploy/tools/get_prometheus.sh fetched, or the one on PATH."""
+    """Path of `prometheus` or `promtool`, fetched by deploy/tools/get_prometheus.sh or found on PATH."""
 
     def find(name: str) -> str:
         fetched = ROOT / ".tools" / "prometheus" / "usr" / "bin" / name
@@ -134,7 +134,7 @@ def dashboard() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def dashboard_queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
-    """(panel and legend, PromQL) of every query, with Grafana's variables replaced by what they stand for."""
+    """(panel and legend, PromQL) of every query, with Grafana's variables replaced by their values."""
     values = (("$__rate_interval", "1m"), ("$rank", ".*"), ("$job", ".*"), ("$model_name", "demo"))
     queries = []
     for panel in dashboard["panels"]:

@@ -1,4 +1,4 @@
-"""A fleet machine in a world that a test plays: processes, routers, people and Ray. No process runs, no time passes."""
+"""A fleet machine whose processes, routers, operators, Ray and clock are played by a test."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +41,10 @@ def whole(size: int) -> Placement:
 
 
 class World:
-    """`turn` lets all calls return that are not held, and time tick once. `did` notes the machine's instructions.
+    """`turn` lets all calls return that are not held, and ticks once. `did` lists the machine's instructions.
 
-    `held[rank, method]` (rank None: any) keeps a call open, `raises[rank, method]` has it fail with these words, once.
-    `dead` are numbers of processes that have ended. Routers have `sequences` of each rank, `whole` or not.
+    `held[rank, method]` (rank None: any) keeps a call open; `raises[rank, method]` makes it fail once with this text.
+    `dead` are the numbers of processes that have ended. Routers have `sequences` of each rank, `whole` or not.
     """
 
     def __init__(self, size: int = 3, *, sequences: int = 0, launch: bool = True, **options: Any) -> None:
@@ -57,11 +57,11 @@ class World:
         self.held: set[tuple[int | None, str]] = set()
         self.raises: dict[tuple[int, str], str] = {}
         self.dead: set[int] = set()
-        self.began: set[int] = set()  # processes that step, or did
-        self.fenced: set[int] = set()  # ranks whose peers will miss them
+        self.began: set[int] = set()  # processes that have run steps
+        self.fenced: set[int] = set()  # ranks whose peers will report them
         self.ends: dict[int, str] = {}
         self.seats: dict[int, tuple[str, int]] = {}
-        self.facts: dict[int, dict[str, Any]] = {}  # of a rank's setup, beside the usual ones
+        self.facts: dict[int, dict[str, Any]] = {}  # extra results of a rank's setup
         self.sequences = dict.fromkeys(range(16), sequences)
         self.whole = True
         self.lacks: str | None = None
@@ -78,10 +78,10 @@ class World:
             self.turn()
             self.did.clear()
 
-    # What happens.
+    # Events.
 
     def event(self, event: Event) -> None:
-        """Let something happen, and carry out what follows at once."""
+        """Apply an event and everything that follows at once."""
         events = [event]
         while events:
             instructions = self.machine.handle(events.pop(0), self.now)
@@ -89,7 +89,7 @@ class World:
             events = [answer for each in instructions if (answer := self._carry_out(each)) is not None] + events
 
     def turn(self, *events: Event) -> None:
-        """Let these happen, then all calls return that can, and time tick once."""
+        """Apply these events, then let every call return that can, and tick once."""
         for event in events:
             self.event(event)
         self.settle()
@@ -114,7 +114,7 @@ class World:
         return call.method != "wait" and not {(rank, call.method), (None, call.method)} & self.held
 
     def end(self, number: int) -> None:
-        """A call ends."""
+        """End a call."""
         call = self.calls.pop(number)
         rank = self.rank_of(call.process)
         if (words := self.raises.pop((rank, call.method), None)) is not None:
@@ -124,10 +124,10 @@ class World:
             self.report((), call.args[0])
         self.event(Returned(number, self._value(call, rank)))
 
-    def kill(self, *ranks: int, told: bool = True) -> None:
-        """The processes of these ranks end; the others notice if they are `told`."""
+    def kill(self, *ranks: int, noticed: bool = True) -> None:
+        """End the processes of these ranks; the other ranks report it if `noticed`."""
         self.kill_process(*map(self.process_of, ranks))
-        if told:
+        if noticed:
             self.report(ranks, f"rank {ranks[0]} lost at step 9, plan")
 
     def kill_process(self, *processes: int) -> None:
@@ -138,7 +138,7 @@ class World:
                 self.event(Failed(number, "it died", "ended"))
 
     def report(self, ranks: tuple[int, ...], reason: str) -> None:
-        """Every rank that steps reports a loss."""
+        """Let every rank that runs steps report a loss."""
         for number, call in list(self.calls.items()):
             if call.method == "wait" and number in self.calls and call.process not in self.dead:
                 del self.calls[number]
@@ -149,14 +149,14 @@ class World:
         self.event(Missed(rank, reason))
 
     def ask(self, name: Any, *ranks: int, seconds: float = 30.0, **fields: Any) -> int:
-        """A person gives a command."""
+        """Send an operator's command."""
         number = len(self.said)
         self.said[number] = []
         self.event(Command(number=number, name=name, ranks=ranks, seconds=seconds, **fields))
         return number
 
     def finish(self, command: int, turns: int = 9) -> str:
-        """Let time pass until a command is done; return its last word, with the exit code of a refused one."""
+        """Let time pass until a command ends; return its last text, after the exit code if it was refused."""
         for _ in range(turns):
             if command in self.ended:
                 break
@@ -164,38 +164,38 @@ class World:
         end = self.ended[command]
         return end.text if end.exit_code is None else f"{end.exit_code}: {end.text}"
 
-    # What is asked of it.
+    # State.
 
     def process_of(self, rank: int) -> int:
-        """The process that has the place of a rank."""
+        """Return the process of a rank."""
         return self.machine.ranks.members[rank].number
 
     def rank_of(self, process: int) -> int:
         return next(rank for rank, each in self.made if each == process)
 
     def calls_of(self, rank: int) -> list[str]:
-        """Methods of the latest process of a rank that were called."""
+        """Return the methods called on the latest process of a rank."""
         return [each[2] for each in self.did if each[0] == "call" and each[1] == self.process_of(rank)]
 
     @property
     def serving(self) -> list[int]:
-        """The ranks that routers have."""
+        """Ranks that routers use."""
         return [rank.rank for rank in self.handed[-1].ranks if rank.frontend]
 
     @property
     def steps(self) -> list[Any]:
-        """What was done but calls, and without process numbers."""
+        """Instructions except calls, without process numbers."""
         return [each for each in self.did if each[0] not in ("call", "order", "standby")]
 
     def _value(self, call: Call, rank: int) -> Any:
-        doors = {"frontend": f"tcp://{call.process}", "metrics_url": "", "mesh": {}}
+        addresses = {"frontend": f"tcp://{call.process}", "metrics_url": "", "mesh": {}}
         if call.method == "setup":
             spec = call.args[0]
             if spec["seat"] is not None and spec["peer_gpus"] and spec["seat"] != self.seats[rank]:
                 return {"moved": str(self.seats[rank])}
-            return {**doors, "node": "here", "seconds": {"imports": 0.1}, "weights": {}, **self.facts.get(rank, {})}
+            return {**addresses, "node": "here", "seconds": {"imports": 0.1}, "weights": {}, **self.facts.get(rank, {})}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
-        answers = {"rebind": doors, "load": REPORT, "progress": (1, 1), "room": room, "seat": self.seats.get(rank)}
+        answers = {"rebind": addresses, "load": REPORT, "progress": (1, 1), "room": room, "seat": self.seats.get(rank)}
         return answers.get(call.method)
 
     def _carry_out(self, instruction: Instruction) -> Event | None:
@@ -233,7 +233,7 @@ class World:
         elif isinstance(instruction, Tell):
             self.said[instruction.command].append(instruction.text)
         elif isinstance(instruction, Finish):
-            assert instruction.command not in self.ended, "a command ends once"
+            assert instruction.command not in self.ended, "a command must end once"
             self.ended[instruction.command] = instruction
         elif isinstance(instruction, FleetFailed):
             self.given_up.append(instruction.reason)
@@ -247,7 +247,7 @@ class World:
         return self.ray_fails
 
     def ray_ends(self, daemon: str) -> None:
-        """A daemon of Ray ends; the raylet takes all processes with it."""
+        """End a daemon of Ray; the raylet takes all processes with it."""
         if daemon == "raylet":
             self.dead |= {process for _, process in self.made}
         self.event(RayEnded(daemon, daemon == "raylet"))

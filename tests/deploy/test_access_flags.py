@@ -1,4 +1,4 @@
-"""The limits on the command line become fields of RouterConfig and EngineConfig; a bad one is a line that says so."""
+"""Limits on the command line become fields of RouterConfig and EngineConfig; a bad one is refused in one line."""
 
 import os
 from dataclasses import fields
@@ -15,7 +15,7 @@ def parse(*flags):
     return args, engine_config(args)
 
 
-def test_without_flags_the_fleet_says_how_much_it_holds():
+def test_without_flags_the_fleet_determines_its_limits():
     args, config = parse("--max-num-seqs", "16", "--max-waiting", "4")
     found = router_fields(args, config)
     fleet = {"max_inflight": 2 * (16 + 4), "inflight_per_worker": 16 + 4, "worker_places": 16}
@@ -80,8 +80,8 @@ def test_bad_flags(capsys, flags, message):
     assert err.count("\n") == 1
 
 
-def test_the_key_is_taken_out_of_the_environment(monkeypatch):
-    """No process that the server starts inherits it."""
+def test_key_is_removed_from_the_environment(monkeypatch):
+    """Otherwise every process that the server starts would inherit it."""
     monkeypatch.setenv(KEY_VARIABLE, "sk-secret")
     args, _ = parse()
     assert access_config(args).api_keys == ("sk-secret",)

@@ -1,4 +1,4 @@
-"""Flags of the API and the file that flags may stand in: what they mean, and one line for what they cannot."""
+"""Flags of the API and their config file: their meaning, and the one-line refusals."""
 
 import json
 import re
@@ -20,19 +20,19 @@ from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.protocol import KvCompression
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
-# What Qwen3 ships, and more.
+# Qwen3's published values and more.
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "bos_token_id": 1, "eos_token_id": [1, 2]}
 
 
 def settings(*words: str) -> Any:
-    """What the command line says of the API."""
+    """Return the API settings of a command line."""
     args = build_parser().parse_args(["serve", *words])
     return api_settings(args, engine_config(args))
 
 
 @pytest.fixture
 def generation(tmp_path: Path) -> Path:
-    """A directory with a generation_config.json."""
+    """Write a generation_config.json; return its directory."""
     (tmp_path / "generation_config.json").write_text(json.dumps(QWEN))
     return tmp_path
 
@@ -48,7 +48,7 @@ def test_defaults_of_a_generation_config(generation: Path) -> None:
     assert settings("--generation-config", str(generation)).defaults == SamplingDefaults(max_tokens=9, top_p=1.0)
 
 
-def test_unknown_fields_are_refused_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_fields_are_refused_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert settings(str(DEMO)).unknown_fields == "reject"
     assert settings(str(DEMO), "--unknown-fields", "ignore").unknown_fields == "ignore"
     with pytest.raises(SystemExit):
@@ -65,8 +65,8 @@ def test_unknown_fields_are_refused_unless_told_otherwise(capsys: pytest.Capture
         )
 
 
-def test_the_checkpoints_own_unless_told_otherwise(generation: Path) -> None:
-    """A directory without weights will do: nothing is opened but this file."""
+def test_checkpoint_defaults_apply_by_default(generation: Path) -> None:
+    """The directory needs no weights, because only this file is opened."""
     assert settings(str(generation)).defaults.temperature == 0.6
     for word in ("none", "vllm"):
         assert settings(str(generation), "--generation-config", word).defaults == SamplingDefaults()
@@ -102,7 +102,7 @@ def test_names() -> None:
 
 
 def parse(tmp_path: Path, text: str, *words: str) -> Any:
-    """A command line with a config file of this text."""
+    """Parse a command line with a config file of this text."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
     words = ("--config", str(path), *words)
@@ -124,7 +124,7 @@ chat-template: own.jinja
 """
 
 
-def test_a_file_is_a_command_line(tmp_path: Path) -> None:
+def test_config_file_equals_a_command_line(tmp_path: Path) -> None:
     args = parse(tmp_path, FILE)
     plain = build_parser().parse_args(
         [
@@ -151,7 +151,7 @@ def test_a_file_is_a_command_line(tmp_path: Path) -> None:
     assert left == right
 
 
-def test_the_command_line_goes_first(tmp_path: Path) -> None:
+def test_command_line_overrides_the_file(tmp_path: Path) -> None:
     args = parse(tmp_path, FILE, "/other", "--port", "1", "--served-model-name", "x", "--async-scheduling")
     assert (args.model, args.port, args.served_model_name) == ("/other", 1, ["x"])
     assert (args.async_scheduling, args.no_prefix_caching, args.step_deadline) == (True, True, 7.5)
@@ -175,7 +175,7 @@ def test_the_command_line_goes_first(tmp_path: Path) -> None:
         ("workers: 0", ["--workers must be at least 1, got 0"]),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     check_line(["--config", str(path)], says, capsys)
@@ -198,7 +198,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], caps
     ],
     ids=lambda value: value[0],
 )
-def test_a_bad_flag_is_one_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flag_is_one_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     check_line(words, says, capsys)
 
 
@@ -225,7 +225,7 @@ def test_parsers_of_tool_calls_and_reasoning(tmp_path: Path) -> None:
         answer_formats_of(plain, settings(str(DEMO), "--enable-auto-tool-choice"))
 
 
-def test_what_is_kept_of_prompts() -> None:
+def test_prompt_compression_flags() -> None:
     assert settings(str(DEMO)).kv_compression is None
     said = settings(str(DEMO), "--kv-compression", '{"method": "snapkv", "budget": 256}')
     assert said.kv_compression == KvCompression(method="snapkv", budget=256, window=32)
@@ -245,7 +245,7 @@ def test_what_is_kept_of_prompts() -> None:
         ('{"method": "snapkv", "budget": 31}', "window 32 must be in [1, budget 31]"),
     ],
 )
-def test_what_cannot_be_kept_of_prompts(text: str, says: str) -> None:
+def test_invalid_prompt_compression_flags(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=f"^--kv-compression: .*{re.escape(says)}"):
         settings(str(DEMO), "--kv-compression", text)
 
@@ -253,8 +253,8 @@ def test_what_cannot_be_kept_of_prompts(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     "flags", ["--prefill-chunk 16", "--max-batch-tokens 31 --max-num-seqs 4", "--mixed-prefill-tokens 16"]
 )
-def test_a_window_that_no_step_holds_is_refused_at_the_start(flags: str) -> None:
-    """Or every long prompt would be, for what its client did not ask for."""
+def test_window_larger_than_a_step_is_refused_at_startup(flags: str) -> None:
+    """Otherwise every long prompt would be refused for a setting that its client did not choose."""
     args = build_parser().parse_args(
         ["serve", str(DEMO), *flags.split(), "--kv-compression", '{"method": "snapkv", "budget": 256}']
     )
@@ -263,8 +263,8 @@ def test_a_window_that_no_step_holds_is_refused_at_the_start(flags: str) -> None
         check_before_start(config, load_model_config(DEMO), api=api_settings(args, config), local=True)
 
 
-def test_a_window_has_room_behind_positions_that_are_computed_together() -> None:
-    """A chunk ends at a multiple of 64, so that up to 63 rows come with the window."""
+def test_window_fits_after_a_chunk_of_positions() -> None:
+    """A chunk ends at a multiple of 64, so up to 63 rows accompany the window."""
     words = "serve --load-format dummy --shape Qwen3-Next-80B-A3B --layers 4 --max-num-seqs 1 --prefill-chunk 94"
     args = build_parser().parse_args([*words.split(), "--kv-compression", '{"method": "snapkv", "budget": 40}'])
     config, model = engine_config(args), shape_model("Qwen3-Next-80B-A3B", 4)
@@ -280,8 +280,8 @@ def notes(words: str, model: ModelConfig) -> list[str]:
     return start_notes(api_settings(args, config), config, model)
 
 
-def test_what_a_start_says_of_prompts() -> None:
-    """That they are kept in part, and that a step has no room for them beside output; nothing where neither is."""
+def test_startup_notes_about_prompt_compression() -> None:
+    """Prompts kept in part, and steps without room for them next to output; nothing otherwise."""
     demo = load_model_config(DEMO)
     assert notes(str(DEMO), demo) == []
     [kept] = notes(f'{DEMO} --kv-compression {{"method":"snapkv","budget":40}}', demo)

@@ -1,4 +1,4 @@
-"""`moeyard bench engine`: its arithmetic by hand, and every scenario on a tiny model, on a CPU and on a GPU."""
+"""`moeyard bench engine`: its arithmetic, and every scenario on a tiny model, on a CPU and on a GPU."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def parse(*flags: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", "engine", *flags])
 
 
-def test_course_of_a_request() -> None:
+def test_timeline_of_a_request() -> None:
     course = Course(1.0, [3.0, 4.0, 6.0, 7.0])
     assert course.first == 2.0
     assert course.per_token == pytest.approx(4 / 3)
@@ -67,12 +67,12 @@ def test_shares() -> None:
 def test_replay_of_a_graph_by_itself() -> None:
     assert beside_replay({"p50": 2.06, "p90": 9.0}, 0.002) == {"replay_ms": 2.0, "tpot_of_replay": pytest.approx(1.03)}
     assert beside_replay({"p50": 2.06}, None) == {}
-    assert beside_replay({}, 0.002) == {}, "a single token has no time per token"
+    assert beside_replay({}, 0.002) == {}, "a single token must have no time per token"
     assert replay_seconds(()) is None
 
 
 def subject_of(rows: int, **options: Any) -> Subject:
-    """Return a subject of two layers of the demo model, with at most `rows` rows in a step."""
+    """Return a subject of two layers of the demo model with at most `rows` rows per step."""
     config = EngineConfig(
         model_path=None,
         load_format="dummy",
@@ -91,34 +91,34 @@ def subject_of(rows: int, **options: Any) -> Subject:
 
 
 def graph_subject(**options: Any) -> Subject:
-    """Within `gpu_steps`."""
+    """The caller is within `gpu_steps`."""
     return subject_of(32, async_scheduling=True, **PLACE, **options)
 
 
 def answers(subject: Subject) -> dict[str, list[int]]:
-    """What three requests, always the same, are answered."""
+    """Return the answers to three fixed requests."""
     subject._random, subject._names = random.Random(3), 0
-    run, told = Run(subject, subject.scheduler()), dict[str, list[int]]()
+    run, answers_by_id = Run(subject, subject.scheduler()), dict[str, list[int]]()
     complete = run.scheduler.complete
 
     def keep(*args: Any) -> Any:
         replies = complete(*args)
         for reply in replies:
             if isinstance(reply.message, Tokens):
-                told.setdefault(reply.message.request_id, []).extend(reply.message.token_ids)
+                answers_by_id.setdefault(reply.message.request_id, []).extend(reply.message.token_ids)
         return replies
 
     run.scheduler.complete = keep  # type: ignore[method-assign]
     for i in range(3):
         subject.submit(run, prompt=7 + i, output=6)
     run.go()
-    return told
+    return answers_by_id
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """The same graphs, back to back and oftener than 50 times; the streams were measured before, and nobody sees it."""
+    """The same graphs run back to back more than 50 times after the streams are measured, and change no answer."""
     decode, sampling = Decode(streams=3, prompt=9, output=10), SamplingParams(max_tokens=1, temperature=temperature)
     with gpu_steps():
         subject = graph_subject()
@@ -129,7 +129,7 @@ def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPa
             if not torch.cuda.is_available():
                 once = Graph.replay
                 monkeypatch.setattr(Graph, "replay", lambda graph: (replays.append(graph), once(graph))[1])
-                # A turn takes 90 ms.
+                # a turn takes 90 ms
                 monkeypatch.setattr(Event, "elapsed_time", lambda *_: 90.0)
             row = decode.run(subject, Ceilings(copy=1e9))
             if replays:
@@ -139,7 +139,7 @@ def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPa
                 assert REPLAYS >= 50
                 assert len(set(again)) == (2 if temperature else 1)
                 assert set(again) <= set(before)
-                # The rest is what was decoded, and no more of these back to back.
+                # The rest is earlier decode steps, without further replays.
                 assert before.count(again[0]) < 20
             assert row["tpot_of_replay"] == pytest.approx(row["tpot_ms"]["p50"] / row["replay_ms"])
             assert answers(subject) == expected
@@ -153,8 +153,8 @@ def test_the_last_decode_step_is_replayed_by_itself(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"expert_slots": 8}], ids=["launched", "missing experts"])
-def test_no_replay_is_timed_that_says_nothing(options: dict[str, Any]) -> None:
-    """Where steps are launched, and where the same step once more would find all its experts."""
+def test_meaningless_replays_are_not_timed(options: dict[str, Any]) -> None:
+    """Launched steps are not replays, and a repeated step would find all its experts."""
     with gpu_steps():
         subject = graph_subject(**options)
         try:
@@ -175,19 +175,19 @@ def test_misses_and_their_bound() -> None:
 
 
 def bench(args: argparse.Namespace, wanted: list[engine.Scenario], report: Callable[[str], None]) -> engine.Bench:
-    """At ceilings that were not measured."""
+    """The ceilings are given, not measured."""
     ceilings = Ceilings(copy=1e9, link=1e8)
     return engine.Bench(wanted=wanted, ceilings=ceilings, sampling=engine.sampling_of(args), report=report)
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """What these arguments ask for."""
+    """Return the results for these arguments."""
     wanted = engine.scenarios(args)
     return bench(args, wanted, lambda _: None).run(engine.configs_of(args, engine.engine_config(args, wanted)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_residency_is_measured_in_turn(device: str) -> None:
+def test_residency_levels_are_measured_in_turn(device: str) -> None:
     args = parse(
         *("--shape", "moeyard-demo", "--layers", "3", "--device", device, "--streams", "2", "--prompt", "9"),
         *("--output", "10", "--prefill", "1x30", "--chunk", "32", "--residency", "1", "0.25"),
@@ -207,8 +207,8 @@ def test_residency_is_measured_in_turn(device: str) -> None:
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["cpu", "gpu steps"])
 @pytest.mark.parametrize(("chunk", "steps"), [("1", 20), ("32", 1)])
-def test_a_prompt_by_rows_of_one(chunk: str, steps: int, kind: str) -> None:
-    """What a per-token path gives below full residency, beside the same prompt in one step."""
+def test_prefill_by_single_rows(chunk: str, steps: int, kind: str) -> None:
+    """Per-token prefill below full residency, compared with the same prompt in one step."""
     args = parse(
         *("--shape", "moeyard-demo", "--layers", "3", "--device", "cpu", "--dtype", "float32", "--streams"),
         *("--prefill", "1x20", "--chunk", chunk, "--residency", "1", "0.25"),
@@ -234,7 +234,7 @@ def test_floor_of_a_shape_by_hand() -> None:
     assert found == 2 * (dense + 8.5 * expert + 3 * 100 * kv)
 
 
-def test_table_leaves_out_what_nobody_has() -> None:
+def test_table_omits_empty_columns() -> None:
     rows = [{"case": "a", "ms": {"p50": 1.234}}, {"case": "bb", "rate": 12345.6}]
     columns = [("case", "case"), ("ms.p50", "ms"), ("ms.p99", "no"), ("rate", "tok/s")]
     assert table(rows, columns).splitlines() == ["case    ms   tok/s", "   a  1.23", "  bb        12,346"]
@@ -283,9 +283,9 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
         assert row["tpot_ms"]["p50"] > 0
         assert row["ttft_ms"]["p50"] > 0
         if device == "cuda":
-            # The steps that end prompts kept in part are launched.
+            # Steps that end partly kept prompts are launched.
             assert (row["replay_share"] == 1.0) == (row is not kept)
-            # Decode steps have as many rows as a graph; prompts that are replayed are padded.
+            # Decode steps have the rows of a graph; prompts in graphs are padded.
             assert (0 < row["padding_share"] < 1) == (row is not kept)
             assert row["tpot_of_replay"] == pytest.approx(row["tpot_ms"]["p50"] / row["replay_ms"])
         positions = kept_of + 10 / 2
@@ -299,8 +299,8 @@ def test_every_scenario(device: str, temperature: float, tmp_path: Path) -> None
     assert engine.table(result["rows"], engine.COLUMNS).count("\n") == len(wanted)
 
 
-def test_streams_whose_prompts_come_in_small_pieces() -> None:
-    """Those that began first are still there when the last begins."""
+def test_streams_with_chunked_prompts() -> None:
+    """The first streams still run when the last one begins."""
     shape = ("--shape", "moeyard-demo", "--layers", "2", "--device", "cpu")
     args = parse(*shape, "--streams", "7", "--prompt", "20", "--output", "3", "--chunk", "8", "--prefill")
     wanted = engine.scenarios(args)
@@ -309,7 +309,7 @@ def test_streams_whose_prompts_come_in_small_pieces() -> None:
     assert result["rows"][0]["step_ms"]["p50"] > 0
 
 
-def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_names_the_slowest_parts(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--shape", "moeyard-demo", "--layers", "2", "--device", "cpu", "--dtype", "float32")
     engine.bench_engine(parse(*shape, "--streams", "2", "--output", "4", "--prefill", "--profile"))
     lines = capsys.readouterr().out.splitlines()
@@ -319,8 +319,8 @@ def test_profile_names_what_took_longest(capsys: pytest.CaptureFixture[str]) -> 
     assert any("aten::" in line for line in lines[head + 1 : head + 11])
 
 
-def test_a_run_serves_what_was_asked_for() -> None:
-    """Every request gets its tokens, prompts and seeds differ, and rows add up."""
+def test_run_serves_the_configured_requests() -> None:
+    """Every request gets its tokens, prompts and seeds differ, and the row counts add up."""
     subject = subject_of(24)
     try:
         run = Run(subject, subject.scheduler())
@@ -329,7 +329,7 @@ def test_a_run_serves_what_was_asked_for() -> None:
         run.go()
         assert [len(course.tokens) for course in run.courses.values()] == [5] * 6
         assert sum(record.prompt_rows for record in run.records) == sum(10 + i for i in range(6))
-        # The first token comes with the prompt's last row.
+        # The first token follows the prompt's last row.
         assert sum(record.rows - record.prompt_rows for record in run.records) == 6 * 4
         assert all(record.rows <= 24 for record in run.records)
         run.scheduler.validate()
@@ -381,19 +381,19 @@ KIMI = ("--shape", "Kimi-K2", "--layers", "2")
     ],
     ids=["number", "generation", "full", "no context"],
 )
-def test_a_gpu_that_cannot_be_measured_is_one_line(
+def test_unsuitable_gpu_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], free: int | Exception, device: str, says: str
 ) -> None:
-    """Before anything is allocated: the bandwidth's copy would be the first."""
+    """The check comes before any allocation; the copy that measures bandwidth would be the first."""
     pretend(monkeypatch, *capabilities, free=free)
     monkeypatch.setattr(engine, "copy_bandwidth", lambda: pytest.fail("something was allocated"))
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what is looked at
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what matters
         engine.bench_engine(parse(*KIMI, "--device", device))
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
 
-def test_memory_that_others_take_while_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_taken_by_others_during_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
 
     def full() -> float:
@@ -404,16 +404,16 @@ def test_memory_that_others_take_while_copies_are_measured(monkeypatch: pytest.M
         engine.bench_engine(parse(*KIMI))
 
 
-def test_another_error_of_the_device_is_no_matter_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_device_errors_are_not_memory_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0), free=torch.AcceleratorError("CUDA error: an illegal memory access"))
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         engine.bench_engine(parse(*KIMI))
 
 
-def test_what_launches_of_a_graph_add() -> None:
+def test_gaps_between_launches_of_a_graph() -> None:
     """Two replays of three launches, the second begun within the first; a replay of another graph, and a lone copy."""
     first = [(7, "a", 1000, 3000), (7, "b", 2000, 4000), (7, "c", 4500, 5000)]
-    # On a second stream c began first, and ended when b did not.
+    # On the second stream, c began first and ended while b had not.
     second = [(8, "c", 10_000, 10_400), (8, "a", 10_100, 12_000), (8, "b", 11_000, 13_000)]
     lines = chain([*second, *first, (9, "d", 0, 100), (9, "e", 100, 200), (3, "copy", 0, 10_000)])
     assert lines[0] == "a step of 3 launches, replayed 2 times: 3.5 us; what each adds:"

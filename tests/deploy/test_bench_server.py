@@ -1,4 +1,4 @@
-"""What `moeyard bench URL` computes: percentiles, objectives, lengths, arrivals, events out of bytes."""
+"""Calculations of `moeyard bench URL`: percentiles, objectives, lengths, arrivals and stream parsing."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def answer(*, sent: float = 0.0, times: tuple[float, ...] = (), ended: float = 0
 
 
 def test_percentiles_interpolate_between_ranks() -> None:
-    """1 to 101 ms: rank p is p + 1; and of 10 and 20 each percentile lies that far between them."""
+    """For 1 to 101 ms, percentile p is p + 1; for 10 and 20, each percentile interpolates."""
     values = [i / 1000 for i in range(1, 102)]
     random.Random(1).shuffle(values)
     assert summary(values) == pytest.approx({"mean": 51, "p50": 51, "p90": 91, "p95": 96, "p99": 100})
@@ -38,7 +38,7 @@ def test_percentiles_interpolate_between_ranks() -> None:
 
 
 def test_latencies_of_an_answer() -> None:
-    """Five tokens in three events: what is per token divides by the server's count, not by events."""
+    """Five tokens in three events: times per token divide by the server's count, not by events."""
     found = latencies(answer(sent=1.0, times=(1.5, 1.7, 2.3), ended=2.4, tokens=5))
     assert found == pytest.approx({"ttft": 0.5, "tpot": 0.2, "e2e": 1.4})
     assert latencies(answer(times=(0.5,), ended=0.5, tokens=1))["tpot"] is None
@@ -59,7 +59,7 @@ def test_figures_of_a_run() -> None:
     assert found["cached_tokens"] == 12
 
 
-def test_goodput_wants_every_objective() -> None:
+def test_goodput_requires_every_objective() -> None:
     one = answer(times=(0.4, 0.5), ended=0.6, tokens=2)
     found = parse_slo("ttft=500ms, tpot=0.2s,e2el:900000us")
     assert found == pytest.approx({"ttft": 0.5, "tpot": 0.2, "e2e": 0.9})
@@ -89,8 +89,8 @@ def test_tokens_of_each_second_add_up() -> None:
     assert per_second([]) == []
 
 
-def test_events_out_of_bytes_of_any_cut() -> None:
-    """The same answer however the network cuts the stream; comments, CRLF and events without output are no tokens."""
+def test_events_are_parsed_for_any_chunking() -> None:
+    """The answer does not depend on chunk boundaries; comments, CRLF and events without output are not tokens."""
     stream = (
         ': ping\r\n\r\ndata: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
         'data: {"choices":[{"delta":{"content":"Grüße"}}]}\r\n\r\ndata:{"choices":[{"text":" 🙂"}]}\n\n'
@@ -137,7 +137,7 @@ def workload(**changes: object) -> Workload:
     return Workload(**{**fields, **lengths, **changes})  # type: ignore[arg-type]
 
 
-def test_prompts_are_distinct_and_the_seed_s() -> None:
+def test_prompts_are_distinct_and_seeded() -> None:
     many = workload(shared_prefix=6, turns=2)
     conversations = [many.conversation(i) for i in range(50)]
     firsts = [str(turns[0].prompt).split() for turns in conversations]
@@ -152,7 +152,7 @@ def test_prompts_are_distinct_and_the_seed_s() -> None:
 
 
 def test_yardstick_makes_prompts_of_the_wanted_length() -> None:
-    """A template of 11 tokens and 1.5 tokens to a word."""
+    """A template of 11 tokens and 1.5 tokens per word."""
     found = fit([(4, 17), (28, 53), (300, 461)])
     assert (found.base, found.per_word) == pytest.approx((11, 1.5))
     assert found.words(161) == 100
@@ -189,6 +189,6 @@ def test_addresses_of_servers(url: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host:x"])
-def test_what_is_no_address(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(ValueError, match="no address of a server"):
         parse_target(url)

@@ -1,4 +1,4 @@
-"""Bad input through the real command line: one line that says what and what to do, soon, and nothing left running."""
+"""Bad input through the real command line: one line with the error and its fix, soon, and no process left."""
 
 import os
 import re
@@ -24,7 +24,7 @@ TRACE = ROOT / "tests" / "experts" / "data" / "demo-routing-4"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def moeyard(*arguments: str, without: str | None = None) -> Outcome:
-    """Run the command line to its end; whatever it leaves behind fails the test. `without`: a module to hide."""
+    """Run a command to its end; fail the test if a process remains. `without` is a module to hide."""
     marker = secrets.token_hex(8)
     folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
     command = [sys.executable, "-m", "moeyard", *arguments]
@@ -53,9 +53,9 @@ def moeyard(*arguments: str, without: str | None = None) -> Outcome:
 
 
 def check_refused(outcome: Outcome, *says: str) -> None:
-    """One line on stderr, nothing on stdout, a code that is not 0.
+    """Require one line on stderr, nothing on stdout, and an exit code other than 0.
 
-    What killed ranks of other tests have left may be swept up before, which is a line of the log.
+    A command may first remove files that killed ranks of other tests left, and log a line for it.
     """
     assert outcome.code == 2, outcome
     assert outcome.out == ""
@@ -68,13 +68,13 @@ def check_refused(outcome: Outcome, *says: str) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small sound checkpoint, to be spoilt in a copy."""
+    """A small valid checkpoint; tests damage a copy."""
     return make_checkpoint(tmp_path_factory.mktemp("cli") / "tiny", "qwen3_moe", tokenizer=True)
 
 
 @pytest.fixture
-def spoilt(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint."""
     copy = tmp_path / "spoilt"
     copy.mkdir()
     for file in checkpoint.iterdir():
@@ -82,11 +82,11 @@ def spoilt(checkpoint: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_truncated_file(spoilt: Path) -> None:
-    file = spoilt / "model.safetensors"
+def test_truncated_file(damaged: Path) -> None:
+    file = damaged / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 100)
-    check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(file), "download")
+    check_refused(moeyard("serve", str(damaged), "--port", "0"), str(file), "download")
 
 
 def test_speculation_without_a_layer_for_it(checkpoint: Path) -> None:
@@ -94,25 +94,25 @@ def test_speculation_without_a_layer_for_it(checkpoint: Path) -> None:
     check_refused(outcome, f"--speculate mtp: {checkpoint}", "no layer for multi-token prediction")
 
 
-def test_file_cut_within_its_header(spoilt: Path) -> None:
-    os.truncate(spoilt / "model.safetensors", 20)
-    check_refused(moeyard("serve", str(spoilt), "--port", "0"), str(spoilt / "model.safetensors"))
+def test_file_cut_within_its_header(damaged: Path) -> None:
+    os.truncate(damaged / "model.safetensors", 20)
+    check_refused(moeyard("serve", str(damaged), "--port", "0"), str(damaged / "model.safetensors"))
 
 
-def test_missing_tensor(spoilt: Path) -> None:
+def test_missing_tensor(damaged: Path) -> None:
     key = "model.layers.1.mlp.experts.3.up_proj.weight"
-    edit_tensors(spoilt, remove=[key])
-    check_refused(moeyard("serve", str(spoilt), "--port", "0"), key, str(spoilt))
+    edit_tensors(damaged, remove=[key])
+    check_refused(moeyard("serve", str(damaged), "--port", "0"), key, str(damaged))
 
 
-def test_unsupported_architecture(spoilt: Path) -> None:
-    edit_config(spoilt, model_type="llama", architectures=["LlamaForCausalLM"])
-    check_refused(moeyard("serve", str(spoilt), "--port", "0"), "llama", "deepseek_v3")
+def test_unsupported_architecture(damaged: Path) -> None:
+    edit_config(damaged, model_type="llama", architectures=["LlamaForCausalLM"])
+    check_refused(moeyard("serve", str(damaged), "--port", "0"), "llama", "deepseek_v3")
 
 
-def test_no_tokenizer(spoilt: Path) -> None:
-    (spoilt / "tokenizer.json").unlink()
-    check_refused(moeyard("serve", str(spoilt), "--port", "0"), "tokenizer.json")
+def test_no_tokenizer(damaged: Path) -> None:
+    (damaged / "tokenizer.json").unlink()
+    check_refused(moeyard("serve", str(damaged), "--port", "0"), "tokenizer.json")
 
 
 def test_port_in_use() -> None:
@@ -132,7 +132,7 @@ def not_ray() -> Iterator[str]:
         server.terminate()
 
 
-def test_address_of_something_that_is_no_ray(not_ray: str) -> None:
+def test_address_without_ray(not_ray: str) -> None:
     check_refused(moeyard("serve", "--port", "0", "--ray-address", not_ray), not_ray, "no Ray", "ray start --head")
 
 
@@ -178,7 +178,7 @@ def test_dead_ray_address() -> None:
         (["serve", "--shape", "Kimi-K2"], ["Kimi-K2", "goes with --load-format dummy"]),
         (["serve", "--layers", "2"], ["--layers 2", "none is given"]),
         (["serve", "--load-format", "gguf"], ["--load-format", "gguf", "dummy"]),
-        # The shape of no machine that tests run on: a plan, before a byte is drawn.
+        # No test machine has this shape, so the plan is refused before any byte is created.
         (["serve", "--load-format", "dummy", "--shape", "Kimi-K2", "--kv-memory", "90TiB"], ["free memory"]),
         (["serve", "--api-key-file", "/no/such/keys"], ["/no/such/keys", "No such file"]),
         (["serve", "--api-key-file", str(DEMO / "config.json")], [str(DEMO / "config.json"), "line 2"]),
@@ -218,7 +218,7 @@ def test_bad_arguments(arguments: list[str], says: list[str]) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU to serve from")
 def test_serve_without_a_gpu() -> None:
-    """A missing GPU is found before Ray starts."""
+    """The check for a GPU comes before Ray starts."""
     outcome = moeyard("serve", "--device", "cuda", "--port", "0")
     check_refused(outcome)
     line = outcome.err.splitlines()[-1]
@@ -232,7 +232,7 @@ def test_bench_engine_without_a_gpu() -> None:
 
 
 def test_help_and_version() -> None:
-    """Quick, because a user looks here first: neither torch nor Ray is loaded."""
+    """Help loads neither torch nor Ray, so that it appears quickly."""
     outcome = moeyard("--version")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("moeyard 0.")

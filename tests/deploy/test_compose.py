@@ -1,4 +1,4 @@
-"""docker-compose.yml and the image: valid by the specification, closed by default, no secret and no weight inside."""
+"""docker-compose.yml and the image: valid, closed by default, without secrets and weights."""
 
 import os
 import re
@@ -44,9 +44,9 @@ def test_has_all_services(services: dict[str, Any]) -> None:
         assert "ports" not in services[name]
 
 
-def test_publishes_on_the_loopback_only(services: dict[str, Any]) -> None:
+def test_publishes_on_loopback_only(services: dict[str, Any]) -> None:
     ports = [port for service in services.values() for port in service.get("ports", [])]
-    # Of the two routers one runs.
+    # Only one of the two routers runs.
     assert len(ports) == 4
     assert services["router"]["ports"] == services["router-gpu"]["ports"]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
@@ -56,7 +56,7 @@ def test_every_ray_process_has_the_same_required_token(services: dict[str, Any])
     for name in OURS:
         environment = services[name]["environment"]
         assert environment["RAY_AUTH_MODE"] == "token"
-        assert environment["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?"), "the token must come from the user"
+        assert environment["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?"), "the user must set the token"
     assert len({services[name]["environment"]["RAY_AUTH_TOKEN"] for name in OURS}) == 1
 
 
@@ -76,7 +76,7 @@ def test_containers_have_no_more_rights_than_needed(services: dict[str, Any]) ->
         assert not services[name]["user"].startswith(("0", "root")), name
 
 
-def test_starts_in_order_and_is_watched(services: dict[str, Any]) -> None:
+def test_start_order_and_health_checks(services: dict[str, Any]) -> None:
     for name, service in services.items():
         assert service["healthcheck"]["test"][0] == "CMD", name
         for other, how in service.get("depends_on", {}).items():
@@ -87,7 +87,7 @@ def test_starts_in_order_and_is_watched(services: dict[str, Any]) -> None:
         assert set(services[name]["depends_on"]) == {"ray-head"}
 
 
-def test_what_is_fetched_can_come_from_a_mirror(services: dict[str, Any]) -> None:
+def test_downloads_can_come_from_a_mirror(services: dict[str, Any]) -> None:
     dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     for name in OURS:
         arguments = services[name]["build"]["args"]
@@ -107,8 +107,8 @@ def test_memory_and_logs_have_limits(services: dict[str, Any]) -> None:
         assert {"RAY_ROTATION_MAX_BYTES", "RAY_ROTATION_BACKUP_COUNT"} <= services[name]["environment"].keys()
 
 
-def test_a_lost_head_is_noticed_alike_everywhere(services: dict[str, Any]) -> None:
-    """All nodes leave a dead head within the same time, or some would join the next one without the others."""
+def test_all_nodes_notice_a_lost_head_alike(services: dict[str, Any]) -> None:
+    """All nodes leave a dead head within the same time; otherwise some would join the next head without the others."""
     for name in OURS:
         environment = services[name]["environment"]
         assert environment["RAY_gcs_rpc_server_reconnect_timeout_s"] == "10"
@@ -124,8 +124,8 @@ def test_model_is_read_only_and_shared_memory_is_large_enough(services: dict[str
         assert "/model" in services[name]["command"]
 
 
-def test_gpus_are_asked_for_by_the_profile_alone(services: dict[str, Any]) -> None:
-    """`docker-compose up` needs no GPU; with the profile each worker has one of those that the container reserves."""
+def test_only_the_profile_requests_gpus(services: dict[str, Any]) -> None:
+    """`docker-compose up` needs no GPU; with the profile each worker gets one of the reserved GPUs."""
     assert {name for name, service in services.items() if service.get("profiles") == ["gpu"]} == set(GPU)
     assert {name for name, service in services.items() if "deploy" in service} == {"worker-gpu"}
     worker, router = services["worker-gpu"], services["router-gpu"]
@@ -135,7 +135,7 @@ def test_gpus_are_asked_for_by_the_profile_alone(services: dict[str, Any]) -> No
     assert worker["environment"]["MOEYARD_WORKER_CPUS"] == count
     assert f"--workers={count}" in router["command"]
     assert "--device=cuda" in router["command"]
-    # Only the workers compute, so only they carry CUDA; an image of its own does not take the other's name.
+    # Only workers compute, so only their image has CUDA, under its own name.
     assert (worker["build"]["target"], worker["image"]) == ("cuda", "moeyard:cuda")
     for name in ("ray-head", "worker", "router", "router-gpu"):
         assert (services[name]["build"]["target"], services[name]["image"]) == ("cpu", "moeyard:local")
@@ -145,7 +145,7 @@ def test_gpus_are_asked_for_by_the_profile_alone(services: dict[str, Any]) -> No
 def test_compiled_kernels_outlive_their_container(compose: dict[str, Any]) -> None:
     name, folder = compose["services"]["worker-gpu"]["volumes"][1].split(":")
     assert name in compose["volumes"]
-    # The volume belongs to whom the folder in the image does, and Triton's cache is in it.
+    # The volume has the owner of the image's folder, and Triton's cache is in it.
     image = stages()["cuda"]
     assert f"TRITON_CACHE_DIR={folder}/cache" in image
     user = re.findall(r"^USER (\d+):(\d+)$", image, re.M)[-1]
@@ -153,30 +153,30 @@ def test_compiled_kernels_outlive_their_container(compose: dict[str, Any]) -> No
 
 
 def stages() -> dict[str, str]:
-    """The Dockerfile's stages by name, in order."""
+    """Return the Dockerfile's stages by name, in order."""
     parts = re.split(r"^(?=FROM )", (ROOT / "deploy/Dockerfile").read_text(), flags=re.M)[1:]
     return {re.match(r"FROM \S+ AS (\S+)", part)[1]: part for part in parts}  # type: ignore[index]
 
 
 def test_images_are_non_root_pinned_and_without_weights() -> None:
     every = stages()
-    assert list(every)[-1] == "cpu", "what is built without a target"
+    assert list(every)[-1] == "cpu", "the last stage is built by default"
     for name in ("cpu", "cuda"):
         assert every[name].startswith("FROM runtime")
         assert re.search(r"^USER \d+:\d+$", every[name].rstrip().splitlines()[-1])
         assert f"COPY --from=build-{name} " in every[name]
         assert "-c deploy/constraints.txt" in every[f"build-{name}"]
     assert "HEALTHCHECK" in every["runtime"]
-    # torch for CPUs comes from an index of its own, for GPUs from the plain one.
+    # torch for CPUs has its own index; torch for GPUs comes from the default one.
     assert "whl/cpu" in every["build-cpu"]
     assert "TORCH_CPU_INDEX_URL" not in every["build-cuda"] + every["base"]
-    # Whatever a stage fetches it can fetch from a mirror.
+    # Every download can come from a mirror.
     for name, text in every.items():
         assert (
             not re.search(r"^RUN.*\bpip (install|wheel) (?!--no-deps /)", text, re.M) or "ARG PIP_INDEX_URL" in text
         ), name
         assert "apt-get" not in text or "ARG DEBIAN_MIRROR" in text, name
-    # Triton builds a launcher where kernels run.
+    # Triton builds a launcher at run time.
     assert "gcc" in every["cuda"]
     for source in re.findall(r"^COPY (?!--from)(.*)", "".join(every.values()), re.M):
         for path in source.split()[:-1]:
@@ -185,7 +185,7 @@ def test_images_are_non_root_pinned_and_without_weights() -> None:
     assert "deploy/demo" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
-def test_entrypoint_knows_every_role_that_compose_gives_it(services: dict[str, Any]) -> None:
+def test_entrypoint_knows_every_role_of_compose(services: dict[str, Any]) -> None:
     script = ROOT / "deploy/container/entrypoint.sh"
     assert os.access(script, os.X_OK)
     text = script.read_text()
@@ -196,6 +196,6 @@ def test_entrypoint_knows_every_role_that_compose_gives_it(services: dict[str, A
         assert services[name]["healthcheck"]["test"][1:] == ["/opt/moeyard/entrypoint.sh", "check", role]
     for each in re.findall(r"\$home/(\w+\.py)", text):
         assert f" deploy/container/{each} " in (ROOT / "deploy/Dockerfile").read_text()
-    # Any other command is run as it is.
+    # Any other command runs unchanged.
     assert subprocess.run([script, "true"]).returncode == 0
     assert subprocess.run([script, "check", "nothing"], capture_output=True).returncode == 2

@@ -1,4 +1,4 @@
-"""The programs of containers beside Ray and moeyard: health checks, and the two processes of a router."""
+"""Container programs other than Ray and moeyard: health checks, and a router container's two processes."""
 
 import http.server
 import json
@@ -21,7 +21,7 @@ from moeyard.fleet.ray.places import too_small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "deploy" / "container"
-# A Ray node as router.py sees it: it says that it has joined, and stays.
+# A Ray node seen from router.py: it reports that it has joined, and keeps running.
 NODE = "import time; print('...'); print('Ray runtime started.', flush=True); time.sleep(60)"
 LOST = "import time; print('Ray runtime started.', flush=True); time.sleep(0.5)"
 SLEEP = "import time; time.sleep(60)"
@@ -36,7 +36,7 @@ def health() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def serve_pages() -> Iterator[Callable[[dict[str, tuple[int, str]]], str]]:
-    """Start a server of (status, body) by path; returns its address."""
+    """Start a server of (status, body) by path; return its address."""
     servers: list[http.server.ThreadingHTTPServer] = []
 
     def start(pages: dict[str, tuple[int, str]]) -> str:
@@ -62,7 +62,7 @@ def serve_pages() -> Iterator[Callable[[dict[str, tuple[int, str]]], str]]:
 
 @pytest.fixture
 def stopped() -> Iterator[str]:
-    """Address of a process that listens and does nothing, as one that was stopped."""
+    """The address of a process that listens and never answers, like a stopped one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -71,7 +71,7 @@ def targets(*addresses: str) -> tuple[int, str]:
     return 200, json.dumps([{"targets": [a], "labels": {"worker": str(i)}} for i, a in enumerate(addresses)])
 
 
-def node_is_there(health: ModuleType, monkeypatch: pytest.MonkeyPatch, *names: str, status: str = "sleeping") -> None:
+def node_is_present(health: ModuleType, monkeypatch: pytest.MonkeyPatch, *names: str, status: str = "sleeping") -> None:
     class Process:
         def __init__(self, name: str) -> None:
             self.info = {"name": name, "status": status}
@@ -79,7 +79,7 @@ def node_is_there(health: ModuleType, monkeypatch: pytest.MonkeyPatch, *names: s
     monkeypatch.setattr(health.psutil, "process_iter", lambda _: [Process(name) for name in names])
 
 
-def test_router_is_as_ready_as_it_says(
+def test_router_health_follows_readiness(
     health: ModuleType, serve_pages: Callable[[dict[str, tuple[int, str]]], str], stopped: str
 ) -> None:
     assert health.router(f"http://{serve_pages({'/readyz': (200, 'ready')})}") is None
@@ -88,7 +88,7 @@ def test_router_is_as_ready_as_it_says(
     assert "timed out" in health.router(f"http://{stopped}")
 
 
-def test_worker_is_as_well_as_its_ranks(
+def test_worker_health_follows_its_ranks(
     health: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     serve_pages: Callable[[dict[str, tuple[int, str]]], str],
@@ -96,24 +96,24 @@ def test_worker_is_as_well_as_its_ranks(
 ) -> None:
     rank = serve_pages({"/metrics": (200, "moeyard_engine_steps_total 1")})
     router = "http://" + serve_pages({"/metrics/targets": targets(rank, "10.9.9.9:1")})
-    node_is_there(health, monkeypatch, "raylet", "ray::RankActor")
-    # A rank of another node is that node's affair.
+    node_is_present(health, monkeypatch, "raylet", "ray::RankActor")
+    # Ranks of other nodes do not count.
     assert health.worker("127.0.0.1", router) is None
     assert health.worker("127.0.0.2", router) is None
     wedged = "http://" + serve_pages({"/metrics/targets": targets(rank, stopped)})
-    health.SECONDS = 3.0  # the others answer sooner on a busy machine, too
+    health.SECONDS = 3.0  # the others answer sooner even on a busy machine
     assert stopped in health.worker("127.0.0.1", wedged)
     health.SECONDS = HANG_SECONDS
     gone = f"127.0.0.1:{free_port()}"
     dead = "http://" + serve_pages({"/metrics/targets": targets(gone)})
     assert gone in health.worker("127.0.0.1", dead)
-    # Before there is a router, and where it tells strangers nothing.
+    # The router may be missing, or may require a key.
     assert health.worker("127.0.0.1", f"http://{gone}") is None
     closed = "http://" + serve_pages({"/metrics/targets": (401, "{}")})
     assert health.worker("127.0.0.1", closed) is None
-    node_is_there(health, monkeypatch, "python")
+    node_is_present(health, monkeypatch, "python")
     assert "node" in health.worker("127.0.0.1", router)
-    node_is_there(health, monkeypatch, "raylet", status="stopped")
+    node_is_present(health, monkeypatch, "raylet", status="stopped")
     assert "node" in health.worker("127.0.0.1", router)
 
 
@@ -161,17 +161,17 @@ def test_router_container_ends_with_any_of_its_processes(node: str, serve: str, 
     assert says in err
 
 
-def test_a_cluster_that_is_too_small_is_named() -> None:
+def test_cluster_that_is_too_small_is_reported() -> None:
     assert too_small({"CPU": 2.0}, 2, gpus=0) is None
     assert "has 1" in str(too_small({"CPU": 1.0, "GPU": 2.0}, 2, gpus=1))
     assert "GPU" in str(too_small({"CPU": 2.0, "GPU": 1.0}, 2, gpus=1))
-    # Code 2 of `moeyard serve` is final for a router's container; what another attempt may mend has another.
+    # Exit code 2 of `moeyard serve` is final for a router container; other codes lead to a retry.
     assert FleetLost("cannot join Ray").exit_code == RanksLost([1], "worker 1 died while starting").exit_code == 1
     assert not hasattr(FleetError("use fewer --workers"), "exit_code")
 
 
 def test_router_container_does_not_loop_over_bad_settings() -> None:
-    """Another start would change nothing, so the container stays until a person ends it."""
+    """A restart would change nothing, so the container stays until an operator stops it."""
     process = router_container(NODE, "raise SystemExit(2)")
     assert process.stderr is not None
     assert "not started again" in process.stderr.readline()
@@ -181,7 +181,7 @@ def test_router_container_does_not_loop_over_bad_settings() -> None:
     assert process.returncode == 2
 
 
-def test_router_container_stops_in_order() -> None:
+def test_router_container_stops_cleanly() -> None:
     serve = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('ended', flush=True), sys.exit(0)))\n"
@@ -194,4 +194,4 @@ def test_router_container_stops_in_order() -> None:
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
-    assert "ended" in out, "it was asked to stop, not killed"
+    assert "ended" in out, "the process must be stopped, not killed"

@@ -1,4 +1,4 @@
-"""The control socket: found by the command line, for its user alone, with one line and an exit code for refusals."""
+"""The control socket: the command line finds it, only its user may use it, and each error is one line."""
 
 import json
 import os
@@ -25,20 +25,20 @@ from moeyard_worker.config.engine_config import EngineConfig
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where doors are; pytest's own folders have names that are too long for a socket."""
+    """The folder of control sockets; pytest's own folder names are too long for a socket."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield control.directory()
 
 
 @pytest.fixture
-def doors(folder: Path) -> Iterator[Callable[..., ControlSocket]]:
+def serve(folder: Path) -> Iterator[Callable[..., ControlSocket]]:
     with ExitStack() as stack:
 
         def start(port: int, **known: Handler) -> ControlSocket:
-            door = ControlSocket(port, known)
-            stack.callback(door.close)
-            return door
+            control_socket = ControlSocket(port, known)
+            stack.callback(control_socket.close)
+            return control_socket
 
         yield start
 
@@ -49,7 +49,7 @@ def echo(fields: Mapping[str, Any], say: Say) -> str:
 
 
 def run(*words: str) -> int:
-    """The command line's exit code."""
+    """Return the command line's exit code."""
     try:
         return main(list(words))
     except SystemExit as error:
@@ -60,36 +60,38 @@ def refuse(fields: Mapping[str, Any], say: Say) -> str:
     raise Refused("busy: rank 1 is being drained, for 3 s; wait for its end")
 
 
-def test_a_command_gets_there_and_back(doors: Callable[..., ControlSocket], capsys: pytest.CaptureFixture[str]) -> None:
-    doors(8000, drain=echo, restart=echo, undrain=refuse, scale=echo)
+def test_commands_and_answers(serve: Callable[..., ControlSocket], capsys: pytest.CaptureFixture[str]) -> None:
+    serve(8000, drain=echo, restart=echo, undrain=refuse, scale=echo)
     assert run("scale", "4", "--drain-timeout", "7") == 0
     assert json.loads(capsys.readouterr().out) == {"command": "scale", "size": 4, "seconds": 7.0}
     assert run("scale", "0") == 2
     assert run("scale") == 2
     capsys.readouterr()
     assert run("drain", "--worker", "1", "--drain-timeout", "2.5") == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out) == {"command": "drain", "rank": 1, "seconds": 2.5}
-    assert told.err == "on its way\n"
+    output = capsys.readouterr()
+    assert json.loads(output.out) == {"command": "drain", "rank": 1, "seconds": 2.5}
+    assert output.err == "on its way\n"
     assert run("restart", "--prefill-chunk", "64", "--kv-memory", "1MiB") == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     changes = {"prefill_chunk": 64, "kv_memory": 1024**2}
-    assert json.loads(told.out) == {"command": "restart", "ranks": [], "seconds": 30.0, "changes": changes}
+    assert json.loads(output.out) == {"command": "restart", "ranks": [], "seconds": 30.0, "changes": changes}
     assert run("restart", "--worker", "2", "--drain-timeout", "0") == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == [2]
     assert run("undrain", "--worker", "1") == 1
-    told = capsys.readouterr()
-    assert told.err == "moeyard: busy: rank 1 is being drained, for 3 s; wait for its end\n"
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert output.err == "moeyard: busy: rank 1 is being drained, for 3 s; wait for its end\n"
+    assert output.out == ""
 
 
-def test_which_server(doors: Callable[..., ControlSocket], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choice_of_the_server(
+    serve: Callable[..., ControlSocket], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("drain", "--worker", "0") == 1
     text = f"moeyard: no server of this user runs here (its control socket would be in {folder})\n"
     assert capsys.readouterr().err == text
-    doors(8000, drain=echo)
-    doors(8001, drain=refuse)
-    # One that was killed leaves its socket.
+    serve(8000, drain=echo)
+    serve(8001, drain=refuse)
+    # A killed server leaves its socket.
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "8002-1.sock"))
     assert run("drain", "--worker", "0") == 2
@@ -99,24 +101,24 @@ def test_which_server(doors: Callable[..., ControlSocket], folder: Path, capsys:
     assert run("drain", "--worker", "0", "--port", "8002") == 1
     assert "no server of this user runs here at port 8002" in capsys.readouterr().err
     assert run("drain", "--worker", "x") == 2
-    assert run("drain") == 2, "a drain is of one rank"
+    assert run("drain") == 2, "drain must require one rank"
 
 
-def test_only_its_user_may_come_in(doors: Callable[..., ControlSocket], folder: Path) -> None:
-    doors(8000, drain=echo)
+def test_only_its_user_may_connect(serve: Callable[..., ControlSocket], folder: Path) -> None:
+    serve(8000, drain=echo)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o770)
-    assert run("drain", "--worker", "0") == 1, "others may have put it there"
-    assert open_control(8001, {}) is None, "a server serves without a door"
+    assert run("drain", "--worker", "0") == 1, "a folder open to others must be refused"
+    assert open_control(8001, {}) is None, "a server must start without a control socket"
     folder.chmod(0o700)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., ControlSocket], folder: Path) -> None:
-    door = doors(8000, drain=echo)
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change its user")
+def test_other_users_are_refused_for_any_file_mode(serve: Callable[..., ControlSocket], folder: Path) -> None:
+    control_socket = serve(8000, drain=echo)
     for path in (folder.parent, folder):
         path.chmod(0o777)
-    door._path.chmod(0o777)
+    control_socket._path.chmod(0o777)
     said = """if True:
         import os, socket, sys
         os.setuid(int(sys.argv[2]))
@@ -128,18 +130,18 @@ def test_somebody_else_is_not_heard_whatever_the_mode(doors: Callable[..., Contr
         except OSError:
             print(b"")
     """
-    command = [sys.executable, "-I", "-c", said, str(door._path)]
+    command = [sys.executable, "-I", "-c", said, str(control_socket._path)]
     for user, heard in ((65534, False), (0, True)):
-        told = subprocess.run([*command, str(user)], capture_output=True, text=True, check=True).stdout
-        assert ("knows no command" in told) == heard
+        output = subprocess.run([*command, str(user)], capture_output=True, text=True, check=True).stdout
+        assert ("knows no command" in output) == heard
 
 
-def test_nonsense_is_answered(doors: Callable[..., ControlSocket]) -> None:
-    door = doors(8000, drain=echo, scale=echo)
+def test_invalid_commands_get_an_error(serve: Callable[..., ControlSocket]) -> None:
+    control_socket = serve(8000, drain=echo, scale=echo)
 
     def ask(line: bytes) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX) as end:
-            end.connect(str(door._path))
+            end.connect(str(control_socket._path))
             end.sendall(line)
             return dict(json.loads(end.makefile().readline()))
 
@@ -151,7 +153,7 @@ def test_nonsense_is_answered(doors: Callable[..., ControlSocket]) -> None:
     assert ask(b"{}\n")["code"] == 2
 
 
-def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlSocket]) -> None:
+def test_disconnect_stops_no_command(serve: Callable[..., ControlSocket]) -> None:
     left, done = threading.Event(), threading.Event()
 
     def slow(fields: Mapping[str, Any], say: Say) -> str:
@@ -161,15 +163,15 @@ def test_whoever_leaves_stops_nothing(doors: Callable[..., ControlSocket]) -> No
         done.set()
         return ""
 
-    door = doors(8000, drain=slow)
+    control_socket = serve(8000, drain=slow)
     with socket.socket(socket.AF_UNIX) as end:
-        end.connect(str(door._path))
+        end.connect(str(control_socket._path))
         end.sendall(b'{"command": "drain"}\n')
     left.set()
     assert done.wait(HANG_SECONDS)
 
 
-def test_the_fields_of_commands() -> None:
+def test_fields_of_commands() -> None:
     config = EngineConfig(model_path="x", num_workers=2, exchange="zmq")
     given: list[tuple[str, dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""examples/demo_model/model_card.py and curves.py: the card says what the other scripts recorded."""
+"""examples/demo_model/model_card.py and curves.py: the card shows the figures that the other scripts recorded."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def curve_row(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def folder(directory: Path, result) -> Path:
-    """What model_card.py reads, in the forms that the other scripts write, and what it made of it."""
+    """Write model_card.py's input in the formats of the other scripts, and run it."""
     (directory / "evaluation.json").write_text(json.dumps(result))
     curve = [
         curve_row(step) | ({"heldout_bpb": 3.0, "max_load": 4.5} if step % 200 == 0 else {})
@@ -60,7 +60,7 @@ def folder(directory: Path, result) -> Path:
     return directory
 
 
-def test_card_says_what_was_recorded(folder: Path, result) -> None:
+def test_card_shows_the_recorded_figures(folder: Path, result) -> None:
     card = (folder / "README.md").read_text()
     for row in result["bounds"]:
         value = f"{row['value']:.3f}" if isinstance(row["value"], float) else str(row["value"])
@@ -89,7 +89,7 @@ def test_card_counts_every_parameter(folder: Path) -> None:
     assert counts["used per token"] == counts["total"] - counts["MTP layer"] - counts["embedding"] - idle
 
 
-def test_quotations_show_marks_as_they_are() -> None:
+def test_quotations_keep_special_characters() -> None:
     row = {
         "kind": "text",
         "title": "T",

@@ -1,7 +1,7 @@
-"""The bundled demo checkpoint: DeepSeek-V3's layout to the letter, loadable by transformers, and as good as its card.
+"""The bundled demo checkpoint: DeepSeek-V3's layout, loadable by transformers, and as good as its card says.
 
 `examples/demo_model/evaluate.py` measures it on all held-out text in minutes. Here a part of that text must meet the
-same bounds, and evaluation.json must be of these very weights.
+same bounds, and evaluation.json must describe these very weights.
 """
 
 import json
@@ -33,7 +33,7 @@ def documents(model: DemoModel) -> list[Document]:
     return [d for d in read_documents(DEMO / "heldout.jsonl", model) if len(d.ids) > TOKENS + 1]
 
 
-def test_is_small_and_of_the_shape_that_train_py_makes() -> None:
+def test_size_and_shape_match_train_py() -> None:
     wanted = train.model_config(tiny=False)
     names = set(train.DemoModel(wanted).checkpoint())
     stored = transformers.AutoConfig.from_pretrained(DEMO)
@@ -50,7 +50,7 @@ def test_is_small_and_of_the_shape_that_train_py_makes() -> None:
     assert ahead >= {"eh_proj.weight", "enorm.weight", "hnorm.weight", "embed_tokens.weight", "shared_head.norm.weight"}
 
 
-def test_the_figures_hold_on_a_part_of_the_held_out_text(model: DemoModel, documents: list[Document]) -> None:
+def test_figures_hold_on_a_part_of_the_held_out_text(model: DemoModel, documents: list[Document]) -> None:
     part = sorted(documents, key=lambda d: len(d.ids))[:14]
     found = measure_heldout(model, part)
     assert found["heldout"]["bits_per_byte"] <= MAX_BITS_PER_BYTE
@@ -65,8 +65,8 @@ def test_the_evaluation_met_every_bound() -> None:
 
 
 @pytest.mark.slow
-def test_moeyard_writes_what_transformers_writes(model: DemoModel, documents: list[Document]) -> None:
-    """Greedy tokens are equal if each is what transformers chooses after those before it."""
+def test_greedy_tokens_equal_those_of_transformers(model: DemoModel, documents: list[Document]) -> None:
+    """Greedy tokens are equal if transformers chooses each of them after the tokens before it."""
     runner = make_runner(DEMO, 2 * TOKENS + 1)
     for document in spread(documents, 6):
         prompt = document.ids[: TOKENS + 1]

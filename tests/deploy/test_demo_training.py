@@ -1,4 +1,4 @@
-"""examples/demo_model/train.py in miniature: it learns, resumes, and its model is the DeepSeek-V3 of transformers."""
+"""examples/demo_model/train.py in miniature: it learns, resumes, and its model equals transformers' DeepSeek-V3."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ STEPS, LENGTH = 24, 32
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some held-out documents as training data: what matters here is the program, not the model."""
+    """Some held-out documents as training data, because only the program is under test."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     path.write_text("\n".join((DEMO / "heldout.jsonl").read_text().splitlines()[:8]) + "\n")
     return path
 
 
 def train(data: Path, folder: Path, *options: str) -> int:
-    """Run the script's command line in this process (a new one would spend seconds on imports)."""
+    """Run the script's command line in this process, because a new one would spend seconds on imports."""
     command = ["--tiny", "--data", data, "--heldout", data, "--run", folder / "run", "--out", folder / "out"]
     command += ["--steps", STEPS, "--batch", 4, "--length", LENGTH, "--log-every", 4, *options]
     return script.main(list(map(str, command)))
@@ -48,8 +48,8 @@ def test_the_losses_fall_and_are_recorded(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_gives_the_same_bytes(trained: Path, data: Path, tmp_path: Path) -> None:
-    # A limit of no time at all stops the first call at its first report.
+def test_resumed_run_gives_the_same_bytes(trained: Path, data: Path, tmp_path: Path) -> None:
+    # A time limit of 0 stops the first call at its first report.
     assert train(data, tmp_path, "--minutes", "1e-9") == 3
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert train(data, tmp_path) == 0

@@ -21,13 +21,13 @@ DEMO = str(Path(__file__).resolve().parents[2] / "deploy" / "demo")
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file by which a driver is known; absent at first."""
+    """The file that marks a driver; absent at first."""
     monkeypatch.setattr(device_choice, "_DRIVER_FILES", (tmp_path / "nvidiactl",))
     return tmp_path / "nvidiactl"
 
 
 def chosen(*flags: str) -> tuple[str, str | None]:
-    """The device that these flags mean, and why."""
+    """Return the device chosen by these flags, and the reason."""
     args = build_parser().parse_args(["serve", DEMO, *flags])
     config = engine_config(args)
     assert config.device == args.device
@@ -35,7 +35,7 @@ def chosen(*flags: str) -> tuple[str, str | None]:
 
 
 def probed(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
-    """Probe in this process, where torch sees these GPUs."""
+    """Probe in this process, with these GPUs visible to torch."""
     pretend(monkeypatch, *capabilities)
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -46,8 +46,8 @@ def probed(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> N
     monkeypatch.setattr(subprocess, "run", run)
 
 
-def test_without_a_driver_nothing_is_asked(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("torch was asked"))
+def test_without_a_driver_torch_is_not_asked(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("torch was queried"))
     assert chosen() == ("cpu", "auto: no NVIDIA driver here")
     assert chosen("--device", "cpu") == ("cpu", None)
     args = build_parser().parse_args(["serve", DEMO])
@@ -67,7 +67,7 @@ def test_gpus_are_chosen_where_each_worker_has_one(driver: Path, monkeypatch: py
     device, why = chosen("--workers", "3")
     assert device == "cpu"
     assert str(why).startswith("auto: --device cuda --workers 3 takes a GPU each: there are 2 GPUs")
-    # Defaults of a GPU go with it.
+    # Defaults of a GPU apply with it.
     assert engine_config(build_parser().parse_args(["serve", DEMO])).async_scheduling
 
 
@@ -81,7 +81,7 @@ def test_unfit_gpus_are_named(driver: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert chosen() == ("cpu", f"auto: torch {torch.__version__} sees no CUDA GPU here")
 
 
-def test_a_named_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     probed(monkeypatch, (9, 0))
     for flags, says in (
         (("--device", "cuda:1"), "--device cuda:1: there are 1 GPUs, the last is cuda:0"),
@@ -91,14 +91,14 @@ def test_a_named_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(args)
         with pytest.raises(ValueError, match=says):
             check_device(args)
-        # A cluster's GPUs are elsewhere.
+        # A cluster's GPUs are on other machines.
         args.ray_address = "host:1"
         check_device(args)
     args = build_parser().parse_args(["serve", DEMO, "--device", "cuda"])
     check_device(args)
 
 
-def test_a_torch_that_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: list[str], timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 

@@ -1,4 +1,4 @@
-"""bench/drills.py: what it counts as lost, repeated or different, what it plans, and a short drill of a real fleet."""
+"""bench/drills.py: its counts of lost, repeated and different tokens, its plans, and a drill of a real fleet."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ IDS = list(range(100, 140))
 
 
 def streamed(ids: list[int], *, shift: float = 0.0, finish: str | None = "length", done: bool = True) -> Answer:
-    """An answer of one choice as its events told it, one token each, with a log-probability."""
+    """Return the events of an answer with one choice, one token each with a log-probability."""
     answer = Answer()
     for place, token in enumerate(ids):
         logprobs = {
@@ -97,12 +97,12 @@ def test_whole_answers_are_compared_to_the_last_bit() -> None:
     two = streamed(IDS)
     two.take({"choices": [{"index": 1, "text": "", "token_ids": []}]})
     assert compare(reference, two) == Difference(different=1)
-    assert compare(two, reference) == Difference()  # nothing was said in it
+    assert compare(two, reference) == Difference()  # it has no tokens
     silent = Answer(usage=reference.usage)
     assert compare(reference, silent) == Difference(lost=len(IDS))
 
 
-def test_of_a_failed_answer_only_what_was_said_is_compared() -> None:
+def test_failed_answer_is_compared_up_to_its_failure() -> None:
     failed = streamed(IDS[:7], done=False)
     failed.take({"error": {"message": "rank 1 lost"}})
     assert failed.error == "rank 1 lost"
@@ -144,15 +144,15 @@ def test_plans_are_seeded_and_of_every_kind() -> None:
     assert Fault("kill", "decode") in plan(1, 20)
 
 
-def test_asks_are_seeded_valid_and_of_every_kind() -> None:
+def test_requests_are_seeded_valid_and_of_every_kind() -> None:
     asks = make_asks(5, 32, max_tokens=96)
     assert asks == make_asks(5, 32, max_tokens=96) != make_asks(6, 32, max_tokens=96)
     for ask in [*asks, fresh_ask(random.Random(1), 0, max_tokens=96)]:
-        # The service would take it, without leaving anything out.
+        # The service accepts it without ignoring a field.
         kind = ChatRequest if "chat" in ask.endpoint else CompletionRequest
         assert validate(ask.body, kind).ignored == ()
         assert ask.body["max_tokens"] <= 96
-        assert ask.body.get("temperature") == 0 or "seed" in ask.body, "its answer is certain"
+        assert ask.body.get("temperature") == 0 or "seed" in ask.body, "its answer must be deterministic"
         length = len(ask.body["prompt"]) if isinstance(ask.body.get("prompt"), list) else 0
         assert length + ask.body["max_tokens"] <= 1024, "the demo's longest sequence"
     bodies = [ask.body for ask in asks]
@@ -165,47 +165,47 @@ def test_asks_are_seeded_valid_and_of_every_kind() -> None:
     assert beginnings.most_common(1)[0][1] == 4
 
 
-def test_silence_is_the_longest_that_the_fault_began() -> None:
-    # Two tokens of steps before the fault, the fleet's recovery, and a pause of the machine long after.
+def test_silence_is_the_longest_gap_after_the_fault() -> None:
+    # Two gaps between tokens: steps before the fault and the fleet's recovery; the machine pauses long after.
     times = [9.9, 10.01, 10.02, 13.0, 13.1, 18.0]
     assert silence(10.0, times) == (10.02, 13.0)
     assert silence(10.0, [9.0]) is None
     assert silence(10.0, [9.0, 12.5]) == (10.0, 12.5)
 
 
-def test_recovery_is_over_when_it_is_ready_for_good() -> None:
+def test_recovery_ends_with_lasting_readiness() -> None:
     up, down, again = (1.0, True, "ready"), (10.2, False, "rank 1 is lost"), (13.0, True, "ready")
     assert recovered([up], 10.0, 12.0, notice=15.0) is None
     assert recovered([up], 10.0, 26.0, notice=15.0) == (0.0, "")
     assert recovered([up, down], 10.0, 90.0, notice=15.0) is None
     assert recovered([up, down, again], 10.0, 13.1, notice=15.0) is None
     assert recovered([up, down, again], 10.0, 14.0, notice=15.0) == (3.0, "rank 1 is lost")
-    # A second fault in the middle of the first one's recovery: it is unready all the time.
+    # A second fault during the first recovery keeps the fleet unready.
     assert recovered([up, down], 12.0, 40.0, notice=15.0) is None
     assert recovered([up, down, again], 12.0, 40.0, notice=15.0) == (1.0, "rank 1 is lost")
 
 
-def told(when: float, *ranks: int, heard: tuple[float, ...] = (0.0,), launcher: bool = True) -> dict[str, Any]:
-    """An incident as /v1/fleet/incidents has it."""
+def incident(when: float, *ranks: int, heard: tuple[float, ...] = (0.0,), launcher: bool = True) -> dict[str, Any]:
+    """Return an incident in the format of /v1/fleet/incidents."""
     reports = [{"seconds": seconds, "reason": "a word"} for seconds in heard]
     lost = {"reason": "a word", "lost": [{"rank": rank} for rank in ranks], "reports": []}
     return {"when": when, "ranks": list(ranks), "reports": reports, "launcher": lost if launcher else None}
 
 
-def test_a_fault_is_known_by_an_incident_of_its_own() -> None:
-    before, back, lost = told(10.0, 1), told(20.5), told(20.3, 1)
+def test_fault_has_its_own_incident() -> None:
+    before, back, lost = incident(10.0, 1), event(20.5), event(20.3, 1)
     assert losses_since([back, lost, before], 20.0, [1]) == [lost]
-    assert losses_since([back, before], 20.0, [1]) == [], "the ranks of others, and losses of before"
+    assert losses_since([back, before], 20.0, [1]) == [], "other ranks and earlier losses must not count"
     assert losses_since([lost], 20.0, [0]) == []
     assert losses_since([lost], 20.0) == [lost]
-    again = told(18.0, 0, 1, heard=(0.0, 2.5), launcher=False)
-    assert losses_since([again], 20.0, [1]) == [again], "it was one thing more that befell a fleet without rank 0"
+    again = incident(18.0, 0, 1, heard=(0.0, 2.5), launcher=False)
+    assert losses_since([again], 20.0, [1]) == [again], "a later incident without rank 0 must count"
     assert losses_since([], 20.0, [1]) == []
 
 
-def test_only_what_happened_is_survived() -> None:
-    """A server is no better for kills that hit nobody, or that it does not notice."""
-    whole = Outcome(number=1, fault="kill", moment="decode", ranks=[1], ready_seconds=2.0, incident=told(20.3, 1))
+def test_only_effective_faults_count_as_survived() -> None:
+    """A fault counts only if it hit a process and the server noticed it."""
+    whole = Outcome(number=1, fault="kill", moment="decode", ranks=[1], ready_seconds=2.0, incident=incident(20.3, 1))
     assert whole.survived
     assert not replace(whole, ranks=[]).survived
     assert not replace(whole, incident={}, ready_seconds=0.0).survived
@@ -213,31 +213,31 @@ def test_only_what_happened_is_survived() -> None:
     assert not replace(whole, fault="stop", incident={}).survived
     assert not replace(whole, failed=1).survived
     assert not replace(whole, ready_seconds=None).survived
-    # The request at fault hits whoever takes it.
+    # The bad request hits whichever rank runs it.
     assert replace(whole, fault="exception", ranks=[]).survived
     assert not replace(whole, fault="exception", ranks=[], incident={}).survived
-    # These are asked for, so nobody is lost.
+    # Planned actions lose no rank.
     assert replace(whole, fault="restart", incident={}).survived
     assert not replace(whole, fault="restart", incident={}, ranks=[]).survived
     assert replace(whole, fault="router", incident={}, ranks=[], failed=3).survived
 
 
-def test_whoever_has_ended_is_not_hit() -> None:
+def test_ended_process_is_not_hit() -> None:
     outcome = Outcome(number=1, fault="kill-two", moment="decode")
     with subprocess.Popen(["sleep", "60"]) as child:
         process = psutil.Process(child.pid)
         hit(outcome, 0, process)
         assert (outcome.ranks, outcome.missed) == ([0], 0)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        hit(outcome, 1, process)  # nobody has asked for its end yet
+        hit(outcome, 1, process)  # no one has reaped it yet
         assert (outcome.ranks, outcome.missed) == ([0], 1)
     hit(outcome, 1, process, stop=True)
     assert (outcome.ranks, outcome.missed) == ([0], 2)
-    assert not replace(outcome, ready_seconds=1.0, incident=told(20.3, 0)).survived
+    assert not replace(outcome, ready_seconds=1.0, incident=incident(20.3, 0)).survived
 
 
 class Idle:
-    """A load that asks for nothing."""
+    """A load without requests."""
 
     inflight: tuple[Exchange, ...] = ()
     history: tuple[Exchange, ...] = ()
@@ -246,13 +246,13 @@ class Idle:
         return True
 
     def resume(self) -> None:
-        """Nothing is asked anyway."""
+        """There are no requests to resume."""
 
     async def ended(self, met: list[Exchange], seconds: float) -> bool:
         return True
 
 
-class Unmoved:
+class ReadyServer:
     """A watch on a server that is always ready; its page of incidents is `page`."""
 
     def __init__(self, page: list[dict[str, Any]]) -> None:
@@ -275,20 +275,20 @@ class Unmoved:
     [
         (False, [], "there was no worker to hit"),
         (True, [], "no incident reports it"),
-        (True, [told(10.0, 0)], "no incident reports it"),
-        (True, [told(1e12, 0)], None),
+        (True, [incident(10.0, 0)], "no incident reports it"),
+        (True, [incident(1e12, 0)], None),
     ],
-    ids=["nobody", "unnoticed", "earlier", "noticed"],
+    ids=["no process", "unnoticed", "earlier", "noticed"],
 )
-def test_a_fault_is_driven_to_its_verdict(kind: str, there: bool, page: list[dict[str, Any]], note: str | None) -> None:
-    """By a real process in the place of a rank, at a server that stays ready."""
+def test_fault_gets_a_verdict(kind: str, there: bool, page: list[dict[str, Any]], note: str | None) -> None:
+    """A real process plays a rank of a server that stays ready."""
     with subprocess.Popen(["sleep", "60"]) as child:
         server: Any = SimpleNamespace(ranks=lambda fleet: {0: psutil.Process(child.pid)} if there else {})
-        load, watch, client = cast(Any, Idle()), cast(Any, Unmoved(page)), cast(Any, None)
+        load, watch, client = cast(Any, Idle()), cast(Any, ReadyServer(page)), cast(Any, None)
 
         async def drive() -> Outcome:
             drill = Drill(server, client, load=load, watch=watch, known={}, rng=random.Random(0), patience=1.0)
-            # Fenced as soon as it is stopped, as a launcher does it.
+            # The process is fenced once it is stopped, like a launcher does.
             fence = asyncio.create_task(asyncio.to_thread(fenced, child.pid)) if there and kind == "stop" else None
             outcome = await drill.inflict(1, Fault(kind, "idle"))
             if fence is not None:
@@ -310,12 +310,12 @@ def fenced(pid: int) -> None:
     process.kill()
 
 
-def test_exchanges_are_told_apart() -> None:
+def test_exchanges_are_distinguished() -> None:
     ask = make_asks(0, 1, max_tokens=8)[0]
     assert len({Exchange(ask, 0.0), Exchange(ask, 0.0)}) == 2
 
 
-def test_soak_calls_a_leak_a_leak() -> None:
+def test_soak_detects_a_leak() -> None:
     before = Held(running=0, pages=0, connections=20, files=60, ranks=3)
     after = Held(running=0, pages=0, connections=1, files=41, ranks=3)
     flat = [Sample(5.0 * i, 200 << 20, 300 << 20) for i in range(30)]
@@ -349,7 +349,7 @@ def test_poisoned_checkpoint_has_one_row_of_nan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_short_drill(tmp_path: Path) -> None:
-    """Two seeded faults under load: nothing failed, nothing lost, repeated or different, and the fleet is whole."""
+    """Two seeded faults under load: no request fails, no answer changes, and the fleet recovers."""
     figures = tmp_path / "drill.json"
     size = ["--workers", "2", "--streams", "6", "--asks", "8", "--max-tokens", "32"]
     arguments = ["--faults", "2", "--seed", "1", *size, "--pace", "0", "--patience", "300", "--json", str(figures)]
@@ -362,7 +362,7 @@ def test_short_drill(tmp_path: Path) -> None:
     try:
         out, _ = drill.communicate()
     finally:
-        drill.terminate()  # then it ends its server
+        drill.terminate()  # it ends its server then
         drill.wait(HANG_SECONDS)
     print(out)
     assert drill.returncode == 0, out
@@ -370,5 +370,5 @@ def test_short_drill(tmp_path: Path) -> None:
     assert len(found["outcomes"]) == 2
     assert all(outcome["survived"] and outcome["ranks"] for outcome in found["outcomes"])
     assert all(outcome["inflight"] for outcome in found["outcomes"])
-    assert [len(outcome["ranks"]) for outcome in found["outcomes"]] == [1, 2], "the second one hits a recovery"
+    assert [len(outcome["ranks"]) for outcome in found["outcomes"]] == [1, 2], "the second fault must hit a recovery"
     assert found["beyond"] == 0

@@ -1,4 +1,4 @@
-"""`moeyard experts plan`: what it prints, and that what it writes is what `serve` reads."""
+"""`moeyard experts plan`: its output, and `serve` with the file that it writes."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ DEMO = ROOT / "deploy" / "demo"
 TRACE = ROOT / "tests" / "experts" / "data" / "demo-routing-4"
 
 
-def test_what_is_written_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_plan_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "owners.json"
     command = ["experts", "plan", str(TRACE), "--workers", "3", "--model", str(DEMO)]
     assert main([*command, "--write", str(file)]) == 0
@@ -36,7 +36,7 @@ def test_what_is_written_is_served(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--write writes one placement: give one of --copies 1 4" in capsys.readouterr().err
 
 
-def test_what_a_fleet_counted_is_placed_and_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_from_a_fleets_counts_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_model_config(DEMO)
     rows = [[1000 // (1 + expert) for expert in range(model.num_experts)] for _ in model.moe_layers]
     rank = {"rank": 0, "layers": list(model.moe_layers), "experts": list(range(model.num_experts)), "rows": rows}

@@ -1,4 +1,4 @@
-"""A killed process has given back all that it held."""
+"""A fenced process has released all its resources."""
 
 import socket
 import subprocess
@@ -8,7 +8,7 @@ from tests.deploy.test_serve import free_port
 
 from moeyard.fleet.ray.processes import began_of, kill_process
 
-# It holds a port, memory that takes a while to give back, and threads, of which the first one ends first.
+# It holds a port, memory that takes time to free, and threads; the first thread ends first.
 HOLDS = """
 import mmap, socket, sys, threading, time
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
@@ -21,8 +21,8 @@ time.sleep(60)
 """
 
 
-def test_what_a_killed_process_had_is_free() -> None:
-    """A zombie's threads may outlive it by milliseconds, and its port with them."""
+def test_resources_of_a_killed_process_are_free() -> None:
+    """A zombie's threads may keep its port for milliseconds."""
     for _ in range(3):
         port = free_port()
         process = subprocess.Popen([sys.executable, "-c", HOLDS, str(port)], stdout=subprocess.PIPE, text=True)
@@ -34,7 +34,7 @@ def test_what_a_killed_process_had_is_free() -> None:
             process.wait()
 
 
-def test_a_number_that_is_anothers_by_now_is_left_alone() -> None:
+def test_reused_process_number_is_left_alone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with process:
         kill_process(process.pid, began_of(process.pid) - 1)

@@ -1,4 +1,4 @@
-"""Drains, restarts and other numbers of ranks: their order, what is told of them, what stops them. Losses go first."""
+"""Drains, restarts and resizing: their order, their messages, and what stops them. Losses take precedence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +25,12 @@ def drain(world: World, *ranks: int, **fields: Any) -> int:
 
 
 def steps(*ranks: int, size: int = 3) -> list[Any]:
-    """The restarts of these ranks."""
+    """Return the steps of restarting these ranks."""
     each = [[("make beside", r), ("carry", r), ("leaves", r), ("fence", r), ("serve", *range(size))] for r in ranks]
     return [step for one in each for step in one]
 
 
-def test_a_drain_lets_what_runs_end_and_carries_the_rest(world: World) -> None:
+def test_drain_finishes_requests_and_moves_the_rest(world: World) -> None:
     asked = drain(world, 1)
     world.turn()
     assert world.orders[-1] == Drain(ranks=(1,), rank=1)
@@ -46,7 +46,7 @@ def test_a_drain_lets_what_runs_end_and_carries_the_rest(world: World) -> None:
         "rank 1: 1 of its 1 requests go on elsewhere",
     ]
     assert world.machine.commands.drained == {1}
-    assert world.steps == [("carry", 1)], "nothing is replaced"
+    assert world.steps == [("carry", 1)], "a drain must replace nothing"
     assert world.finish(world.ask("undrain", 1)) == "rank 1 takes requests"
     assert world.machine.commands.drained == frozenset()
     assert world.orders[-1] == Drain(ranks=(), rank=1)
@@ -54,8 +54,8 @@ def test_a_drain_lets_what_runs_end_and_carries_the_rest(world: World) -> None:
 
 @pytest.mark.parametrize("command", [drain, restart])
 @pytest.mark.parametrize("turns", [0, 1])
-def test_undrain_also_stops_what_waits_for_the_fleet(world: World, command: Callable[..., int], turns: int) -> None:
-    """Said last, it holds: the rank is not taken away as soon as the fleet is whole again."""
+def test_undrain_stops_a_waiting_command(world: World, command: Callable[..., int], turns: int) -> None:
+    """The rank is not drained later, when the fleet is whole again."""
     world.whole = False
     asked = command(world, 1)
     for _ in range(turns):
@@ -69,40 +69,40 @@ def test_undrain_also_stops_what_waits_for_the_fleet(world: World, command: Call
     assert world.steps == []
 
 
-def test_undrain_stops_nothing_that_is_asked_for_after_it(world: World) -> None:
+def test_undrain_does_not_stop_later_commands(world: World) -> None:
     world.ask("undrain", 1)
     assert world.finish(drain(world, 1, seconds=0)).startswith("rank 1 is drained")
     assert world.machine.commands.drained == {1}
 
 
-def test_one_rank_after_the_other_is_restarted(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_are_restarted_one_by_one(world: World, caplog: pytest.LogCaptureFixture) -> None:
     asked = restart(world, seconds=0, changes={"threads": 2})
     assert world.finish(asked) == "ranks 0, 1 and 2 restarted in 0.0 s"
     assert world.steps == steps(0, 1, 2)
     assert world.machine.commands.drained == frozenset()
     incidents = [each.incident or {} for each in world.handed[1:]]
     assert [each["reason"] for each in incidents] == [f"rank {rank} is restarted" for rank in range(3)]
-    assert all(each["planned"] and not each["reports"] for each in incidents), "no rank is to blame"
+    assert all(each["planned"] and not each["reports"] for each in incidents), "no rank may be reported"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert [spec["config"].threads for spec in world.specs[3:]] == [2, 2, 2]
     world.kill(1)
     world.turn()
-    assert world.specs[-1]["config"].threads == 2, "from then on"
+    assert world.specs[-1]["config"].threads == 2, "a replacement must have the new flags"
 
 
-def test_nobody_takes_over_who_is_back_in_a_moment() -> None:
+def test_no_takeover_for_a_quick_restart() -> None:
     world = World()
     assert world.finish(restart(world, 1)) == "rank 1 restarted in 0.0 s"
     assert world.steps == [("make beside", 1), ("leaves", 1), ("fence", 1), ("serve", 0, 1, 2)]
 
 
-def test_restarts_on_purpose_are_no_crash_loop(world: World) -> None:
+def test_planned_restarts_are_not_a_crash_loop(world: World) -> None:
     for _ in range(5):
         assert world.finish(restart(world, 1, seconds=0)) == "rank 1 restarted in 0.0 s"
     assert world.given_up == []
 
 
-def test_nothing_is_taken_away_before_the_next_process_has_started(world: World) -> None:
+def test_next_process_starts_before_the_drain(world: World) -> None:
     world.held.add((1, "setup"))
     asked = restart(world, 1, seconds=0)
     world.turn()
@@ -112,7 +112,7 @@ def test_nothing_is_taken_away_before_the_next_process_has_started(world: World)
     assert world.finish(asked) == "rank 1 restarted in 0.0 s"
 
 
-def test_a_next_process_that_cannot_start_leaves_the_rank_as_it_was(world: World) -> None:
+def test_failed_start_of_the_next_process_changes_nothing(world: World) -> None:
     world.raises[1, "setup"] = "no module named moeyard_worker.engine"
     said = (
         "1: the next process of rank 1 does not start: no module named moeyard_worker.engine; it goes on as it was; "
@@ -123,8 +123,8 @@ def test_a_next_process_that_cannot_start_leaves_the_rank_as_it_was(world: World
 
 
 @pytest.mark.parametrize("standby", [False, True])
-def test_without_room_for_two_the_old_one_ends_first(standby: bool) -> None:
-    """A standby of the code of now is waited for, if there is one."""
+def test_old_process_ends_first_without_room_for_two(standby: bool) -> None:
+    """The restart waits for a standby with the current code, if one is configured."""
     world = World(fixed_ports=True, standby=standby)
     asked = restart(world, 2)
     world.turn()
@@ -141,7 +141,7 @@ def test_without_room_for_two_the_old_one_ends_first(standby: bool) -> None:
     assert world.steps == [("leaves", 2), ("fence", 2), ("make", 2), ("serve", 0, 1, 2)]
 
 
-def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(world: World) -> None:
+def test_failing_flags_are_reverted_and_counted(world: World) -> None:
     world.raises[1, "load"] = "--kv-memory is too small"
     asked = restart(world, 1, seconds=0, changes={"threads": 2})
     assert world.finish(asked) == "rank 1 restarted in 0.0 s"
@@ -149,7 +149,7 @@ def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(world: Worl
     assert world.steps == [*steps(1)[:-1], ("fence", 1), ("make", 1), ("serve", 0, 1, 2)]
     assert [spec["config"].threads for spec in world.specs[3:]] == [2, 1]
     incident = world.handed[-1].incident or {"planned": True}
-    assert "planned" not in incident, "the failed start counts as a loss"
+    assert "planned" not in incident, "the failed start must count as a loss"
     assert incident["lost"][0]["reason"] == "--kv-memory is too small"
     world.raises[1, "load"] = "and again"
     asked = restart(world, 1, seconds=0)
@@ -159,8 +159,8 @@ def test_new_flags_that_fail_are_taken_back_and_counted_from_then_on(world: Worl
     assert world.finish(drain(world, 1)) == f"1: the fleet has failed: {said}"
 
 
-def test_a_loss_goes_first(world: World) -> None:
-    """Of another rank: the drain goes on behind it. Of the rank itself: it has its new process."""
+def test_loss_takes_precedence(world: World) -> None:
+    """After another rank's loss the drain continues; after its own loss the rank has its new process."""
     asked = restart(world, 1)
     world.turns(2)
     world.kill(0)
@@ -170,16 +170,16 @@ def test_a_loss_goes_first(world: World) -> None:
     world.whole = False
     world.now += 60.0
     world.turn()
-    assert ("carry", 1) not in world.did, "it waits for the fleet"
+    assert ("carry", 1) not in world.did, "the command must wait for the fleet"
     world.whole = True
     world.kill(1)
     assert world.finish(asked) == "rank 1 restarted in 60.0 s"
     assert "rank 1 was lost, and is replaced" in world.said[asked]
     assert ("leaves", 1) not in world.did
-    assert world.machine.commands.drained == frozenset(), "a restart leaves nothing drained"
+    assert world.machine.commands.drained == frozenset(), "a restart must leave nothing drained"
 
 
-def test_undrain_ends_a_restart_that_has_not_replaced_yet(world: World) -> None:
+def test_undrain_ends_a_restart_before_its_switch(world: World) -> None:
     asked = restart(world, 1)
     world.turn()
     world.ask("undrain", 1)
@@ -187,7 +187,7 @@ def test_undrain_ends_a_restart_that_has_not_replaced_yet(world: World) -> None:
     assert (world.machine.commands.drained, world.steps[-1]) == (frozenset(), ("end", 1))
 
 
-def test_what_is_refused(world: World) -> None:
+def test_refused_commands(world: World) -> None:
     for rank in (-1, 3):
         said = f"2: there is no rank {rank}; this server has ranks 0, 1 and 2"
         assert world.finish(drain(world, rank)) == said
@@ -201,7 +201,7 @@ def test_what_is_refused(world: World) -> None:
     assert world.finish(drain(world, 2)).startswith("2: no other rank than 2 takes requests")
 
 
-# More ranks, and fewer.
+# Resizing.
 
 
 def resized(size: int, **options: Any) -> World:
@@ -212,14 +212,14 @@ def scale(world: World, size: int, **fields: Any) -> int:
     return world.ask("scale", size=size, **fields)
 
 
-def test_more_workers_load_first() -> None:
+def test_new_workers_load_before_the_switch() -> None:
     world = resized(2)
     world.held |= {(3, "load"), (2, "setup")}
     asked = scale(world, 4)
     world.turns(3)
     world.held.remove((2, "setup"))
     world.turns(2)
-    assert world.steps == [("reserve", 2, 3), ("make", 2), ("make", 3)], "all serve as before"
+    assert world.steps == [("reserve", 2, 3), ("make", 2), ("make", 3)], "all ranks must serve as before"
     world.held.clear()
     world.now += 9.0
     assert world.finish(asked) == "4 workers in place of 2, after 9.0 s"
@@ -233,7 +233,7 @@ def test_more_workers_load_first() -> None:
     ]
     incident = world.handed[-1].incident or {}
     assert (incident["planned"], incident["lost"]) == (True, [])
-    assert all(not order.ranks for order in world.orders), "nobody was drained"
+    assert all(not order.ranks for order in world.orders), "no rank may be drained"
     assert "this server has ranks 0, 1, 2 and 3" in world.finish(world.ask("undrain", 4))
     assert world.finish(world.ask("undrain", 3)) == "rank 3 takes requests"
     world.kill(3)
@@ -241,7 +241,7 @@ def test_more_workers_load_first() -> None:
     assert world.serving == [0, 1, 2, 3]
 
 
-def test_fewer_are_drained_while_the_others_read() -> None:
+def test_leaving_ranks_are_drained_while_others_read() -> None:
     world = resized(4)
     world.held.add((0, "prepare"))
     asked = scale(world, 2)
@@ -253,7 +253,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
     assert ("carry", 2) not in world.did
     world.now += 30.0
     world.turn()
-    assert ("carry", 2) not in world.did, "requests run as long as they can"
+    assert ("carry", 2) not in world.did, "requests must run as long as possible"
     world.held.clear()
     assert world.finish(asked) == "2 workers in place of 4, after 30.0 s"
     assert world.steps == [
@@ -268,7 +268,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
         "going on with 2 workers, 0.0 s without steps",
     ]
     assert world.machine.commands.drained == frozenset()
-    # A router that has not heard yet says that one of them is lost.
+    # A router that has not heard of the change reports one of them as lost.
     world.misses(3)
     world.now += 9.0
     world.turn()
@@ -288,7 +288,7 @@ def test_fewer_are_drained_while_the_others_read() -> None:
         (1, {"raises": {(0, "prepare"): "model.safetensors has changed"}}, "2: model.safetensors has changed"),
     ],
 )
-def test_what_goes_wrong_before_the_switch_changes_nothing(size: int, goes_wrong: dict[str, Any], said: str) -> None:
+def test_failure_before_the_switch_changes_nothing(size: int, goes_wrong: dict[str, Any], said: str) -> None:
     world = resized(2)
     world.raises, world.lacks = goes_wrong.get("raises", {}), goes_wrong.get("lacks")
     starts = "kill" in goes_wrong or "unplaced" in goes_wrong
@@ -307,13 +307,13 @@ def test_what_goes_wrong_before_the_switch_changes_nothing(size: int, goes_wrong
     assert ("pause", size) not in world.did
     assert len(world.handed) == 1
     made = {process for rank, process in world.made if rank >= 2}
-    assert made <= world.dead, "ranks that were to come are ended"
+    assert made <= world.dead, "new ranks must be ended"
     assert world.machine.commands.drained == frozenset()
     assert world.orders[-1] == Drain(ranks=(), rank=0)
 
 
 @pytest.mark.parametrize("lost", [None, 1, 2])
-def test_what_goes_wrong_in_the_switch_is_recovered_from(lost: int | None) -> None:
+def test_failure_in_the_switch_is_recovered(lost: int | None) -> None:
     world = resized(2)
     world.held.add((None, "connect"))
     asked = scale(world, 3)
@@ -322,7 +322,7 @@ def test_what_goes_wrong_in_the_switch_is_recovered_from(lost: int | None) -> No
     if lost is None:
         world.raises[2, "connect"] = "rank 2 cannot connect"
     else:
-        world.kill(lost, told=False)
+        world.kill(lost, noticed=False)
     world.held.clear()
     reason = "rank 2 cannot connect" if lost is None else f"worker {lost} died while starting: it died"
     assert world.finish(asked) == f"1: {reason}; the fleet goes on with 2 workers"
@@ -337,8 +337,8 @@ def test_what_goes_wrong_in_the_switch_is_recovered_from(lost: int | None) -> No
 
 
 @pytest.mark.parametrize(("before", "size"), [(2, 4), (4, 2)])
-def test_a_loss_goes_first_there_too(before: int, size: int) -> None:
-    """Ranks that come go on loading. Experts that were read have to be read again."""
+def test_loss_takes_precedence_over_resizing(before: int, size: int) -> None:
+    """New ranks continue to load. The experts that others have read must be read again."""
     world = resized(before, sequences=0)
     world.held |= {(2, "load"), (0, "prepare")}
     asked = scale(world, size)
@@ -348,17 +348,17 @@ def test_a_loss_goes_first_there_too(before: int, size: int) -> None:
     world.whole = False
     world.turn()
     world.turn()
-    assert world.handed[-1].drained == set(range(size, before)), "which routers are told with the new rank"
-    assert ("pause", size) not in world.did, "it waits for the fleet"
+    assert world.handed[-1].drained == set(range(size, before)), "routers must get the drained ranks"
+    assert ("pause", size) not in world.did, "the command must wait for the fleet"
     world.whole = True
     world.held.clear()
     assert world.finish(asked).startswith(f"{size} workers in place of {before}")
     assert world.serving == list(range(size))
     reads = [each for each in world.did if each[0] == "call" and each[2] == "prepare" and each[1] == 1]
-    assert len(reads) >= (2 if size < before else 1), "asked, and asked again"
+    assert len(reads) >= (2 if size < before else 1), "the experts must be read again"
 
 
-def test_the_same_size_gives_up_what_was_begun() -> None:
+def test_scaling_to_the_current_size_cancels() -> None:
     world = resized(2)
     world.held.add((2, "setup"))
     asked = scale(world, 3)
@@ -370,7 +370,7 @@ def test_the_same_size_gives_up_what_was_begun() -> None:
     assert world.steps == [("reserve", 2), ("make", 2), ("end", 2)]
 
 
-def test_experts_that_are_still_read_are_waited_for() -> None:
+def test_resizing_waits_for_reads_in_progress() -> None:
     world = resized(4)
     world.held.add((0, "prepare"))
     asked = scale(world, 2)
@@ -384,7 +384,7 @@ def test_experts_that_are_still_read_are_waited_for() -> None:
     assert world.finish(asked).startswith("3 workers in place of 4")
 
 
-def test_undrain_of_one_that_leaves_keeps_it() -> None:
+def test_undrain_keeps_a_leaving_rank() -> None:
     world = resized(3)
     asked = scale(world, 2)
     world.turns(3)
@@ -394,16 +394,16 @@ def test_undrain_of_one_that_leaves_keeps_it() -> None:
     assert (world.machine.commands.drained, world.orders[-1].ranks) == (frozenset(), ())
 
 
-def test_somebody_must_take_requests() -> None:
+def test_one_rank_must_accept_requests() -> None:
     world = resized(2)
     assert world.finish(drain(world, 0, seconds=0)).startswith("rank 0 is drained")
     assert world.finish(scale(world, 1)).startswith("2: none of rank 0 takes requests")
     assert world.finish(scale(world, 0)).startswith("2: a fleet has one worker at least")
     assert world.finish(scale(world, 3)).startswith("3 workers in place of 2")
-    assert world.machine.commands.drained == {0}, "a drained rank stays drained"
+    assert world.machine.commands.drained == {0}, "a drained rank must stay drained"
 
 
-def test_ray_that_ends_takes_ranks_that_come_with_it() -> None:
+def test_new_ranks_end_with_ray() -> None:
     world = resized(2)
     world.held.add((2, "setup"))
     asked = scale(world, 3)

@@ -1,4 +1,4 @@
-"""When survivors take experts over, how a fleet gets another size, how often processes are started again."""
+"""Decisions of a fleet: whether survivors take experts over, how it is resized, and how often processes restart."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ WITHOUT_1 = WHOLE.without([1])
 SLOT = 100
 
 
-def asked(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), **changes: Any) -> Takeover:
-    """Rank 1 is lost: 0 and 2, on hosts a and b, would each take 4 experts of 100 bytes; rank 1 was on a."""
+def decision(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), **changes: Any) -> Takeover:
+    """Decide for a lost rank 1 on host a: 0 and 2, on hosts a and b, would each take 4 experts of 100 bytes."""
     kept = {name: changes.pop(name, True) for name in ("all_resident", "movable", "regroups")}
     rooms = {
         rank: Headroom(available=free, slot_bytes=SLOT, **kept) for rank, free in zip((0, 2), available, strict=True)
@@ -45,8 +45,8 @@ def asked(mode: str = "auto", *, available: tuple[int, int] = (10_000, 10_000), 
     return decide(mode, **(facts | changes))
 
 
-def test_with_room_and_time_they_take_over() -> None:
-    assert asked().slots == {0: 4, 2: 4}
+def test_survivors_take_over_with_room_and_time() -> None:
+    assert decision().slots == {0: 4, 2: 4}
 
 
 @pytest.mark.parametrize(
@@ -60,30 +60,30 @@ def test_with_room_and_time_they_take_over() -> None:
         ({"mode": "never"}, "--expert-takeover never"),
     ],
 )
-def test_otherwise_they_wait(changes: dict[str, Any], said: str) -> None:
-    decided = asked(**changes)
+def test_survivors_wait_otherwise(changes: dict[str, Any], said: str) -> None:
+    decided = decision(**changes)
     assert decided.slots is None
     assert decided.reason.startswith(said), decided.reason
 
 
-def test_a_host_store_needs_no_room_and_always_means_always() -> None:
-    assert asked(all_resident=False, available=(0, 0), start_seconds=0.1).slots == {0: 0, 2: 0}
-    assert asked("always", available=(5399, 0), start_seconds=0.1).slots == {0: 3, 2: 0}
-    # A rate that nobody has measured hinders nobody.
-    assert asked(read_rate=None, start_seconds=0.1).slots == {0: 4, 2: 4}
+def test_host_store_needs_no_room_and_always_forces() -> None:
+    assert decision(all_resident=False, available=(0, 0), start_seconds=0.1).slots == {0: 0, 2: 0}
+    assert decision("always", available=(5399, 0), start_seconds=0.1).slots == {0: 3, 2: 0}
+    # An unmeasured rate is no obstacle.
+    assert decision(read_rate=None, start_seconds=0.1).slots == {0: 4, 2: 4}
 
 
-def test_fixed_experts_do_if_nobody_needs_others() -> None:
-    """On GPUs, where experts stay: all that the lost rank had lies elsewhere too. NVLink wants all its ranks."""
+def test_takeover_of_fixed_experts_with_copies() -> None:
+    """On GPUs experts stay, but other ranks have copies of all that the lost rank had. NVLink needs all its ranks."""
     copies = tuple(tuple((e, 2 * (e % 2)) for e, owner in enumerate(row) if owner == 1) for row in WHOLE.owners)
     whole = Placement(WHOLE.layers, WHOLE.owners, copies)
     changes: dict[str, Any] = {"before": whole, "after": whole.without([1]), "movable": False, "available": (0, 0)}
-    assert asked(**changes).slots == {0: 0, 2: 0}
-    waits = asked(**changes, regroups=False)
+    assert decision(**changes).slots == {0: 0, 2: 0}
+    waits = decision(**changes, regroups=False)
     assert (waits.slots, waits.reason) == (None, "the nvlink exchange is one of all ranks")
 
 
-def test_a_second_loss_counts_what_was_taken_over() -> None:
+def test_second_loss_counts_earlier_takeovers() -> None:
     room = Headroom(available=10**9, slot_bytes=SLOT, all_resident=True, movable=True)
     reports = [{"held_bytes": 10, "loaded_bytes": 800, "seconds": {"weights": 0.1}}] * 3
     placed, slots = without(
@@ -118,7 +118,7 @@ def planned(
     slots: int = 1000,
     **flags: Any,
 ) -> ResizePlan:
-    """From `before` ranks on one host, with two layers of 12 experts of 100 bytes."""
+    """Plan from `before` ranks on one host, with two layers of 12 experts of 100 bytes."""
     whole = Placement.of_shards((1, 2), partition(12, before))
     room = Headroom(available=available, slot_bytes=SLOT, all_resident=all_resident, movable=movable)
     report = {"max_model_len": 512, "expert_slots": slots, "held_bytes": 5000}
@@ -133,27 +133,27 @@ def planned(
     )
 
 
-def test_who_stays_takes_slots_for_what_comes() -> None:
+def test_remaining_ranks_add_slots() -> None:
     plan = planned(2)
     assert plan.placement.ranks == (0, 1)
     assert plan.slots == {0: 6, 1: 6}
     assert [(each["expert_slots"], each["held_bytes"]) for each in plan.reports] == [(12, 5600)] * 2
 
 
-def test_who_comes_is_as_the_others_promise() -> None:
+def test_new_ranks_match_the_promised_limits() -> None:
     plan = planned(4, before=2)
     assert (plan.slots, plan.config.num_workers, plan.config.max_model_len) == ({}, 4, 500)
-    assert [(each["expert_slots"], each["held_bytes"]) for each in plan.reports] == [(6, 4400)] * 2, "slots are freed"
+    assert [(each["expert_slots"], each["held_bytes"]) for each in plan.reports] == [(6, 4400)] * 2, "slots are free"
 
 
-def test_without_room_it_is_refused_and_always_means_always() -> None:
+def test_resizing_without_room_is_refused_unless_forced() -> None:
     with pytest.raises(FleetError, match="rank 0 has room for 5 of 6 experts that would come") as refused:
         planned(2, available=1199)
-    assert not isinstance(refused.value, Impossible), "another time there may be"
+    assert not isinstance(refused.value, Impossible), "the refusal must not be final"
     plan = planned(2, available=1199, mode="always")
     assert plan.slots == {0: 5, 1: 5}
     assert [each["expert_slots"] for each in plan.reports] == [11, 11]
-    # A cache that does not hold all reads what it needs.
+    # A cache that does not hold all experts reads what it needs.
     assert [each["expert_slots"] for each in planned(2, available=0, all_resident=False, slots=4).reports] == [4, 4]
 
 
@@ -174,7 +174,7 @@ def test_flags_bound_the_slots(flags: dict[str, int], most: int) -> None:
         (2, 1, {"device": "cuda:1"}, "is one GPU"),
     ],
 )
-def test_sizes_that_cannot_be(size: int, before: int, options: dict[str, Any], said: str) -> None:
+def test_impossible_sizes(size: int, before: int, options: dict[str, Any], said: str) -> None:
     with pytest.raises(Impossible, match=said) as refused:
         planned(size, before, **options)
     assert refused.value.exit_code == 2

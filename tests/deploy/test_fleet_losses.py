@@ -1,4 +1,4 @@
-"""Ranks that are lost: which instructions follow from which events, and when the fleet is given up."""
+"""Lost ranks: the instructions that follow from events, and when the fleet gives up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,16 +28,16 @@ def miss(world: World) -> None:
     world.now += LAST_WORD_SECONDS
 
 
-def lose_the_next_one_too(world: World) -> None:
-    """What comes in the place of rank 1 dies as it is set up, and then once more."""
+def lose_the_replacement_too(world: World) -> None:
+    """The replacement of rank 1 dies in its setup; the next one works."""
     world.held.add((1, "setup"))
     world.kill(1)
     world.turn()
-    world.kill(1, told=False)
+    world.kill(1, noticed=False)
     world.held.clear()
 
 
-def lose_another_on_the_way(world: World) -> None:
+def lose_another_meanwhile(world: World) -> None:
     world.held.add((1, "load"))
     world.kill(1)
     world.turn()
@@ -69,12 +69,12 @@ def lose_another_on_the_way(world: World) -> None:
             lambda world: world.kill(0, 1, 2),
             [("fence", 0), ("make", 0), ("fence", 1), ("make", 1), ("fence", 2), ("make", 2), ("serve", 0, 1, 2)],
         ),
-        ("never", lose_the_next_one_too, [("fence", 1), ("make", 1), *ONE]),
-        ("always", lose_the_next_one_too, [("fence", 1), ("make", 1), ("serve", 0, 2), *ONE]),
-        ("never", lose_another_on_the_way, [("fence", 1), ("make", 1), ("fence", 0), ("make", 0), ("serve", 0, 1, 2)]),
+        ("never", lose_the_replacement_too, [("fence", 1), ("make", 1), *ONE]),
+        ("always", lose_the_replacement_too, [("fence", 1), ("make", 1), ("serve", 0, 2), *ONE]),
+        ("never", lose_another_meanwhile, [("fence", 1), ("make", 1), ("fence", 0), ("make", 0), ("serve", 0, 1, 2)]),
         (
             "always",
-            lose_another_on_the_way,
+            lose_another_meanwhile,
             [
                 *(("fence", 1), ("make", 1), ("serve", 0, 2)),
                 *(("fence", 0), ("make", 0), ("serve", 2), ("serve", 1, 2), ("serve", 0, 1, 2)),
@@ -112,7 +112,7 @@ def test_survivors_name_the_loss(caplog: pytest.LogCaptureFixture) -> None:
     assert last.startswith(said)
 
 
-def test_a_rank_says_itself_why_it_ends_though_the_router_was_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_own_reason_wins_over_the_routers(caplog: pytest.LogCaptureFixture) -> None:
     world = waiting()
     world.misses(2, "worker 2 is gone: its connection broke")
     world.now += LAST_WORD_SECONDS / 2
@@ -126,8 +126,8 @@ def test_a_rank_says_itself_why_it_ends_though_the_router_was_first(caplog: pyte
     assert caplog.messages[0] == "lost rank 2: rank 2: logits of step 7 are not finite; replacing"
 
 
-def test_routers_say_late_what_is_known() -> None:
-    """Of a rank that recovers, or is away, they know its predecessor."""
+def test_late_reports_of_routers_are_ignored() -> None:
+    """The rank recovers or is absent, so their report is about its predecessor."""
     for takeover in ("never", "always"):
         world = World(takeover=takeover)
         world.held.add((1, "load"))
@@ -145,7 +145,7 @@ def test_routers_say_late_what_is_known() -> None:
     assert world.steps[-1] == ("serve", 0, 1, 2)
 
 
-def test_the_same_rank_lost_too_often_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_lost_too_often_ends_the_fleet(caplog: pytest.LogCaptureFixture) -> None:
     world = waiting(limit=3)
     world.ends[1] = "process 4711 has ended"
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_the_same_rank_lost_too_often_ends_it(caplog: pytest.LogCaptureFixture) 
     assert len(world.given_up) == 1
 
 
-def test_different_ranks_and_time_do_not_add_up() -> None:
+def test_losses_of_different_ranks_and_times_do_not_add_up() -> None:
     world = waiting(limit=2)
     for rank in (0, 1, 2):
         world.kill(rank)
@@ -173,20 +173,20 @@ def test_different_ranks_and_time_do_not_add_up() -> None:
 
 
 @pytest.mark.parametrize(("pause", "how"), [(0.0, "in 60 s"), (100.0, "without serving in between")])
-def test_replacements_that_fail_count(pause: float, how: str) -> None:
-    """Also if each takes longer to fail than the window."""
+def test_failed_replacements_count(pause: float, how: str) -> None:
+    """This holds even if each takes longer to fail than the window."""
     world = waiting(limit=3)
     world.held.add((1, "load"))
     world.kill(1)
     for _ in range(2):
         world.turn()
         world.now += pause
-        world.kill(1, told=False)
+        world.kill(1, noticed=False)
     assert world.given_up == [f"rank 1 was lost 3 times {how}: worker 1 died while starting: it died"]
     assert [each for each in world.steps if each[0] == "serve"] == []
 
 
-def test_a_rank_that_has_served_begins_again() -> None:
+def test_serving_resets_the_count() -> None:
     world = waiting(limit=3)
     for _ in range(4):
         world.raises[1, "setup"] = "it hangs"
@@ -197,14 +197,14 @@ def test_a_rank_that_has_served_begins_again() -> None:
     assert world.steps.count(("serve", 0, 1, 2)) == 4
 
 
-def test_silence_has_advice(caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_rank_has_advice(caplog: pytest.LogCaptureFixture) -> None:
     world = waiting(limit=1)
     world.report((1,), "rank 1 silent at step 7, plan (5.0 s)")
     assert "if it was only slow, raise --step-deadline" in caplog.text
 
 
-def test_a_first_start_that_fails_ends_it() -> None:
-    """At once, with the words of the first; code 2 if it said itself why, as another attempt changes nothing."""
+def test_failed_first_start_ends_the_fleet() -> None:
+    """It ends at once with the first error; code 2 if the rank reported it, because a retry changes nothing."""
     for how, code in (("raised", 2), ("ended", 1)):
         world = waiting(launch=False)
         (number,) = [n for n, call in world.calls.items() if call.process == world.process_of(2)]
@@ -218,11 +218,11 @@ def test_a_first_start_that_fails_ends_it() -> None:
         assert world.exit_codes == [code]
 
 
-# What a loss finds on its way.
+# Events during a recovery.
 
 
-def test_a_rank_that_does_not_report_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It hangs in its step, and its heartbeats go on."""
+def test_rank_without_a_report_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """It hangs in its step while its heartbeats continue."""
     world = waiting()
     hung = world.process_of(0)
     world.held.add((0, "wait"))
@@ -238,8 +238,8 @@ def test_a_rank_that_does_not_report_is_named(caplog: pytest.LogCaptureFixture) 
     assert world.steps[2:] == [("fence", 0), ("make", 0), ("serve", 0, 1, 2)]
 
 
-def test_a_planned_end_waits_for_a_step_however_long() -> None:
-    """Ranks look between steps: none is to be killed because a step is long."""
+def test_planned_end_waits_for_a_long_step() -> None:
+    """Ranks check between steps, so a long step must kill none."""
     world = World()
     world.held |= {(0, "end_epoch")}
     world.kill(1)
@@ -247,7 +247,7 @@ def test_a_planned_end_waits_for_a_step_however_long() -> None:
     assert world.steps[-1] == ("serve", 0, 2)
     world.now += 1.0
     world.turn()
-    world.now += 1000.0  # the call of `end_epoch` is given up, and what ranks report is waited for
+    world.now += 1000.0  # the call of `end_epoch` times out, and the ranks' reports are awaited
     world.turn()
     world.now += 1000.0
     world.turn()
@@ -258,15 +258,15 @@ def test_a_planned_end_waits_for_a_step_however_long() -> None:
 
 
 @pytest.mark.parametrize("how", ["ended", "silent"])
-def test_who_is_gone_is_named_before_who_misses_it(how: str) -> None:
-    """Survivors meet without rank 1, and rank 2 is lost meanwhile: rank 0 says so first, and is sound."""
+def test_lost_rank_is_named_before_the_one_that_reports_it(how: str) -> None:
+    """Survivors connect without rank 1, and rank 2 is lost: rank 0 reports an error first, but is healthy."""
     world = World()
     world.held.add((2, "connect"))
     world.raises[0, "connect"] = "rank 2 lost while connecting"
     world.kill(1)
     world.turn()
     if how == "ended":
-        world.kill(2, told=False)
+        world.kill(2, noticed=False)
     else:
         world.now += 100.0
         world.event(Tick())
@@ -276,7 +276,7 @@ def test_who_is_gone_is_named_before_who_misses_it(how: str) -> None:
     assert [step for step in world.steps if step[0] == "fence"] == [("fence", 1), ("fence", 2)]
 
 
-def test_where_nobody_has_died_new_ranks_are_named() -> None:
+def test_new_rank_is_blamed_if_none_died() -> None:
     world = waiting()
     world.raises[0, "connect"] = "rank 1 did not connect within 5 s"
     world.kill(1)
@@ -286,7 +286,7 @@ def test_where_nobody_has_died_new_ranks_are_named() -> None:
 
 @pytest.mark.parametrize("hangs", ["setup", "load"])
 @pytest.mark.parametrize("takeover", ["never", "always"])
-def test_a_process_that_hangs_while_it_starts_is_replaced(hangs: str, takeover: str) -> None:
+def test_process_that_hangs_during_startup_is_replaced(hangs: str, takeover: str) -> None:
     world = World(takeover=takeover)
     world.held.add((1, hangs))
     world.kill(1)
@@ -307,7 +307,7 @@ def test_a_process_that_hangs_while_it_starts_is_replaced(hangs: str, takeover: 
     assert not world.machine.ranks.starting
 
 
-def test_a_loss_while_experts_are_given_back_is_another() -> None:
+def test_loss_while_experts_are_returned_is_a_new_one() -> None:
     world = World()
     world.kill(1)
     world.held.add((0, "end_epoch"))
@@ -322,9 +322,9 @@ def test_a_loss_while_experts_are_given_back_is_another() -> None:
     ]
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["made anew", "its next process was ready"])
-def test_a_rank_that_others_replace_loads_before_it_is_back(beside: bool) -> None:
-    """It dies while it is drained for its restart: its next process has loaded nothing yet."""
+@pytest.mark.parametrize("beside", [False, True], ids=["new process", "prepared process"])
+def test_replaced_rank_loads_before_it_returns(beside: bool) -> None:
+    """It dies while it is drained for its restart, and its next process has loaded nothing yet."""
     world = World(sequences=2)
     if beside:
         world.ask("restart", 1)
@@ -339,8 +339,8 @@ def test_a_rank_that_others_replace_loads_before_it_is_back(beside: bool) -> Non
     assert [call for call in calls if call in ("setup", "load", "start")] == ["setup", "load", "start"]
 
 
-def test_a_second_loss_gets_another_process() -> None:
-    """One that was prepared takes its place once."""
+def test_second_loss_gets_another_process() -> None:
+    """A prepared process is used once."""
     world = waiting(sequences=2)
     world.ask("restart", 1)
     world.turn()
@@ -352,8 +352,8 @@ def test_a_second_loss_gets_another_process() -> None:
     assert world.steps[4] == ("make", 1)
 
 
-def test_other_weights_end_it() -> None:
-    """Nobody can load any more what the fleet has begun with."""
+def test_changed_weights_end_the_fleet() -> None:
+    """The weights with which the fleet began are no longer available."""
     world = waiting()
     world.facts[1] = {"weights": {"model.safetensors": ("another", "")}}
     world.kill(1)
@@ -373,8 +373,8 @@ def seated() -> World:
     return world
 
 
-def test_ranks_tell_their_gpus_before_any_is_set_up() -> None:
-    """One that comes in another's place has its GPU; of ranks that all come anew nothing is known."""
+def test_ranks_report_their_gpus_before_setup() -> None:
+    """A replacement has its predecessor's GPU; if all ranks are new, nothing is known."""
     world = seated()
     assert all(world.calls_of(rank)[:2] == ["seat", "setup"] for rank in range(3))
     assert world.specs[-1]["peer_gpus"] == (4, 3, 2)
@@ -386,20 +386,20 @@ def test_ranks_tell_their_gpus_before_any_is_set_up() -> None:
     assert all(world.calls_of(rank)[:2] == ["seat", "setup"] for rank in range(3))
 
 
-def test_ranks_whose_node_was_lost_tell_their_gpus_again() -> None:
-    """They are heard of and replaced one by one, and come to another node, where their setup finds that they have."""
+def test_ranks_of_a_lost_node_report_their_gpus_again() -> None:
+    """They are reported and replaced one by one on another node, where their setup finds that their GPUs changed."""
     world = seated()
     world.seats = {rank: ("there", 5 - rank) for rank in range(3)}
     world.held.add((None, "room"))
     world.kill(0)
     for rank in (1, 2):
-        world.kill(rank, told=False)
+        world.kill(rank, noticed=False)
     world.turn()
     assert world.specs[-1]["peer_gpus"] == (5, 4, 3)
     assert world.serving == [0, 1, 2]
 
 
-def test_peers_are_those_of_one_node() -> None:
+def test_peers_are_on_one_node() -> None:
     world = seated()
     world.seats = {0: ("here", 3), 1: ("there", 1), 2: ("here", 0)}
     world.report((0, 1, 2), "all are lost")
@@ -410,7 +410,7 @@ def test_peers_are_those_of_one_node() -> None:
 # Ray.
 
 
-def test_with_the_raylet_all_ranks_are_lost_and_ray_starts_again() -> None:
+def test_loss_of_the_raylet_restarts_ray_and_all_ranks() -> None:
     world = waiting()
     world.ray_ends("raylet")
     world.turn()
@@ -422,7 +422,7 @@ def test_with_the_raylet_all_ranks_are_lost_and_ray_starts_again() -> None:
     assert len(world.steps) == 5
 
 
-def test_without_rays_head_ranks_serve_until_one_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_serve_without_rays_head_until_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     world = waiting()
     world.ray_ends("gcs_server")
     world.turn()
@@ -437,10 +437,10 @@ def test_without_rays_head_ranks_serve_until_one_is_lost(caplog: pytest.LogCaptu
     assert world.steps == [("start ray",), ("make", 0), ("make", 1), ("make", 2), ("serve", 0, 1, 2)]
     world.kill(1)
     world.turn()
-    assert world.steps[5:] == ONE, "Ray lives"
+    assert world.steps[5:] == ONE, "Ray must be running"
 
 
-def test_ray_that_ends_on_the_way_is_started_again() -> None:
+def test_ray_that_ends_during_a_recovery_is_restarted() -> None:
     for daemon, takeover in (("raylet", "never"), ("gcs_server", "never"), ("gcs_server", "always")):
         world = World(takeover=takeover)
         world.held.add((1, "load"))
@@ -453,7 +453,7 @@ def test_ray_that_ends_on_the_way_is_started_again() -> None:
         assert world.steps[-5:] == [("start ray",), ("make", 0), ("make", 1), ("make", 2), ("serve", 0, 1, 2)]
 
 
-def test_where_ray_does_not_start_again_the_fleet_is_given_up() -> None:
+def test_fleet_gives_up_if_ray_does_not_restart() -> None:
     world = waiting()
     world.ray_fails = "Ray cannot start: no memory"
     world.ray_ends("raylet")

@@ -1,4 +1,4 @@
-"""The fleet machine under random events: its invariants hold after each, and it always ends whole or given up."""
+"""The fleet machine under random events: its invariants hold after each, and it ends whole or gives up."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ METHODS = ("setup", "load", "rebind", "connect", "prepare", "rejoin", "start", "
 
 
 class Walk:
-    """One random life of a fleet. Calls return in any order, or after what they wait for has changed."""
+    """A random history of a fleet. Calls return in any order, or after the state that they wait for has changed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -48,7 +48,7 @@ class Walk:
             act()
 
     def come_to_rest(self) -> None:
-        """No more harm: what hangs is found silent, time passes."""
+        """Let time pass without new faults; hanging processes are detected as silent."""
         world = self.world
         world.whole = True
         for _ in range(60):
@@ -135,7 +135,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_a_fleet_ends_whole_or_given_up(seed: int) -> None:
+def test_fleet_ends_whole_or_gives_up(seed: int) -> None:
     walk = Walk(seed)
     world = walk.world
     walk.walk(250)
@@ -144,12 +144,12 @@ def test_a_fleet_ends_whole_or_given_up(seed: int) -> None:
     walk.come_to_rest()
     ranks, commands = world.machine.ranks, world.machine.commands
     assert len(world.given_up) == (world.machine.failure is not None)
-    assert set(world.said) == set(world.ended), "every command ends"
+    assert set(world.said) == set(world.ended), "every command must end"
     if world.machine.failure is None:
-        assert world.serving == list(range(ranks.size)), "the fleet is whole"
+        assert world.serving == list(range(ranks.size)), "the fleet must be whole"
         assert (ranks.runs, ranks.away, ranks.forming, ranks.ray_ended) == (True, [], False, ranks.ray_ended)
         assert (ranks.spares, ranks.resizing, commands.task) == ({}, None, None)
         lives = {process for _, process in world.made} - world.dead
-        assert lives == {process.number for process in ranks.members}, "no process is left over"
-        told = {rank for rank in world.handed[-1].drained if rank < ranks.size}
-        assert told == commands.drained or world.orders[-1].ranks == tuple(sorted(commands.drained))
+        assert lives == {process.number for process in ranks.members}, "no process may be left over"
+        shown = {rank for rank in world.handed[-1].drained if rank < ranks.size}
+        assert shown == commands.drained or world.orders[-1].ranks == tuple(sorted(commands.drained))

@@ -1,4 +1,4 @@
-"""Models by their id on the hub: a cache built by hand, a hub of a few lines of HTTP, and none at all."""
+"""Models by hub id: with a cache built by hand, with a small HTTP hub, and without a hub."""
 
 import json
 import os
@@ -49,14 +49,14 @@ MORE = {"README.md": "no", "consolidated.safetensors": "no", "original/config.js
 
 @pytest.fixture(autouse=True)
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of this test's own, and no hub to reach."""
+    """Use a cache of this test, and no hub."""
     for name, value in (("HF_HUB_CACHE", str(tmp_path / "hub")), ("HF_HUB_OFFLINE", False)):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     use_hub(monkeypatch, f"http://127.0.0.1:{free_port()}")
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Do what HF_ENDPOINT does to a program that starts."""
+    """Do what HF_ENDPOINT does to a new program."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -64,7 +64,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """The model in the cache, at its main branch; with an older commit of which files are missing."""
+    """The model in the cache, at its main branch, and an older commit with missing files."""
     repository = tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}"
     for commit, files in ((NEW, FILES), (OLD, {"config.json": FILES["config.json"]})):
         (repository / "snapshots" / commit).mkdir(parents=True)
@@ -77,7 +77,7 @@ def cached(tmp_path: Path) -> Path:
 
 
 class Held(bytes):
-    """A file of which the hub sends the beginning, and no more until `gate` is set."""
+    """A file of the hub that ends after its beginning until `gate` is set."""
 
     def __init__(self, _: bytes) -> None:
         self.gate = threading.Event()
@@ -85,13 +85,13 @@ class Held(bytes):
 
 @pytest.fixture
 def files() -> dict[str, bytes]:
-    """Files of the hub, which a test may change."""
+    """Files of the hub; a test may change them."""
     return {name: text.encode() for name, text in {**FILES, **TEMPLATES, **MORE}.items()}
 
 
 @pytest.fixture
 def real(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The same with a checkpoint that can be served: the demo's, behind an index."""
+    """The same with a servable checkpoint: the demo's, behind an index."""
     keys = list(read_header(DEMO / "model.safetensors"))
     files.clear()
     files |= {name: (DEMO / name).read_bytes() for name in ("config.json", "tokenizer.json", "model.safetensors")}
@@ -103,7 +103,7 @@ def real(files: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub that has the model at commit NEW of its main branch; the paths it was asked for."""
+    """A hub with the model at commit NEW of its main branch; returns the requested paths."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -148,12 +148,12 @@ def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         thread.join()
 
 
-def test_a_whole_copy_needs_no_hub(cached: Path, hub: list[str]) -> None:
+def test_complete_copy_needs_no_hub(cached: Path, hub: list[str]) -> None:
     assert fetch(MODEL, None) == fetch(MODEL, NEW) == str(cached / NEW)
     assert hub == []
 
 
-def test_what_is_missing_is_fetched_and_nothing_else(hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_missing_files_are_fetched(hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     directory = Path(fetch(MODEL, None))
     assert directory.name == NEW
     found = {str(f.relative_to(directory)): f.read_text() for f in directory.rglob("*") if f.is_file()}
@@ -164,7 +164,7 @@ def test_what_is_missing_is_fetched_and_nothing_else(hub: list[str], capsys: pyt
     assert hub == []
 
 
-def test_a_copy_that_is_not_whole_is_completed(cached: Path, hub: list[str]) -> None:
+def test_incomplete_copy_is_completed(cached: Path, hub: list[str]) -> None:
     (cached / NEW / "model-2.safetensors").unlink()
     assert fetch(MODEL, None) == str(cached / NEW)
     assert missing_file(cached / NEW) is None
@@ -179,7 +179,7 @@ def test_a_copy_that_is_not_whole_is_completed(cached: Path, hub: list[str]) -> 
         ("org/a..b", None, "neither a directory here nor an id"),
     ],
 )
-def test_what_the_hub_has_not(hub: list[str], model: str, revision: str | None, says: str) -> None:
+def test_models_missing_on_the_hub(hub: list[str], model: str, revision: str | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fetch(model, revision)
 
@@ -200,7 +200,7 @@ def test_missing_file(cached: Path, name: str) -> None:
     assert missing_file(cached / NEW) == name
 
 
-def test_a_single_file_of_weights_is_whole(cached: Path) -> None:
+def test_single_weight_file_is_complete(cached: Path) -> None:
     for name in ("model.safetensors.index.json", "model-1.safetensors", "model-2.safetensors"):
         (cached / NEW / name).unlink()
     (cached / NEW / "model.safetensors").write_text("1")
@@ -209,7 +209,7 @@ def test_a_single_file_of_weights_is_whole(cached: Path) -> None:
     assert "index.json" in str(missing_file(cached / NEW))
 
 
-def test_the_command_line_finds_it_and_calls_it_by_its_id(cached: Path) -> None:
+def test_command_line_accepts_a_hub_id(cached: Path) -> None:
     args = build_parser().parse_args(["serve", MODEL])
     config = engine_config(args)
     assert config.model_path == str(cached / NEW)
@@ -218,7 +218,7 @@ def test_the_command_line_finds_it_and_calls_it_by_its_id(cached: Path) -> None:
     assert (args.model, args.revision) == (MODEL, NEW)
 
 
-def test_a_directory_goes_before_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_takes_precedence_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_id(MODEL) == MODEL
     (tmp_path / MODEL).mkdir(parents=True)
@@ -229,11 +229,11 @@ def test_a_directory_goes_before_an_id(tmp_path: Path, monkeypatch: pytest.Monke
     ("words", "says"),
     [
         (["org/none"], "moeyard: no directory 'org/none' here, not whole in the hub's cache"),
-        (["org/none", "--workers", "0"], "moeyard: --workers must be at least 1, got 0"),  # before anything is fetched
+        (["org/none", "--workers", "0"], "moeyard: --workers must be at least 1, got 0"),  # before any download
         (["--revision", "v1"], "moeyard: --revision v1: only a model of the Hugging Face hub has revisions"),
     ],
 )
-def test_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", *words])
     (line,) = capsys.readouterr().err.splitlines()
@@ -241,12 +241,12 @@ def test_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str
 
 
 def weights_of(asked: list[str]) -> list[str]:
-    """Requests for weights, even for their size."""
+    """Return requests for weights, even for their size."""
     return [path for path in asked if path.endswith(".safetensors")]
 
 
 def checked(*flags: str) -> tuple[Checked, EngineConfig, ModelConfig]:
-    """Run the checks of `serve` before it starts."""
+    """Run the checks that `serve` makes before it starts."""
     args = build_parser().parse_args(["serve", MODEL, *flags])
     config = engine_config(args)
     model = served_model(config)
@@ -255,7 +255,7 @@ def checked(*flags: str) -> tuple[Checked, EngineConfig, ModelConfig]:
 
 
 def change(files: dict[str, bytes], **values: Any) -> None:
-    """Put other values into config.json."""
+    """Change values in config.json."""
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), **values}).encode()
 
 
@@ -270,7 +270,7 @@ def change(files: dict[str, bytes], **values: Any) -> None:
         ),
     ],
 )
-def test_a_model_that_is_not_served_costs_no_weights(
+def test_unsupported_model_downloads_no_weights(
     values: dict[str, Any], says: str, real: dict[str, bytes], hub: list[str]
 ) -> None:
     change(real, **values)
@@ -280,7 +280,7 @@ def test_a_model_that_is_not_served_costs_no_weights(
     assert weights_of(hub) == []
 
 
-def test_other_commands_refuse_before_weights_too(
+def test_other_commands_refuse_before_the_download(
     real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(real, quantization_config={"quant_method": "quip", "bits": 4})
@@ -294,9 +294,7 @@ def test_other_commands_refuse_before_weights_too(
     assert weights_of(hub) == []
 
 
-def test_serve_says_what_it_downloads_and_what_that_takes(
-    real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_reports_the_download(real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found, config, model = checked("--workers", "2")
     assert weights_of(hub) == []
     capsys.readouterr()
@@ -308,7 +306,7 @@ def test_serve_says_what_it_downloads_and_what_that_takes(
         r"take [\d.]+ MiB in all, other weights [\d.]+ MiB per worker; a worker has [\d.]+ GiB free: dense weights .*",
         said,
     )
-    # One line at least, the first of which is told as soon as anything is known.
+    # At least one line, the first as soon as any progress is known.
     assert progress
     assert all(re.fullmatch(r"downloading weights: [\d.]+ [KM]?i?B of 15\.11 MiB \(\d+ %\)", line) for line in progress)
     assert last == "downloaded 15.11 MiB of weights"
@@ -316,9 +314,7 @@ def test_serve_says_what_it_downloads_and_what_that_takes(
     assert checked()[0].download is None
 
 
-def test_the_doctor_downloads_nothing(
-    real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_downloads_nothing(real: dict[str, bytes], hub: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", MODEL, "--port", "0", "--json"])
     found = {each["subject"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     assert found["model"]["text"].startswith(f"{MODEL}: 6 layers, 32 experts")
@@ -327,13 +323,13 @@ def test_the_doctor_downloads_nothing(
     assert weights_of(hub) == []
 
 
-def test_a_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     with pytest.raises(ValueError, match=r"15\.11 MiB of weights.* 1 MiB are free in \S+; make room, or set HF_"):
         checked()
     assert weights_of(hub) == []
-    # A part that is there needs no room.
+    # A downloaded part needs no space.
     blobs = describe(MODEL, None).parents[1] / "blobs"
     (blobs / "x.incomplete").write_bytes(bytes(15 << 20))
     assert checked()[0].download is not None
@@ -352,7 +348,7 @@ def test_a_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkey
         (["config.json", "model.safetensors"], r"has no tokenizer\.json, and the hub gave none"),
     ],
 )
-def test_a_repository_without_safetensors(names: list[str], says: str, files: dict[str, bytes], hub: list[str]) -> None:
+def test_repository_without_safetensors(names: list[str], says: str, files: dict[str, bytes], hub: list[str]) -> None:
     known = files.copy()
     files.clear()
     files |= {name: known.get(name, b"") for name in names}
@@ -361,10 +357,10 @@ def test_a_repository_without_safetensors(names: list[str], says: str, files: di
     assert not [path for path in hub if path.endswith((".gguf", ".bin", ".safetensors"))]
 
 
-def test_the_command_refuses_before_weights(
+def test_command_refuses_before_the_download(
     real: dict[str, bytes], hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole command, for a port that is taken and a checkpoint that is not served."""
+    """The whole command, for a port that is in use and an unsupported checkpoint."""
     monkeypatch.setenv("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "another"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -381,7 +377,7 @@ def test_the_command_refuses_before_weights(
 
 
 def test_ctrl_c_ends_a_download_at_once(real: dict[str, bytes], hub: list[str], tmp_path: Path) -> None:
-    """While the library's threads wait for a file that does not come."""
+    """The library's threads wait for a file that never arrives."""
     held = Held(real["model.safetensors"])
     real["model.safetensors"] = held
     code = (

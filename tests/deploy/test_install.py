@@ -1,4 +1,4 @@
-"""The way in: pins that fit the project's ranges, a stamp that follows them, one command for the CI."""
+"""Installation: pins within the project's ranges, a stamp that follows them, one command for CI."""
 
 import os
 import shutil
@@ -55,8 +55,8 @@ def test_stamp_follows_the_pins(bootstrap: ModuleType, tmp_path: Path) -> None:
     assert bootstrap.digest(tmp_path) != before
 
 
-def test_stamped_environment_is_left_alone(bootstrap: ModuleType, tmp_path: Path) -> None:
-    # Neither stamp's folder is an environment: any attempt to install would fail.
+def test_stamped_environment_is_unchanged(bootstrap: ModuleType, tmp_path: Path) -> None:
+    # Neither stamp's folder is an environment, so any installation attempt would fail.
     (tmp_path / f".installed-{bootstrap.digest(ROOT)}-dev").touch()
     assert bootstrap.install(ROOT, tmp_path, dev=True) == 0
     assert bootstrap.install(ROOT, tmp_path, dev=False) == 0
@@ -69,7 +69,7 @@ def test_ci_runs_make_test() -> None:
     assert script.read_text().splitlines()[1:] == ["exec make test"]
 
 
-def test_make_passes_once_and_arguments_on() -> None:
+def test_make_passes_once_and_arguments() -> None:
     plan = subprocess.run(["make", "-n", "demo", "ONCE=1"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "bin/moeyard demo --once" in plan
     plan = subprocess.run(

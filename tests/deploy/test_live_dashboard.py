@@ -20,20 +20,20 @@ from tests.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-# Fewer slots than a rank's 48 experts (16 of each of 3 layers), so that there are misses and evictions.
+# Fewer slots than a rank's 48 experts (16 in each of 3 layers) cause misses and evictions.
 EXPERT_SLOTS = 16
-# More than one page, so that its repetition is found in the prefix index.
+# The prefix index finds a repeated prompt of more than one page.
 PREFIX = "There are more experts than there is fast memory. Those that are used often should stay near. " * 4
 
 
 class Running:
-    """A child process with its output in a file; ends with SIGINT, as Ctrl-C would."""
+    """A child process with its output in a file; SIGINT stops it, like Ctrl-C."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
         self.log = log
         with log.open("wb") as output:
-            # A session of its own: a group that can be ended whole should it not stop by itself.
+            # A session of its own makes a group that can be killed whole if it does not stop.
             self.process = subprocess.Popen(
                 command,
                 stdout=output,
@@ -63,7 +63,7 @@ class Running:
         return self.log.read_text(errors="replace")[-4000:]
 
     def stop(self) -> int:
-        """End it and return its exit code; whatever is left of its group is killed."""
+        """Stop the process and return its exit code; the rest of its group is killed."""
         self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(HANG_SECONDS)
@@ -75,7 +75,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of `moeyard serve` over the demo checkpoint with two ranks and a small expert cache, which speculates."""
+    """The URL of `moeyard serve` of the demo checkpoint with two ranks, a small expert cache and speculation."""
     port = free_port()
     command = [sys.executable, "-m", "moeyard", "serve", str(ROOT / "deploy" / "demo")]
     command += ["--workers", "2", "--port", str(port), "--expert-slots", str(EXPERT_SLOTS), "--speculate", "mtp"]
@@ -91,7 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prometheus(fleet: str, program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a Prometheus that runs deploy/prometheus with this fleet's addresses and one-second intervals."""
+    """The URL of a Prometheus with deploy/prometheus, this fleet's addresses and one-second intervals."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     config["global"] = dict.fromkeys(config["global"], "1s")
@@ -112,7 +112,7 @@ def prometheus(fleet: str, program: Callable[[str], str], tmp_path_factory: pyte
 
 
 def chat(fleet: str, question: str) -> None:
-    """One streamed chat completion of 16 tokens behind the common prefix."""
+    """Send a streamed chat completion of 16 tokens with the common prefix."""
     messages = [{"role": "user", "content": PREFIX + question}]
     body = {"messages": messages, "stream": True, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
     with httpx.stream("POST", f"{fleet}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as response:
@@ -122,14 +122,14 @@ def chat(fleet: str, question: str) -> None:
 
 
 def too_long(fleet: str) -> None:
-    """One prompt over the model's limit: refused, and counted as such."""
+    """Send a prompt over the model's limit, which is refused and counted."""
     response = post(f"{fleet}/v1/completions", json={"prompt": [5] * 100_000, "max_tokens": 1})
     assert response.status_code == 400, response.text
 
 
 @pytest.fixture(scope="module")
 def traffic(fleet: str) -> Iterator[None]:
-    """Requests in the background until the tests are over: rates need change between two scrapes."""
+    """Send requests until the tests are over, because rates need change between two scrapes."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -151,7 +151,7 @@ def traffic(fleet: str) -> Iterator[None]:
 
 
 def evaluate(prometheus: str, query: str) -> list[float]:
-    """Finite values of an instant query; raises on one that Prometheus refuses."""
+    """Return the finite values of an instant query; raise if Prometheus refuses it."""
     answer: dict[str, Any] = get(f"{prometheus}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
     result = answer["data"]["result"]
@@ -170,7 +170,7 @@ def wait_until_all_have_values(prometheus: str, queries: dict[str, str]) -> None
 def test_every_target_is_up(prometheus: str) -> None:
     counts = {"moeyard-worker": 2, "moeyard-router": 1}
     up = {job: f'count(up{{job="{job}"}} == 1) == {count}' for job, count in counts.items()}
-    # One scrape may miss its second on a busy machine.
+    # One scrape may be late by a second on a busy machine.
     wait_until_all_have_values(prometheus, {**up, "none is down": "absent(up == 0)"})
 
 
@@ -178,7 +178,7 @@ def test_every_target_is_up(prometheus: str) -> None:
 def test_every_dashboard_query_has_values(prometheus: str, dashboard_queries: list[tuple[str, str]]) -> None:
     queries = dict(dashboard_queries)
     assert len(queries) == len(dashboard_queries)
-    # Quantiles of what happened never: nothing is lost here. Its counts have values, and are 0.
+    # Quantiles need an event, and no rank is lost here. The counts have values, which are 0.
     never = {title for title, query in queries.items() if "moeyard_recovery_seconds_bucket" in query}
     assert len(never) == 3
     wait_until_all_have_values(prometheus, {title: queries[title] for title in queries.keys() - never})

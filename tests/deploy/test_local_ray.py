@@ -1,4 +1,4 @@
-"""The processes of a private Ray, played by copies of `sleep` that have its daemons' names."""
+"""The processes of a private Ray, played by copies of `sleep` with the names of its daemons."""
 
 import shutil
 import signal
@@ -27,7 +27,7 @@ class Clock:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a child of a name; all end with the test."""
+    """Start a child with this name; all end with the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(name: str) -> subprocess.Popen[bytes]:
@@ -44,7 +44,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it. It stays a zombie, as a daemon does for which Ray does not wait."""
+    """Kill a process. It stays a zombie, like a daemon that Ray does not reap."""
     process.kill()
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         pass
@@ -56,22 +56,22 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def test_it_is_known_which_daemon_has_ended(start: Start) -> None:
+def test_ended_daemon_is_named(start: Start) -> None:
     head, raylet = start(HEAD), start(RAYLET)
     ray = LocalRay()
-    assert ray.ended() is None, "nothing was started"
+    assert ray.ended() is None, "no daemon was started"
     ray.find()
     assert ray.ended() is None
     end(head)
     assert ray.ended() == HEAD
     end(raylet)
-    assert ray.ended() == RAYLET, "all ranks end with it"
+    assert ray.ended() == RAYLET, "the raylet must be reported first"
     start(HEAD), start(RAYLET)
     ray.find()
-    assert ray.ended() is None, "those of the next Ray are meant"
+    assert ray.ended() is None, "only the new daemons may count"
 
 
-def test_a_stopped_process_is_killed_after_its_time_while_ranks_start(start: Start) -> None:
+def test_stopped_daemon_is_killed_while_ranks_start(start: Start) -> None:
     head, raylet, clock = start(HEAD), start(RAYLET), Clock()
     ray = LocalRay(clock=clock)
     ray.find()
@@ -79,9 +79,9 @@ def test_a_stopped_process_is_killed_after_its_time_while_ranks_start(start: Sta
     assert ray.kill_stopped(starting=True) == []
     clock.now += STOPPED_SECONDS - 0.1
     assert ray.kill_stopped(starting=True) == []
-    assert ray.kill_stopped(starting=False) == [], "serving needs no daemon"
+    assert ray.kill_stopped(starting=False) == [], "serving ranks need no daemon"
     clock.now += STOPPED_SECONDS
-    assert ray.kill_stopped(starting=True) == [], "its time begins again"
+    assert ray.kill_stopped(starting=True) == [], "the time limit must start again"
     clock.now += STOPPED_SECONDS
     assert ray.kill_stopped(starting=True, spare=[head.pid]) == []
     clock.now += STOPPED_SECONDS
@@ -92,7 +92,7 @@ def test_a_stopped_process_is_killed_after_its_time_while_ranks_start(start: Sta
     assert raylet.poll() is None
 
 
-# A raylet whose child is a worker process, and then an agent.
+# A raylet with a worker process, and then an agent, as children.
 TREE = """
 import shutil, subprocess, sys
 folder = sys.argv[1]
@@ -103,11 +103,11 @@ sys.stdin.read()
 """
 
 
-def test_a_stopped_worker_process_is_killed_and_an_agent_is_not(tmp_path: Path) -> None:
-    """The raylet ends with its agents, and all ranks with the raylet."""
+def test_stopped_worker_is_killed_and_an_agent_is_not(tmp_path: Path) -> None:
+    """A raylet ends with its agents, and the raylet must be reported first."""
     clock = Clock()
     ray = LocalRay(clock=clock)
-    # An interpreter with the raylet's name: this process may have other children that are called "python".
+    # An interpreter with the raylet's name, because this process may have other children named "python".
     (tmp_path / RAYLET).symlink_to(sys.executable)
     command = [str(tmp_path / RAYLET), "-c", TREE, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as raylet:
@@ -128,7 +128,7 @@ def test_a_stopped_worker_process_is_killed_and_an_agent_is_not(tmp_path: Path) 
             raylet.stdin.close()  # type: ignore[union-attr]
 
 
-# In a process of its own: all that it has started, and is not Python's multiprocessing, ends.
+# In its own process, where all children end except those of Python's multiprocessing.
 END = """
 import subprocess, sys
 from moeyard.fleet.ray.processes import LocalRay
@@ -145,8 +145,8 @@ router.kill()
 """
 
 
-def test_its_end_spares_the_launchers_own_children(tmp_path: Path) -> None:
-    """A router is a child, too: Python's multiprocessing starts it."""
+def test_kill_spares_the_launchers_own_children(tmp_path: Path) -> None:
+    """A router is also a child, started by Python's multiprocessing."""
     for name in (HEAD, RAYLET, "monitor"):
         shutil.copy("/bin/sleep", tmp_path / name)
     command = [sys.executable, "-c", END, str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Log lines: their two spellings, what they never hold, and that whoever logs never waits."""
+"""Log lines: their two formats, what they omit, and that logging never blocks."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ class Stuck(io.StringIO):
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., io.StringIO]]:
-    """Start logging into a string; afterwards all is as before."""
+    """Log into a string during the test."""
     root = logging.getLogger()
     levels = {name: logging.getLogger(name).level for name in ("", *logs.OURS)}
     before = list(root.handlers)
@@ -88,7 +88,7 @@ def test_json(started: Callable[..., io.StringIO]) -> None:
 
 
 @pytest.mark.parametrize("form", logs.FORMATS)
-def test_words_of_an_exception_are_for_debugging(started: Callable[..., io.StringIO], form: str) -> None:
+def test_exception_text_is_logged_at_debug_only(started: Callable[..., io.StringIO], form: str) -> None:
     for level, shown in (("info", False), ("debug", True)):
         stream = started(format=form, level=level)
         try:
@@ -108,16 +108,14 @@ def test_levels(started: Callable[..., io.StringIO]) -> None:
     assert len(written(stream)) == 1
 
 
-def test_a_flood_is_cut_and_counted_and_errors_are_not_cut(
-    started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flood_is_limited_except_errors(started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "LINES_PER_SECOND", 10)
     stream = started()
     log = logging.getLogger("moeyard.access")
     second = [1000.0]
 
     class Record(logging.LogRecord):
-        """Made within one second, however long it takes."""
+        """All records have the same second, however long the test takes."""
 
         def __init__(self, *args: object, **named: object) -> None:
             super().__init__(*args, **named)  # type: ignore[arg-type]
@@ -140,16 +138,18 @@ def test_a_flood_is_cut_and_counted_and_errors_are_not_cut(
     assert "later" in lines[-1]
 
 
-def test_nobody_waits_for_a_reader(started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_does_not_wait_for_a_reader(
+    started: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "QUEUE_LINES", 8)
     stuck = started(Stuck())
     for _ in range(100):
         logging.getLogger("moeyard").warning("a line")
-    assert stuck.getvalue() == "", "the first write has not ended"
+    assert stuck.getvalue() == "", "the first write must still block"
     stuck.read.set()
 
 
-def test_a_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> None:
+def test_closed_stream_ends_nothing(started: Callable[..., io.StringIO]) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:
@@ -179,8 +179,8 @@ sys.exit(7)
 """
 
 
-def test_a_full_disk_ends_nothing() -> None:
-    """stdout and stderr on /dev/full, as Docker's log file is when the disk is."""
+def test_full_disk_ends_nothing() -> None:
+    """stdout and stderr are /dev/full, like Docker's log file on a full disk."""
     code = f"import sys; sys.path[:] = {sys.path!r}\n{_FULL}"
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
@@ -189,7 +189,7 @@ def test_a_full_disk_ends_nothing() -> None:
     assert ended.returncode == 7
 
 
-def test_a_reader_that_has_left_is_still_noticed() -> None:
+def test_closed_pipe_is_still_noticed() -> None:
     read, write = os.pipe()
     os.close(read)
     stream = _Lossy(os.fdopen(write, "w"))

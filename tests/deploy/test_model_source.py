@@ -16,7 +16,7 @@ ID = "Qwen/Qwen3-30B-A3B"
     ("model", "says"),
     [
         ("/models/qwen3.gguf", "is a GGUF file; only safetensors are read"),
-        ("models/qwen3.Q4_K_M.gguf", "is a GGUF file"),  # in the form of an id
+        ("models/qwen3.Q4_K_M.gguf", "is a GGUF file"),  # like an id
         ("pytorch_model.bin", "is a PyTorch file"),
         (f"hf.co/{ID}", f"give `{ID}`"),
         (f"https://huggingface.co/{ID}", f"give `{ID}`"),
@@ -47,7 +47,7 @@ def test_forms_of_other_programs(model: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such", "./no/such", "no/such/directory", "../no"])
-def test_paths_are_read_as_paths(model: str) -> None:
+def test_paths_are_not_ids(model: str) -> None:
     assert foreign_form(model) == ""
     assert local_directory(argparse.Namespace(model=model, revision=None)) == str(Path(model).resolve())
 
@@ -66,7 +66,7 @@ def test_weights_in_other_formats(tmp_path: Path) -> None:
         local_directory(args)
 
 
-def test_the_demo_is_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_is_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout, wheel = model_source._DEMO_PLACES
     assert bundled_model() == str(checkout)
     assert wheel.parts[-3:] == ("moeyard", "bundled", "demo")

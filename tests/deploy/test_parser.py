@@ -1,4 +1,4 @@
-"""Flags that are no flags of ours, spellings of those that are, and help in two lengths."""
+"""Unknown flags, alternative spellings, and help in two lengths."""
 
 import argparse
 import re
@@ -11,19 +11,19 @@ from moeyard.cli.other_servers import INSTEAD
 
 
 def command(name: str) -> argparse.ArgumentParser:
-    """The parser of one command."""
+    """Return the parser of one command."""
     (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     parser: argparse.ArgumentParser = subparsers.choices[name]
     return parser
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:
-    """All flags that a help text has."""
+    """Return all flags in a help text."""
     return {f for action in parser._actions if action.help != argparse.SUPPRESS for f in action.option_strings}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which the command line refuses these words."""
+    """Return the line with which the command line refuses these words."""
     with pytest.raises(SystemExit, match="2"):
         main(list(words))
     (line,) = capsys.readouterr().err.splitlines()
@@ -34,7 +34,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "says"),
     [
         ("--prot 8000", r"--prot; did you mean .*--port\?"),
-        ("--por 8000", r"--por; did you mean --port\?"),  # once an abbreviation
+        ("--por 8000", r"--por; did you mean --port\?"),  # was once an abbreviation
         ("--max-model 8", r"did you mean --max-model-len\?"),
         ("--max_model_length=8", r"did you mean --max-model-len\?"),
         ("--bogus", r"unrecognized arguments: --bogus; see `moeyard serve --help`$"),
@@ -50,16 +50,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--trust-remote-code", r"no code of a checkpoint is ever run"),
         ("--quantization fp8", r"float32 or bfloat16"),
         ("--model-path x", r"MODEL needs no flag"),
-        ("--tp 2 --dp 2", r"--tp --dp 2; did you mean --workers N\?; see"),  # one advice once
+        ("--tp 2 --dp 2", r"--tp --dp 2; did you mean --workers N\?; see"),  # the advice appears once
     ],
 )
-def test_flags_of_others_and_flags_misspelt(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_and_misspelt_flags(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "serve", *words.split())
     assert line.startswith("moeyard: unrecognized arguments: ")
     assert re.search(says, line), line
 
 
-def test_advice_names_flags_that_exist() -> None:
+def test_advice_names_existing_flags() -> None:
     known = flags(command("serve"))
     for name, advice in INSTEAD.items():
         assert f"--{name}" not in known, f"--{name} is a flag of ours"
@@ -68,14 +68,14 @@ def test_advice_names_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["serve", "demo", "doctor", "verify", "chat", "scale"])
-def test_no_command_takes_abbreviations(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_accepts_abbreviations(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command(name)
     flag = max(flags(parser), key=len)
     positional = {"scale": ["2"], "verify": ["x"]}.get(name, [])
     assert f"unrecognized arguments: {flag[:-1]}" in refused(capsys, name, *positional, f"{flag[:-1]}=1")
 
 
-def test_underscores_are_dashes_in_names_only() -> None:
+def test_underscores_are_dashes_only_in_names() -> None:
     args = build_parser().parse_args(
         ["serve", "--max_model_len", "7", "--expert_slots=3", "--no_prefix_caching", "--served_model_name=my_model"]
     )
@@ -116,7 +116,7 @@ def test_three_examples_are_commands(capsys: pytest.CaptureFixture[str]) -> None
         build_parser().parse_args(example.split()[1:])
 
 
-def test_a_key_of_a_file_gets_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_of_a_file_gets_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("help-all: true\n")
     assert "'help-all' is no flag of this command" in refused(capsys, "serve", "--config", str(file))

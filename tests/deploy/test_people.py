@@ -1,4 +1,4 @@
-"""Where the API listens, what a start says, what interrupts do, what the doctor finds, what shells complete."""
+"""The command line's user interface: addresses, startup messages, interrupts, the doctor, shell completion."""
 
 import contextlib
 import errno
@@ -51,21 +51,21 @@ ROOT = Path(__file__).resolve().parents[2]
         ("0.0.0.0", "http://127.0.0.1:8132"),
     ],
 )
-def test_a_url_that_can_be_clicked(host: str, url: str) -> None:
+def test_url_is_clickable(host: str, url: str) -> None:
     assert reachable_url(host, 8132) == url
     outside = outside_url(host, 8132)
     assert (outside is None) or (host in ("::", "0.0.0.0") and outside.endswith(":8132"))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_all_addresses_take_both_families() -> None:
+def test_all_addresses_accept_both_families() -> None:
     with bind("::", 0) as sock:
         port = sock.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, port), timeout=HANG_SECONDS).close()
 
 
-def test_what_is_wrong_with_an_address() -> None:
+def test_errors_of_addresses() -> None:
     with pytest.raises(
         ValueError, match=r"--host 'no\.such\.host\.invalid' is unknown: .*; give an address"
     ) as refused:
@@ -80,15 +80,15 @@ def test_what_is_wrong_with_an_address() -> None:
         bind("127.0.0.1", taken.getsockname()[1])
 
 
-def told(captures: bool, *, tty: bool = False) -> tuple[Startup, io.StringIO, list[float]]:
-    """A start that writes to a string and has this clock."""
+def start_report(captures: bool, *, tty: bool = False) -> tuple[Startup, io.StringIO, list[float]]:
+    """Return a start that writes to a string, with this clock."""
     out, now = io.StringIO(), [0.0]
     out.isatty = lambda: tty  # type: ignore[method-assign]
     return Startup(captures=captures, out=out, clock=lambda: now[0], interval=5.0), out, now
 
 
-def test_a_log_gets_a_line_of_progress_now_and_then() -> None:
-    start, out, now = told(captures=True)
+def test_log_gets_occasional_progress_lines() -> None:
+    start, out, now = start_report(captures=True)
     start.stage("starting Ray")
     start.loading(0, 0)
     for second in range(12):
@@ -105,15 +105,15 @@ def test_a_log_gets_a_line_of_progress_now_and_then() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    start, out, _ = told(captures=False, tty=True)
+def test_terminal_gets_a_progress_bar() -> None:
+    start, out, _ = start_report(captures=False, tty=True)
     start.loading(1 << 20, 4 << 20)
     start.loading(4 << 20, 4 << 20)
     assert "loading weights:   0%|" in out.getvalue()
     assert out.getvalue().endswith("weights are there; preparing to step\n")
 
 
-def test_signals_are_noted_and_raise_where_it_is_safe(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_are_raised_at_safe_points(capfd: pytest.CaptureFixture[str]) -> None:
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
         with noted() as interrupts:
@@ -130,8 +130,8 @@ def test_signals_are_noted_and_raise_where_it_is_safe(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == "stopping\n"
 
 
-def test_who_insists_gets_out_of_a_start_that_hangs() -> None:
-    """A process whose clock stands still is patient; one whose clock runs ends with its child at the third signal."""
+def test_repeated_interrupts_end_a_start_that_hangs() -> None:
+    """With a frozen clock the process is patient; with a running one it exits with its child at the third signal."""
     code = (
         "import itertools, signal, subprocess, sys; from moeyard.signals import Interrupts;"
         "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True);"
@@ -139,13 +139,16 @@ def test_who_insists_gets_out_of_a_start_that_hangs() -> None:
         "signal.signal(signal.SIGINT, interrupts.note);"
         "[signal.raise_signal(signal.SIGINT) for _ in range(3)]; child.kill(); child.wait(); sys.exit(3)"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
     for step, expected in (("0", 3), ("2", 130)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, step], capture_output=True, text=True, env=env, timeout=HANG_SECONDS
-        )
+        done = run_python(code, step)
         assert done.returncode == expected, done.stderr
         check_gone(int(done.stdout))
+
+
+def run_python(code: str, *args: str, path: str = str(ROOT / "deploy")) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_SECONDS)
 
 
 def check_gone(child: int) -> None:
@@ -157,16 +160,15 @@ def check_gone(child: int) -> None:
             time.sleep(0.01)
 
 
-def test_what_cannot_be_unwound_ends_at_once() -> None:
-    """And a block that a signal came before is not begun."""
+def test_block_without_cleanup_ends_at_once() -> None:
+    """A block does not begin if a signal came before it."""
     code = (
         "import signal, subprocess, sys; from moeyard.signals import Interrupts; interrupts = Interrupts();"
         "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True);"
         "signal.signal(signal.SIGINT, interrupts.note); block = interrupts.at_once(); block.__enter__();"
         "signal.raise_signal(signal.SIGINT); sys.exit(3)"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "deploy")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=HANG_SECONDS)
+    done = run_python(code)
     assert (done.returncode, done.stderr) == (130, "stopping\n")
     check_gone(int(done.stdout))
     interrupts = Interrupts()
@@ -175,8 +177,8 @@ def test_what_cannot_be_unwound_ends_at_once() -> None:
         pytest.fail("begun")
 
 
-def test_a_process_in_which_no_python_runs_ends() -> None:
-    """As ray.init may hold the interpreter's lock for good, a C function that was called with it does here."""
+def test_process_blocked_in_c_code_ends() -> None:
+    """ray.init may hold the interpreter's lock for good; here a C function does."""
     code = (
         "import ctypes, signal, subprocess; from moeyard.signals import last_resort;"
         "signal.signal(signal.SIGTERM, lambda *_: None);"
@@ -196,9 +198,9 @@ def test_a_process_in_which_no_python_runs_ends() -> None:
     check_gone(child)
 
 
-def test_a_block_that_ends_ends_its_last_resort() -> None:
+def test_last_resort_ends_with_its_block() -> None:
     with last_resort():
-        # A process that has just been started may show no command line yet.
+        # A new process may not have its command line yet.
         while not (helpers := [p for p in psutil.Process().children() if "moeyard.last_resort" in p.cmdline()]):
             pass
         (helper,) = helpers
@@ -206,8 +208,8 @@ def test_a_block_that_ends_ends_its_last_resort() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_what_starts_ray_leaves_the_main_thread_to_signals() -> None:
-    """A handler runs while the call waits; what the call raises is raised; its thread stays for the kernel's sake."""
+def test_main_thread_handles_signals_while_ray_starts() -> None:
+    """A handler runs during the call, the call's exception is raised, and the kernel needs its thread to stay."""
     heard = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
     threads = []
@@ -228,8 +230,8 @@ def test_what_starts_ray_leaves_the_main_thread_to_signals() -> None:
     assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_nohup_means_it() -> None:
-    """A signal that was ignored from the start stays ignored."""
+def test_nohup_is_respected() -> None:
+    """A signal that was ignored at the start stays ignored."""
     code = (
         "import signal; from moeyard.signals import noted, ending_signals\n"
         "with noted() as interrupts:\n"
@@ -242,7 +244,7 @@ def test_nohup_means_it() -> None:
     )
 
 
-def test_an_interrupt_while_we_import_says_nothing() -> None:
+def test_interrupt_during_imports_is_silent() -> None:
     code = (
         "import signal, sys\n"
         "class Finder:\n"
@@ -253,18 +255,12 @@ def test_an_interrupt_while_we_import_says_nothing() -> None:
         "sys.exit(main())"
     )
     folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--version"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": folders},
-        timeout=HANG_SECONDS,
-    )
+    done = run_python(code, "--version", path=folders)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 class Scarce(socket.socket):
-    """On a machine that has 20 ports left."""
+    """A machine with 20 free ports."""
 
     bound = 0
 
@@ -274,8 +270,8 @@ class Scarce(socket.socket):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def test_a_start_without_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would wait for ever here (docs/decisions.md)."""
+def test_start_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise Ray would wait for ever (docs/decisions.md)."""
     check_ports("127.0.0.1", num_workers=2)
     monkeypatch.setattr(socket, "socket", Scarce)
     with pytest.raises(
@@ -285,7 +281,7 @@ def test_a_start_without_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON and as lines, with the demo's checkpoint, and with a port and a checkpoint that are not to be had."""
+    """As JSON and as lines, with the demo's checkpoint, and with a port and a checkpoint that are unavailable."""
     demo = str(ROOT / "deploy" / "demo")
     code = main(["doctor", demo, "--port", "0", "--json"])
     result = json.loads(capsys.readouterr().out)
@@ -307,7 +303,7 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-2])
 
 
-def test_what_the_doctor_minds() -> None:
+def test_findings_of_the_doctor() -> None:
     assert check_python("3.13.1", ">=3.11,<3.13").level == "problem"
     assert check_python("3.12.4", ">=3.11,<3.13").level == "ok"
     versions = {"ray": "2.40", "torch": "2.11"}
@@ -330,8 +326,8 @@ def test_what_the_doctor_minds() -> None:
     assert check_port("127.0.0.1", 0).level == "ok"
 
 
-def test_what_the_doctor_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that is there, and then the one that is asked for, or one for each worker."""
+def test_gpu_findings_of_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line per GPU, then the requested one, or one per worker."""
 
     def said(device: str, num_workers: int = 1) -> list[tuple[str, str]]:
         return [(f.subject, f.level) for f in check_gpus(device, num_workers) if f.subject != "driver"]
@@ -404,7 +400,7 @@ def test_bench_needs_no_subject(given: list[str], meant: list[str]) -> None:
         ([KeyboardInterrupt()], ""),
     ],
 )
-def test_messages_of_several_lines(
+def test_messages_with_several_lines(
     typed: list[str | BaseException], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(typed)

@@ -1,4 +1,4 @@
-"""Prometheus' configuration and rules and the Grafana dashboard, without a fleet: valid, complete, in step."""
+"""Prometheus' configuration and rules and the Grafana dashboard: valid, complete and consistent, without a fleet."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def test_rules_use_known_metrics(
     assert [name for name in recording_rules if not re.fullmatch(r"moeyard:[a-z0-9_]+:[a-z0-9_]+", name)] == []
 
 
-def test_dashboard_is_what_its_table_says(tmp_path: Path) -> None:
+def test_dashboard_matches_its_table(tmp_path: Path) -> None:
     run(sys.executable, ROOT / "deploy/grafana/make_dashboard.py", "--out", tmp_path / "dashboard.json")
     committed = (ROOT / "deploy/grafana/dashboards/moeyard.json").read_text()
     assert (tmp_path / "dashboard.json").read_text() == committed
@@ -93,8 +93,8 @@ def test_dashboard_shows_every_metric_and_no_unknown_one(
         assert "histogram_quantile" not in query or "_bucket" in query, title
 
 
-def test_rules_and_panels_do_not_add_fleets_up(dashboard: dict[str, Any]) -> None:
-    """Every aggregate of the rules is by job and model, and every series of a panel is of the chosen ones."""
+def test_rules_and_panels_keep_fleets_apart(dashboard: dict[str, Any]) -> None:
+    """Every aggregate of the rules is by job and model, and every panel shows only the selected ones."""
     groups = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
     rules = [rule["expr"] for group in groups for rule in group["rules"]]
     aggregates = [match for rule in rules for match in re.findall(r"\b(?:sum|max)\b[^(]*\([^)]*\)", rule)]
@@ -105,7 +105,7 @@ def test_rules_and_panels_do_not_add_fleets_up(dashboard: dict[str, Any]) -> Non
     assert len(series) > 100
     assert [each for each in series if 'job=~"$job", model_name="$model_name"' not in each] == []
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
-    assert variables["model_name"]["multi"] is False, "of two models none would be told apart"
+    assert variables["model_name"]["multi"] is False, "two models must be distinguishable"
     assert {"job", "rank"} <= variables.keys()
 
 
@@ -127,11 +127,11 @@ def test_queries_of_the_documentation_parse_and_use_known_metrics(
     metrics_of: Callable[[str], set[str]],
     tmp_path: Path,
 ) -> None:
-    """docs/metrics.md, "Queries": what people copy from there finds something."""
+    """Every query in docs/metrics.md, "Queries", parses and finds a series."""
     section = (ROOT / "docs" / "metrics.md").read_text().partition("## Queries\n")[2].partition("\n## ")[0]
     lines = [line[4:] for line in section.splitlines() if line.startswith("    ")]
     queries = [query.strip() for query in re.split(r"^#.*$", "\n".join(lines), flags=re.M) if query.strip()]
-    # The last comment stands above two.
+    # The last comment describes two queries.
     queries[-1:] = queries[-1].splitlines()
     assert len(queries) == 6
     assert set().union(*map(metrics_of, queries)) - series_names == set()

@@ -1,4 +1,4 @@
-"""The adapter of the fleet machine to Ray, on a Ray that is played here: calls return what the test says."""
+"""The adapter between the fleet machine and Ray, on a fake Ray whose calls return the test's values."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.sockets import make_keys
 
-# In a process of its own: whatever descends from one that ends its fleet ends with it.
+# In its own process, because a stopping fleet ends all descendants.
 END = """
 from multiprocessing import resource_tracker
 
@@ -47,13 +47,13 @@ REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_byte
 FIRST_PID = 2**22 + 1  # no process has such a number
 
 
-def test_the_end_does_not_wait_for_what_ends_with_the_process() -> None:
-    """Python's tracker of shared resources is there as long as we are; other processes get `STOP_SECONDS`."""
+def test_stop_does_not_wait_for_the_resource_tracker() -> None:
+    """Python's resource tracker lives as long as the process; other processes get `STOP_SECONDS`."""
     subprocess.run([sys.executable, "-c", END], timeout=HANG_SECONDS, check=True)
 
 
 class Ref:
-    """The result of a call, which may still be to come."""
+    """The result of a call, which may be pending."""
 
     def __init__(self, value: Any = None, *, done: bool = True) -> None:
         self.value, self.done = value, done
@@ -63,11 +63,11 @@ class Ref:
 
 
 class Actor:
-    """A process: `calls` are the methods that were called; `waiting` is the last `wait`."""
+    """A process: `calls` are the methods called on it; `waiting` is the last `wait`."""
 
     def __init__(self, number: int, rank: int) -> None:
         self.number, self.rank, self.calls, self.waiting = number, rank, list[str](), Ref(done=False)
-        self.says: dict[str, Ref] = {}  # in place of what a method would return
+        self.says: dict[str, Ref] = {}  # in place of a method's result
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Ref:
@@ -90,7 +90,7 @@ class Actor:
 
 
 class Ray:
-    """What is used of the module."""
+    """The used part of the module."""
 
     def __init__(self) -> None:
         self.killed: list[Actor] = []
@@ -117,7 +117,7 @@ class Ray:
 
 
 class Routers:
-    """Notes what routers are told, and has no sequences."""
+    """Records the calls of the launcher, and has no sequences."""
 
     def __init__(self) -> None:
         self.handed: list[list[int]] = []
@@ -135,8 +135,8 @@ class Routers:
         self.given_up.append(reason)
 
 
-class Played:
-    """A fleet that serves. `actors` are all that were made, by rank, the latest last."""
+class PlayedFleet:
+    """A fleet that serves. `actors` lists all actors by rank, the latest last."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, device: str = "cpu", **options: Any) -> None:
         self.now, self.dead, self.ray = 0.0, "", Ray()
@@ -174,7 +174,7 @@ class Played:
         self.routers = Routers()
         self.progress: list[tuple[int, int]] = []
 
-    def start(self) -> "Played":
+    def start(self) -> "PlayedFleet":
         self.fleet.start(lambda done, total: self.progress.append((done, total)), stage=print, interrupts=Interrupts())
         self.parts._routers = self.routers
         return self
@@ -192,14 +192,14 @@ class Played:
         self.dead = ""
 
     def lose(self, rank: int) -> None:
-        """Its process has ended, and the others report it."""
+        """End a rank's process; the others report it."""
         for made in self.actors.values():
             if made and not made[-1].waiting.done:
                 loss = {"rank": made[-1].rank, "ranks": (rank,), "reason": f"rank {rank} lost", "steps": 5}
                 made[-1].waiting.end(RayActorError() if made[-1].rank == rank else loss)
 
     def until(self, *handed: list[int]) -> None:
-        """Let turns pass until routers were told these, after all before."""
+        """Run turns until routers got these ranks, after all earlier ones."""
         count = len(self.routers.handed)
         for _ in range(200):
             if len(self.routers.handed) >= count + len(handed):
@@ -209,11 +209,11 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Played:
-    return Played(monkeypatch, limit=9).start()
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedFleet:
+    return PlayedFleet(monkeypatch, limit=9).start()
 
 
-def test_a_start_says_how_far_it_is(played: Played) -> None:
+def test_start_reports_progress(played: PlayedFleet) -> None:
     assert played.progress[-1] == (RANKS, RANKS)
     assert [made[0].calls[0] for made in played.actors.values()] == ["setup"] * RANKS
     assert played.parts._patience == SIGN_SECONDS
@@ -228,16 +228,16 @@ def test_a_start_says_how_far_it_is(played: Played) -> None:
     ],
     ids=["died", "ray", "said"],
 )
-def test_a_start_that_fails_raises(
+def test_failed_start_raises(
     monkeypatch: pytest.MonkeyPatch, error: Exception | str, kind: type[Exception], said: str
 ) -> None:
-    played = Played(monkeypatch)
+    played = PlayedFleet(monkeypatch)
     make = played.make
 
     def failing(rank: int, *, beside: bool = False) -> Actor:
         actor = make(rank, beside=beside)
         if rank == 1:
-            actor.says["load"] = Ref(complaint(error) if isinstance(error, str) else error)
+            actor.says["load"] = Ref(remote_error(error) if isinstance(error, str) else error)
         return actor
 
     played.parts._places.actor = failing
@@ -246,15 +246,15 @@ def test_a_start_that_fails_raises(
     assert type(raised.value) is kind
 
 
-def complaint(words: str) -> RayTaskError:
-    """What a call raises whose process lives and has raised something itself."""
+def remote_error(words: str) -> RayTaskError:
+    """Return the error of a call whose process lives and has raised an exception itself."""
     error = RayTaskError.__new__(RayTaskError)
     Exception.__init__(error, words)
     error.cause = ValueError(words)
     return error
 
 
-def test_a_lost_rank_is_fenced_and_replaced(played: Played) -> None:
+def test_lost_rank_is_fenced_and_replaced(played: PlayedFleet) -> None:
     played.lose(1)
     played.until([0, 2])
     for rank in (0, 2):
@@ -272,8 +272,8 @@ def test_a_lost_rank_is_fenced_and_replaced(played: Played) -> None:
     ]
 
 
-def test_files_of_the_launcher_that_one_lost_rank_touches(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most eight: docs/architecture.md names them."""
+def test_launcher_files_that_run_for_one_lost_rank(played: PlayedFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most eight, named in docs/architecture.md."""
     root = str(Path(adapter.__file__).parents[2])
     files: set[str] = set()
 
@@ -301,8 +301,8 @@ def test_files_of_the_launcher_that_one_lost_rank_touches(played: Played, monkey
     assert len(files) <= 8
 
 
-def test_signs_of_life(played: Played) -> None:
-    """A process that starts is asked each second after its last answer, and is lost when it gives none for long."""
+def test_liveness_checks(played: PlayedFleet) -> None:
+    """A starting process is asked a second after each answer, and is lost if it does not answer for too long."""
     make = played.make
     sign = Ref(done=False)
 
@@ -324,19 +324,19 @@ def test_signs_of_life(played: Played) -> None:
     sign.end({"node": "here", "pid": 4711, "began": 3})
     for _ in range(3):
         played.fleet.turn()
-    assert hung.calls == ["setup", "alive", "alive"], "it has answered"
+    assert hung.calls == ["setup", "alive", "alive"], "the process must be asked again after its answer"
     sign.done = False
     played.now += ASK_SECONDS
     for _ in range(3):
         played.fleet.turn()
     played.now += SIGN_SECONDS + 1.0
     played.fleet.turn()
-    assert played.fenced[1:] == [4711], "its sign said which process it is"
+    assert played.fenced[1:] == [4711], "the answer names the process to kill"
     assert FIRST_SIGN_SECONDS > SIGN_SECONDS
 
 
-def test_ray_is_started_again(played: Played) -> None:
-    """The old ranks are killed by their numbers: nothing is asked of a Ray that does not answer."""
+def test_ray_is_restarted(played: PlayedFleet) -> None:
+    """The old ranks are killed by process number, because Ray may not answer."""
     played.fenced.clear()
     calls = [len(made[0].calls) for made in played.actors.values()]
     played.dead = "raylet"
@@ -346,7 +346,7 @@ def test_ray_is_started_again(played: Played) -> None:
     played.dead = "gcs_server"
     for _ in range(3):
         played.fleet.turn()
-    assert len(played.routers.handed) == 1, "ranks serve without it"
+    assert len(played.routers.handed) == 1, "ranks must serve without Ray's head"
     played.lose(0)
     played.until([0, 1, 2])
     assert [len(made) for made in played.actors.values()] == [3, 3, 3]
@@ -359,7 +359,7 @@ def test_ray_is_started_again(played: Played) -> None:
         played.fleet.command("undrain", print, ranks=(1,))
 
 
-def test_what_routers_miss_is_of_the_ranks_before(played: Played) -> None:
+def test_reports_of_routers_are_about_earlier_ranks(played: PlayedFleet) -> None:
     played.lose(1)
     played.until([0, 2])
     played.fleet.lost(1, "worker 1 is gone")
@@ -371,14 +371,14 @@ def test_what_routers_miss_is_of_the_ranks_before(played: Played) -> None:
 
 
 @pytest.fixture
-def serving(played: Played) -> Iterator[Played]:
-    """Its thread runs."""
+def serving(played: PlayedFleet) -> Iterator[PlayedFleet]:
+    """A fleet whose thread runs."""
     played.fleet.serve(played.parts._routers)
     yield played
     played.fleet.guard.stopping.set()
 
 
-def test_commands_come_from_other_threads(serving: Played) -> None:
+def test_commands_come_from_other_threads(serving: PlayedFleet) -> None:
     said: list[str] = []
     last = serving.fleet.command("drain", said.append, ranks=(1,), seconds=1.0)
     assert last.startswith("rank 1 is drained")
@@ -393,9 +393,9 @@ def test_commands_come_from_other_threads(serving: Played) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_another_standby_starts_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """On CPUs it would slow the recovery down."""
-    played = Played(monkeypatch, device=device, standby=1, takeover="never").start()
+def test_next_standby_starts_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On CPUs it would slow the recovery."""
+    played = PlayedFleet(monkeypatch, device=device, standby=1, takeover="never").start()
     (standby,) = played.actors[-1]
     standby.says["setup"] = Ref(done=False)
     played.lose(1)
@@ -409,8 +409,8 @@ def test_another_standby_starts_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("state", ["ready", "gone"])
-def test_a_standby_takes_the_place(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    played = Played(monkeypatch, standby=1, takeover="never").start()
+def test_standby_replaces_a_lost_rank(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    played = PlayedFleet(monkeypatch, standby=1, takeover="never").start()
     (standby,) = played.actors[-1]
     if state == "gone":
         standby.says["warm"] = Ref(RayActorError())
@@ -418,16 +418,16 @@ def test_a_standby_takes_the_place(monkeypatch: pytest.MonkeyPatch, state: str) 
     played.until([0, 1, 2])
     assert ("start" in standby.calls) == (state == "ready")
     played.fleet.turn()
-    assert len(played.actors[-1]) == 2, "another waits"
+    assert len(played.actors[-1]) == 2, "another standby must start"
 
 
-def test_a_call_that_a_dead_daemon_holds_up_is_told() -> None:
-    """Ray waits for its head for ever. A call that looks after itself ends soon, and is no such thing."""
-    told: list[str] = []
+def test_call_blocked_by_a_dead_daemon_is_reported() -> None:
+    """Ray waits for its head for ever. A call that ends on its own soon does not count."""
+    reports: list[str] = []
     dead: list[str] = []
     local: Any = SimpleNamespace(ended=lambda: dead[0] if dead else None, kill_stopped=lambda **given: [])
     guard = Guard(local, starting=lambda: True, serving=tuple)
-    guard.on_stuck = told.append
+    guard.on_stuck = reports.append
     with guard.call():
         guard.look(0.0)
         guard.look(1000.0)
@@ -435,10 +435,10 @@ def test_a_call_that_a_dead_daemon_holds_up_is_told() -> None:
         guard.look(1001.0)
         guard.look(1001.0 + STUCK_SECONDS)
     guard.look(1002.0 + STUCK_SECONDS)
-    assert told == [], "it has ended"
+    assert reports == [], "the call ended in time"
     with guard.call():
         guard.look(2000.0)
         guard.look(2000.0 + STUCK_SECONDS)
-        assert told == []
+        assert reports == []
         guard.look(2000.1 + STUCK_SECONDS)
-    assert told == ["Ray's gcs_server has ended, and Ray's own code waits for it"]
+    assert reports == ["Ray's gcs_server has ended, and Ray's own code waits for it"]

@@ -1,4 +1,4 @@
-"""Which GPU each rank has where Ray gives them out."""
+"""Assignment of GPUs to ranks on a Ray cluster."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 
 __all__ = ["cluster"]  # its fixture
 
-# The steps of `moeyard serve --device cuda --ray-address ADDRESS` before it sets ranks up. Processes die, too.
+# The steps of `moeyard serve --device cuda --ray-address ADDRESS` before ranks are set up; processes die, too.
 SEATS = """
 import json
 import sys
@@ -34,30 +34,30 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 places = Places(EngineConfig(model_path="m", device="cuda", num_workers=2), local=False)
 places.reserve(wait=0.0, stage=lambda words: None, check=lambda: None)
 actors = [places.actor(rank) for rank in range(2)]
-told = ray.get([actor.seat.remote() for actor in actors])
+gpus = ray.get([actor.seat.remote() for actor in actors])
 for actor in actors:
     ray.kill(actor)
 # The first process would have the first GPU, if places had none of their own.
 again = [ray.get(actor.seat.remote()) for actor in [places.actor(rank) for rank in (1, 0)]]
-print(json.dumps({"told": told, "again": again[::-1]}))
+print(json.dumps({"gpus": gpus, "again": again[::-1]}))
 places.close()
 """
 
 
 @pytest.mark.slow
-def test_ranks_of_a_cluster_see_all_gpus_and_know_their_own(cluster: str) -> None:
-    """Where Ray shows each process its own GPU only, no GPU reaches another's memory; both must see both."""
+def test_ranks_see_all_gpus_and_know_their_own(cluster: str) -> None:
+    """If Ray shows each process only its own GPU, no GPU can access another's memory; both must see both."""
     done = subprocess.run(
         [sys.executable, "-c", SEATS, cluster], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(gpu for _, gpu in found["told"]) == [0, 1], found
-    assert found["again"] == found["told"], "a rank's next process has its GPU"
+    assert sorted(gpu for _, gpu in found["gpus"]) == [0, 1], found
+    assert found["again"] == found["gpus"], "a rank's next process must have its GPU"
 
 
 @pytest.mark.parametrize(("given", "visible", "own"), [("3", None, 3), ("3", "5,3", 1), ("GPU-b", "GPU-a,GPU-b", 1)])
-def test_gpus_are_known_by_their_place_among_those_that_are_seen(
+def test_gpu_index_is_its_position_among_visible_ones(
     given: str, visible: str | None, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show(visible, monkeypatch)
@@ -69,7 +69,7 @@ def test_gpus_are_known_by_their_place_among_those_that_are_seen(
     [([], None, "none"), (["1", "0"], "1,0", "1, 0"), (["3"], "5,4", "3")],
     ids=["none", "two", "one that is not seen"],
 )
-def test_a_gpu_that_cannot_be_told_is_refused(
+def test_ambiguous_gpu_is_refused(
     given: list[str], visible: str | None, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show(visible, monkeypatch)
@@ -84,11 +84,11 @@ def show(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SetUp(Exception):
-    """In place of a worker: what it was told."""
+    """Replacement for a worker that records its arguments."""
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *, peer_gpus: tuple[int, ...]) -> dict[str, Any]:
-    """Return the setup of a rank that was on GPU 1 here, and is on GPU 3 there."""
+    """Return the setup of a rank that was on GPU 1 here and is on GPU 3 there."""
 
     def worker(spec: Any) -> None:
         raise SetUp(spec)
@@ -103,12 +103,12 @@ def set_up(monkeypatch: pytest.MonkeyPatch, *, peer_gpus: tuple[int, ...]) -> di
     return answer
 
 
-def test_a_rank_on_another_gpu_than_its_peers_know_sets_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_on_an_unexpected_gpu_sets_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_up(monkeypatch, peer_gpus=(0, 1)) == {"moved": "GPU 3 of node there"}
 
 
-def test_a_rank_whose_peers_are_on_several_nodes_takes_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node was lost, and those of others were not: nobody there knows its GPU, and they keep what they have."""
-    with pytest.raises(SetUp) as told:
+def test_rank_keeps_its_gpu_with_peers_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node was lost and the others were not, so no rank there knows its GPU, and they keep theirs."""
+    with pytest.raises(SetUp) as setup:
         set_up(monkeypatch, peer_gpus=())
-    assert told.value.args[0].gpu == 3
+    assert setup.value.args[0].gpu == 3

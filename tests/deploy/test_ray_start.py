@@ -1,4 +1,4 @@
-"""Ray that takes its time, or does not come: without Ray's daemons."""
+"""A Ray that starts slowly or never, played without daemons."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from moeyard.fleet.ray.start import connect, when_registered
 
 
 class Slow:
-    """A node that registers after `seconds`, by a clock that only waiting moves."""
+    """A node that registers after `seconds`, on a clock that only waiting moves."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -32,7 +32,7 @@ class Slow:
         return when_registered(self.ask, alive=alive, stage=self.said.append, clock=lambda: self.now, sleep=self.sleep)
 
 
-def test_a_slow_start_is_waited_for_and_told_once() -> None:
+def test_slow_start_is_awaited_and_reported_once() -> None:
     quick = Slow(20.0)
     assert (quick.wait(), quick.said) == ("node", [])
     slow = Slow(START_SECONDS - 1)
@@ -41,7 +41,7 @@ def test_a_slow_start_is_waited_for_and_told_once() -> None:
     assert f"waiting for it, up to {START_SECONDS:.0f} s" in slow.said[0]
 
 
-def test_a_start_that_does_not_end_says_what_to_do() -> None:
+def test_endless_start_has_advice() -> None:
     with pytest.raises(FleetLost, match=r"^Ray has not started after 18\d s: .*end what else runs.*; see /\S+logs$"):
         Slow(float("inf")).wait()
     dead = Slow(float("inf"))
@@ -50,8 +50,8 @@ def test_a_start_that_does_not_end_says_what_to_do() -> None:
     assert dead.now < 2
 
 
-def test_ray_init_waits_within_its_own_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's loop gives up after 30 s; what it asks does not return before the node is there."""
+def test_ray_init_waits_inside_its_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's loop gives up after 30 s, but its query does not return before the node exists."""
     slow = Slow(60.0)
     monkeypatch.setattr(services, "get_node", slow.ask)
     monkeypatch.setattr(start, "raylet_lives", lambda: True)
@@ -73,7 +73,7 @@ def test_ray_init_waits_within_its_own_question(monkeypatch: pytest.MonkeyPatch)
     ("address", "says"),
     [(None, "Ray cannot start: The current node timed out.*; see /"), ("host:1", "cannot join Ray at host:1: The cur")],
 )
-def test_whatever_ray_raises_is_one_line(address: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_of_ray_is_one_line(address: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise Exception("The current node timed out during startup.\nTraceback of many lines")
 

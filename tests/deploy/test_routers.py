@@ -1,4 +1,4 @@
-"""The launcher's view of its routers, message by message: their processes are played here."""
+"""The launcher's view of its routers, message by message, without processes."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ CONFIG = RouterConfig(
 )
 
 
-class Played(routers._Router):
+class FakeRouter(routers._Router):
     """A router without a process; `theirs` is its end of the pipe."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Played(routers._Router):
 
 
 class Launcher:
-    """Two routers, whose ends of the pipes are `pipes`; what the launcher is told last is in `answers`."""
+    """Two routers whose ends of the pipes are `pipes`; `answers` are the results that the launcher got."""
 
     def __init__(self) -> None:
         self.answers: list[int] = []
@@ -45,7 +45,7 @@ class Launcher:
         self.routers = RouterProcesses(
             CONFIG, self.sock, count=2, on_ready=lambda: None, on_lost=lambda rank, reason: None
         )
-        played = [Played(), Played()]
+        played = [FakeRouter(), FakeRouter()]
         self.pipes = [each.theirs for each in played]
         self.routers._routers = list[routers._Router](played)
 
@@ -54,7 +54,7 @@ class Launcher:
         self.routers._told(self.routers._heard.recv())
 
     def say(self, index: int, sequences: int) -> None:
-        """Router `index` answers the oldest order that it has not answered."""
+        """Let router `index` answer its oldest open order."""
         assert isinstance(self.pipes[index].recv(), Drain)
         self.pipes[index].send(Drained(sequences))
         self.routers._take(self.routers._routers[index])
@@ -72,7 +72,7 @@ def launcher() -> Iterator[Launcher]:
     made.close()
 
 
-def test_an_order_is_answered_by_all_routers_together(launcher: Launcher) -> None:
+def test_order_needs_answers_of_all_routers(launcher: Launcher) -> None:
     launcher.order()
     launcher.say(0, 3)
     assert launcher.answers == []
@@ -84,19 +84,19 @@ def test_an_order_is_answered_by_all_routers_together(launcher: Launcher) -> Non
     assert launcher.answers == [5, UNKNOWN]
 
 
-def test_a_late_answer_to_an_earlier_order_is_not_the_next_ones(launcher: Launcher) -> None:
-    """A router that was busy, or started, for longer than an order is waited for answers each in turn."""
+def test_late_answer_belongs_to_its_own_order(launcher: Launcher) -> None:
+    """A router that is busy or starting for longer than an order's time limit answers each order in turn."""
     launcher.order()
     launcher.say(0, 3)
     launcher.order(leaves=True)
     launcher.say(0, 0)
     launcher.say(1, 4)
-    assert launcher.answers == [], "router 1 has not heard that the rank leaves"
+    assert launcher.answers == [], "router 1 has not confirmed that the rank leaves"
     launcher.say(1, 0)
     assert launcher.answers == [0]
 
 
-def test_a_router_that_stands_still_does_not_keep_us_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_router_does_not_block_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers, "_END_SECONDS", 1.0)
     sock = socket.create_server(("127.0.0.1", 0))
     config = dataclasses.replace(CONFIG, shutdown_grace=0.5)
@@ -104,7 +104,7 @@ def test_a_router_that_stands_still_does_not_keep_us_from_ending(monkeypatch: py
     made = RouterProcesses(config, sock, count=2, on_ready=ready.set, on_lost=lambda rank, reason: None)
 
     def stop() -> None:
-        # Its worker is not there, so neither says that it is ready: they are when they have been imported.
+        # Without a worker no router becomes ready, so wait until both have started.
         while len(made._routers) < 2:
             time.sleep(0.01)
         still = made._routers[0].process.pid

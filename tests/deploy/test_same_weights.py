@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced while it is served: nobody goes on with other weights where answers have begun."""
+"""A checkpoint replaced while it is served: no rank continues with other weights in the middle of answers."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ONE, EDITED, OTHER = ({"m": ("a", "1")}, {"m": ("a", "2")}, {"m": ("b", "1")})
         *(("x", EDITED, False), ("y", ONE, False), ("x", OTHER, False), ("z", OTHER, False)),
     ],
 )
-def test_on_one_host_times_count_and_content_everywhere(node: str, found: dict[str, Any], same: bool) -> None:
+def test_times_count_on_one_host_and_content_everywhere(node: str, found: dict[str, Any], same: bool) -> None:
     world = World(2, takeover="never", launch=False)
     world.facts = {0: {"node": "x", "weights": ONE}, 1: {"node": "y", "weights": EDITED}}
     world.turns(2)
@@ -40,10 +40,10 @@ def test_on_one_host_times_count_and_content_everywhere(node: str, found: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("takeover", ["auto", "never"])
-def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
+def test_lost_rank_is_not_replaced_with_other_weights(
     command: Callable[..., Command], tmp_path: Path, takeover: str
 ) -> None:
-    """A restart that would bring them is refused, and the rank stays; a loss ends the fleet by the file's name."""
+    """A restart that would load them is refused and the rank stays; a loss ends the fleet and names the file."""
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", tokenizer=True)
     words = ("--workers", "2", "--port", "0", "--served-model-name", "demo", "--expert-takeover", takeover)
     served = command("serve", str(model), *words, "--restart-limit", "2")
@@ -54,17 +54,17 @@ def test_a_lost_rank_is_not_replaced_by_one_with_other_weights(
         return json.dumps(post(f"{served.url}/v1/completions", json=body).json()["choices"])
 
     before = answer()
-    # By renaming, as docs/upgrades.md says.
+    # Rename, as docs/upgrades.md says.
     weights = {key: x + 0.1 * torch.randn_like(x) for key, x in load_file(model / "model.safetensors").items()}
     save_file(weights, tmp_path / "new", metadata={"format": "pt"})
     os.replace(tmp_path / "new", model / "model.safetensors")
     assert answer() == before
-    told = served.run("restart", "--worker", "1")
-    assert told.returncode == 1
+    result = served.run("restart", "--worker", "1")
+    assert result.returncode == 1
     named = "model.safetensors of rank 1 differs from the fleet's"
-    assert f"the next process of rank 1 does not start: {named}" in told.stderr
+    assert f"the next process of rank 1 does not start: {named}" in result.stderr
     assert answer() == before
     served.workers()[1].kill()
-    assert served.process.wait(HANG_SECONDS) == 1, served.report("another end")
+    assert served.process.wait(HANG_SECONDS) == 1, served.report("wrong message")
     last = served.err.read_text().strip().splitlines()[-1]
-    assert "model.safetensors of rank" in last, served.report("unnamed")
+    assert "model.safetensors of rank" in last, served.report("the file is not named")

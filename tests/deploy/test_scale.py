@@ -1,4 +1,4 @@
-"""A real `moeyard serve` with more workers and fewer, under load: no request fails, all answers are the same."""
+"""A real `moeyard serve` grows and shrinks under load: no request fails and no answer changes."""
 
 import subprocess
 from collections.abc import Callable
@@ -35,19 +35,19 @@ def test_two_four_two_under_load(command: Callable[..., Command]) -> None:
             return [(worker["rank"], worker["state"]) for worker in workers]
 
         loads = [pool.submit(load, i) for i in range(streams)]
-        told: list[subprocess.CompletedProcess[str]] = []
+        results: list[subprocess.CompletedProcess[str]] = []
         try:
-            told.append(server.run("scale", "4"))
-            assert told[0].returncode == 0, server.report(told[0].stderr)
+            results.append(server.run("scale", "4"))
+            assert results[0].returncode == 0, server.report(results[0].stderr)
             server.wait_for(lambda: fleet() == [(rank, "ready") for rank in range(4)])
-            assert before < {process.pid for process in server.workers()}, "those that were there are the same"
+            assert before < {process.pid for process in server.workers()}, "the old ranks must stay"
             targets = get(f"{server.url}/metrics/targets").json()
             assert [each["labels"]["worker"] for each in targets] == ["0", "1", "2", "3"]
             assert all("moeyard_" in get(f"http://{each['targets'][0]}/metrics").text for each in targets)
-            # Those that came serve: every rank has had rows of its own, beside a canary's two.
+            # The new ranks serve: every rank has computed tokens, not only a canary's two.
             server.wait_for(lambda: all(count > 4 for count in sampled(server)))
-            told.append(server.run("scale", "2", "--drain-timeout", "0.2"))
-            assert told[1].returncode == 0, server.report(told[1].stderr)
+            results.append(server.run("scale", "2", "--drain-timeout", "0.2"))
+            assert results[1].returncode == 0, server.report(results[1].stderr)
         finally:
             over.append(True)
         counts = [each.result() for each in loads]
@@ -55,11 +55,11 @@ def test_two_four_two_under_load(command: Callable[..., Command]) -> None:
         assert fleet() == [(0, "ready"), (1, "ready")]
         assert ask(server.url, 0, TOKENS) == expected[0]
     assert min(counts) >= 1
-    assert told[0].stdout.startswith("4 workers in place of 2, after "), told[0].stdout
-    assert "starting rank 2, rank 3\n" in told[0].stderr
-    assert told[1].stdout.startswith("2 workers in place of 4, after "), told[1].stdout
-    assert "ranks 2 and 3 take no new requests, and have " in told[1].stderr
-    page = get(f"{server.url}/v1/fleet/incidents").json()["incidents"]
+    assert results[0].stdout.startswith("4 workers in place of 2, after "), results[0].stdout
+    assert "starting rank 2, rank 3\n" in results[0].stderr
+    assert results[1].stdout.startswith("2 workers in place of 4, after "), results[1].stdout
+    assert "ranks 2 and 3 take no new requests, and have " in results[1].stderr
+    page = server.incidents()
     assert [(each["planned"], each["reason"], each["launcher"]["planned"]) for each in page] == [
         (True, f"going on with {size} workers", True) for size in (2, 4)
     ]
@@ -75,7 +75,7 @@ def test_two_four_two_under_load(command: Callable[..., Command]) -> None:
 
 
 def sampled(server: Command) -> list[float]:
-    """Tokens of each worker."""
+    """Return the tokens of each worker."""
     found = []
     for target in get(f"{server.url}/metrics/targets").json():
         page = get(f"http://{target['targets'][0]}/metrics").text

@@ -1,4 +1,4 @@
-"""The real `moeyard serve` and `moeyard demo`, Ray included: ready line, requests, sockets, memory, idle time, ends."""
+"""The real `moeyard serve` and `moeyard demo` with Ray: startup, requests, sockets, memory, idle time, shutdown."""
 
 import contextlib
 import fcntl
@@ -32,10 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "deploy" / "demo")
 MARKER = "MOEYARD_TEST_MARKER"
 MAX_WORKER_BYTES = 700 * 1024**2
-# Per second, of each worker, and of launcher and router together. Ray's main loop has 100 of a worker's 150.
+# Per second, for each worker, and for launcher and router together. Ray's main loop causes 100 of a worker's 150.
 MAX_IDLE_WAKE_UPS = 200
 MAX_IDLE_CORES = 0.06
-# Only time shows that nothing wakes: after the last request, and then for the measurement.
+# Only time shows that no process wakes: after the last request, and during the measurement.
 SETTLE_SECONDS, IDLE_SECONDS = 3.0, 10.0
 READY = re.compile(
     r"ready: (?P<url>http://127\.0\.0\.1:\d+)/v1 serves (moeyard-)?demo \((float32|bfloat16)\) "
@@ -49,16 +49,16 @@ get, post = partial(httpx.get, timeout=HANG_SECONDS), partial(httpx.post, timeou
 
 
 def free_port() -> int:
-    """A free port that the kernel gives to no other process, and Ray to no worker (10002 to 19999)."""
+    """Return a free port that neither the kernel (temporary ports) nor Ray (workers, 10002 to 19999) assigns."""
     while True:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20000, 32000))) as probe:
             return int(probe.getsockname()[1])
 
 
 def marked(marker: str, word: str = "") -> list[psutil.Process]:
-    """Processes that inherited `marker`, orphans included, with `word` in their command lines.
+    """Return processes that inherited `marker`, orphans included, with `word` in their command lines.
 
-    A process that SIGKILL is about to end is left out: it may have to wait for a core.
+    A process that was sent SIGKILL is left out, because it may still wait for a core.
     """
     found = []
     for process in psutil.process_iter():
@@ -75,19 +75,19 @@ def marked(marker: str, word: str = "") -> list[psutil.Process]:
 
 
 class Command:
-    """A running command line whose every process can be found by a marker in its environment."""
+    """A running command line whose processes are found by a marker in their environment."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         value = secrets.token_hex(8)
         if arguments[0] in ("serve", "demo") and "--device" not in arguments:
-            # Also on a machine with GPUs these tests are of CPUs.
+            # These tests are about CPUs, also on a machine with GPUs.
             arguments = (*arguments, "--device", "cpu")
         self._marker = f"{MARKER}={value}"
         self.out, self.err = folder / "out", folder / "err"
-        # pytest's own folders have names that are too long for Ray's sockets.
+        # pytest's own folder names are too long for Ray's sockets.
         self.temporary = Path(tempfile.mkdtemp())
         folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
-        # Where nothing is installed, what it needs is on the caller's path.
+        # Without an installation, the needed packages are on the caller's path.
         folders += os.pathsep + os.environ.get("PYTHONPATH", "")
         self._environment = {**os.environ, "PYTHONPATH": folders, "TMPDIR": str(self.temporary)}
         self._shared_before = shared_files()
@@ -103,7 +103,7 @@ class Command:
         self.url = ""
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Another command line to its end; it finds this server's control socket and no other."""
+        """Run another command line to its end; it finds only this server's control socket."""
         command = [sys.executable, "-m", "moeyard", *words]
         return subprocess.run(command, capture_output=True, text=True, env=self._environment)
 
@@ -116,13 +116,13 @@ class Command:
         return self.processes("ray::RankActor")
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The process of each rank that is there: it listens at the endpoint that the fleet tells."""
+        """The process of each present rank, found by the endpoint that the fleet reports."""
         workers = get(f"{self.url}/v1/fleet").json()["workers"]
         ports = {each["rank"]: int(each["endpoint"].rpartition(":")[2]) for each in workers if each["endpoint"]}
         return {rank: process for rank, port in ports.items() for process in self.workers() if listens(process, port)}
 
     def router(self) -> psutil.Process:
-        """The process that has the API's port, if it is the only one."""
+        """The process with the API's port, if there is only one."""
         (found,) = self.processes("multiprocessing.spawn")
         return found
 
@@ -134,33 +134,36 @@ class Command:
         self.url = match["url"]
 
     def is_ready(self) -> bool:
-        """Whether a router answers, and says so."""
+        """Return whether a router answers that it is ready."""
         with contextlib.suppress(httpx.TransportError):
             return get(f"{self.url}/readyz").status_code == 200
         return False
 
+    def incidents(self) -> list[dict[str, Any]]:
+        return list(get(f"{self.url}/v1/fleet/incidents").json()["incidents"])
+
     def wait_whole(self, times: int = 1) -> None:
-        """Wait until the fleet has recovered this often, and is ready."""
+        """Wait until the fleet has recovered `times` times and is ready."""
         self.wait_for(lambda: self.err.read_text().count(" the fleet is whole again ") == times)
         self.wait_for(self.is_ready)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + HANG_SECONDS
         while not condition():
-            assert self.process.poll() is None, self.report("it ended")
-            assert time.monotonic() < deadline, self.report("it hangs")
+            assert self.process.poll() is None, self.report("the command ended")
+            assert time.monotonic() < deadline, self.report("the command hangs")
             time.sleep(0.05)
 
     def report(self, what: str) -> str:
-        """Return `what` with the command's own words."""
+        """Return `what` with the command's output."""
         return f"{what}; code {self.process.poll()}\n{self.out.read_text()}\n{self.err.read_text()}"
 
     def check_end(self, code: int) -> None:
-        """Wait for an orderly end: its code, no process, no name in shared memory and of sockets."""
+        """Wait for a clean exit: its code, no process, no name in shared memory, no folder of sockets."""
         try:
-            assert self.process.wait(HANG_SECONDS) == code, self.report("another code")
+            assert self.process.wait(HANG_SECONDS) == code, self.report("wrong exit code")
         except subprocess.TimeoutExpired:
-            raise AssertionError(self.report("it hangs")) from None
+            raise AssertionError(self.report("the command hangs")) from None
         left = [(p.pid, p.cmdline()) for p in self.processes()]
         assert not left, self.report(f"still running: {left}")
         assert "Traceback" not in self.err.read_text(), self.err.read_text()
@@ -168,11 +171,11 @@ class Command:
         assert not list(self.temporary.glob("*moeyard-sockets-*")), "a folder of sockets is left"
 
     def check_names(self) -> None:
-        """No new name in shared memory is left. Processes of other tests hold locks on theirs."""
+        """Require that no new name in shared memory is left, except those locked by processes of other tests."""
         assert not [path for path in shared_files() - self._shared_before if is_left(path)], "shared memory is left"
 
     def close(self) -> None:
-        """End what a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for process in self.processes():
             process.kill()
         self.process.wait(HANG_SECONDS)
@@ -184,7 +187,7 @@ def shared_files() -> set[Path]:
 
 
 def is_left(path: Path) -> bool:
-    """Whether the process that made this file has ended: a living one has it locked (leftovers.py)."""
+    """Return whether the process that made this file has ended: a living one has it locked (leftovers.py)."""
     with contextlib.suppress(OSError), path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -199,7 +202,7 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start command lines; what is still running at the end is killed."""
+    """Start command lines; processes still running at the end are killed."""
     started: list[Command] = []
 
     def start(*arguments: str) -> Command:
@@ -213,7 +216,7 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """One fleet of two workers for all tests that do not harm it; the last of them ends it."""
+    """One fleet of two workers for all tests that do not damage it; the last of these stops it."""
     served = Command(tmp_path_factory.mktemp("serve"), "serve", DEMO, "--workers", "2", "--port", "0")
     try:
         served.wait_ready()
@@ -224,21 +227,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 
 @contextlib.contextmanager
 def stream_of(served: Command, **body: Any) -> Iterator[Iterator[str]]:
-    """The data of a streamed completion's events, one by one."""
+    """Yield the data of a streamed completion's events."""
     body = {**body, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=HANG_SECONDS) as answer:
         yield (line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
 def text_of(stream: Iterable[str]) -> str:
-    """The text of a stream that came to its end."""
+    """Return the text of a complete stream."""
     *events, last = stream
     assert last == "[DONE]", last
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
 def answer(served: Command, **other: Any) -> str:
-    """The text of the long answer, whole."""
+    """Return the whole text of the long answer."""
     return str(post(f"{served.url}/v1/completions", json=LONG_ANSWER | other).json()["choices"][0]["text"])
 
 
@@ -249,7 +252,7 @@ def chat(url: str, **body: Any) -> httpx.Response:
 
 
 def test_one_ready_line(service: Command) -> None:
-    """Scripts wait for it, so stdout has nothing else; stderr has words for people and no bars."""
+    """Scripts wait for the line, so stdout has nothing else; stderr has messages without progress bars."""
     assert READY.fullmatch(service.out.read_text())
     skipped = r"skipped \d+ tensors \(multi-token prediction layer\), [\w.]+ first\n"
     stages = r"starting Ray\nstarting 2 workers, device cpu\n(loading weights: .*\n)*"
@@ -261,20 +264,20 @@ def test_one_ready_line(service: Command) -> None:
 
 
 def test_listens_on_loopback_only(service: Command) -> None:
-    """Ray's processes too."""
+    """This includes Ray's processes."""
     addresses = {
         (process.name(), ipaddress.ip_address(connection.laddr.ip))
         for process in service.processes()
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert addresses, "nothing listens at all"
+    assert addresses, "no process listens"
     beyond = [(n, ip) for n, ip in addresses if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback]
     assert not beyond
 
 
 def test_workers_are_locked(service: Command) -> None:
-    """They hear the router alone, on one host too."""
+    """Workers accept only the router, also on one host."""
     endpoints = [worker["endpoint"] for worker in get(f"{service.url}/v1/fleet").json()["workers"]]
     assert len(endpoints) == 2
     for endpoint in endpoints:
@@ -290,8 +293,8 @@ def test_memory_of_workers(service: Command) -> None:
     assert all(size.rss < MAX_WORKER_BYTES for size in sizes)
 
 
-def test_a_killed_router_finds_the_fleet_again(service: Command) -> None:
-    """Another takes its port; the ranks stay, with all they hold, and are rid of what the dead one had asked for."""
+def test_killed_router_reconnects_to_the_fleet(service: Command) -> None:
+    """A new router gets the port; the ranks stay with all their state and drop the dead router's requests."""
     workers = {worker.pid for worker in service.workers()}
     answer = chat(service.url).json()["choices"]
     router = service.router()
@@ -309,11 +312,11 @@ def test_a_killed_router_finds_the_fleet_again(service: Command) -> None:
 
 
 def wake_ups(processes: list[psutil.Process]) -> int:
-    """How often their threads have slept so far. (A process's own count is its main thread's alone.)"""
+    """Return how often their threads have slept so far. (A process's own count covers only its main thread.)"""
     slept = 0
     for process in processes:
         for status in Path(f"/proc/{process.pid}/task").glob("*/status"):
-            with contextlib.suppress(OSError):  # a thread that has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 slept += int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.M)[1])
     return slept
 
@@ -325,7 +328,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 @pytest.mark.slow
 @pytest.mark.timing
 def test_idle_fleet_sleeps(service: Command) -> None:
-    """Workers, launcher and router; Ray's own daemons are shown beside them."""
+    """Workers, launcher and router; Ray's daemons are only printed."""
     time.sleep(SETTLE_SECONDS)
     workers = service.workers()
     router = [psutil.Process(service.process.pid), service.router()]
@@ -345,7 +348,7 @@ def test_idle_fleet_sleeps(service: Command) -> None:
 
 
 def test_ctrl_c_in_a_terminal(service: Command) -> None:
-    """It reaches every process of the group, Ray's included. The last test of the shared fleet."""
+    """SIGINT reaches every process of the group, Ray's included. This is the last test of the shared fleet."""
     os.killpg(service.process.pid, signal.SIGINT)
     service.check_end(0)
     assert READY.fullmatch(service.out.read_text())
@@ -353,10 +356,10 @@ def test_ctrl_c_in_a_terminal(service: Command) -> None:
         get(service.url)
 
 
-def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None:
-    """A stream through it has the text that it would have had: the other takes its experts over, and gives them back.
+def test_lost_worker_fails_no_request(command: Callable[..., Command]) -> None:
+    """A stream keeps its text: the other worker takes the experts over, and returns them later.
 
-    Then both are lost, and the launcher ends while it recovers.
+    Then both are lost, and the launcher stops during the recovery.
     """
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
@@ -366,7 +369,7 @@ def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None
         victim.kill()
         assert text_of([first, *lines]) == expected
     served.wait_whole()
-    back, lost = get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    back, lost = served.incidents()
     assert re.search(r"rank [01] lost (at|after) step \d+", json.dumps(lost)), lost
     assert re.search(r"rank [01] is back", json.dumps(back)), back
     then = r"(.*\n)* ?.* the fleet is whole again [\d.]+ s after rank \1 is back"
@@ -380,8 +383,8 @@ def test_a_lost_worker_costs_no_request(command: Callable[..., Command]) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> None:
-    """With one line and a code that a restart policy sees; what was open ends by name."""
+def test_worker_lost_too_often_ends_the_server(command: Callable[..., Command]) -> None:
+    """The server exits with one line and a code that a restart policy sees; open requests end with an error."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--restart-limit", "1")
     served.wait_ready()
     victim = served.workers()[1]
@@ -397,17 +400,17 @@ def test_a_worker_lost_too_often_ends_it(command: Callable[..., Command]) -> Non
 
 
 @pytest.mark.slow
-def test_ray_is_started_again_with_all_ranks(command: Callable[..., Command]) -> None:
-    """Without Ray's head the ranks serve until one is lost. With the raylet all are lost. No stream notices."""
+def test_ray_is_restarted_with_all_ranks(command: Callable[..., Command]) -> None:
+    """Without Ray's head the ranks serve until one is lost; without the raylet all are lost. No stream notices."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
     expected, router = answer(served), served.router()
     (head,) = served.processes("/gcs_server")
     head.kill()
-    told = (
+    notice = (
         " moeyard.fleet.machine Ray's gcs_server has ended: serving goes on; when a rank is lost, Ray and all ranks are"
     )
-    served.wait_for(lambda: told in served.err.read_text())
+    served.wait_for(lambda: notice in served.err.read_text())
     assert answer(served) == expected
     assert [get(f"{served.url}/{page}").status_code for page in ("livez", "readyz")] == [200, 200]
     workers = served.workers()
@@ -430,8 +433,8 @@ def test_ray_is_started_again_with_all_ranks(command: Callable[..., Command]) ->
 
 
 @pytest.mark.slow
-def test_a_replacement_that_hangs_is_replaced_until_the_limit(command: Callable[..., Command]) -> None:
-    """Stopped as soon as they appear: the first one, while a request waits; then all."""
+def test_hanging_replacements_are_replaced_up_to_the_limit(command: Callable[..., Command]) -> None:
+    """Replacements are stopped as soon as they appear: first one, while a request waits; then all."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--expert-takeover", "never")
     served.wait_ready()
     expected, known = answer(served), {worker.pid for worker in served.workers()}
@@ -443,7 +446,7 @@ def test_a_replacement_that_hangs_is_replaced_until_the_limit(command: Callable[
     served.wait_for(lambda: bool(new()))
     (hung,) = new()
     hung.suspend()
-    assert answer(served) == expected, "it waits"
+    assert answer(served) == expected, "the request must wait"
     assert f"(process {hung.pid}) of Ray was stopped for 5 s, and is killed" in served.err.read_text()
     served.wait_whole()
     known |= {worker.pid for worker in served.workers()}
@@ -458,8 +461,8 @@ def test_a_replacement_that_hangs_is_replaced_until_the_limit(command: Callable[
 
 
 @pytest.mark.slow
-def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_path: Path) -> None:
-    """A token whose embedding is NaN: the request that has it ends by name, others are served by a new process."""
+def test_error_restarts_the_only_worker(command: Callable[..., Command], tmp_path: Path) -> None:
+    """A token has a NaN embedding: the request that uses it fails, and a new process serves the others."""
     model = make_checkpoint(tmp_path / "spoilt", "qwen3_moe", tokenizer=True)
     name = "model.embed_tokens.weight"
     embedding = load_file(model / "model.safetensors")[name]
@@ -482,17 +485,17 @@ def test_a_fault_restarts_the_only_worker(command: Callable[..., Command], tmp_p
     assert post(f"{served.url}/v1/completions", json=body).json()["choices"] == before
     (replaced,) = served.workers()
     assert replaced.pid != worker.pid
-    # A worker that is killed is started again too.
+    # A killed worker is also replaced.
     replaced.kill()
     served.wait_whole(2)
     assert post(f"{served.url}/v1/completions", json=body).json()["choices"] == before
-    # As a terminal that is closed does: to the whole group.
+    # Like a closed terminal: to the whole group.
     os.killpg(served.process.pid, signal.SIGHUP)
     served.check_end(0)
 
 
-def test_serves_a_shape_without_a_checkpoint_and_sigterm_ends_streams(command: Callable[..., Command]) -> None:
-    """Random weights and no tokenizer: token ids in and out. A service manager ends it in the middle of an answer."""
+def test_serves_random_weights_and_sigterm_ends_streams(command: Callable[..., Command]) -> None:
+    """Random weights and no tokenizer: token ids in and out. A service manager stops it during an answer."""
     served = command("serve", "--load-format", "dummy", "--shape", "moeyard-demo", "--layers", "2", "--port", "0")
     served.wait_ready()
     assert "prompts are token ids" in served.err.read_text()
@@ -512,34 +515,34 @@ def test_serves_a_shape_without_a_checkpoint_and_sigterm_ends_streams(command: C
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("after", ["starting Ray", "starting 1 worker", "weights are there"])
 def test_three_interrupts_while_starting(command: Callable[..., Command], after: str) -> None:
-    """In a terminal they reach Ray's processes too; whatever was being started, it ends in good order and at once."""
+    """In a terminal they reach Ray's processes too; the server stops cleanly at once, whatever it was starting."""
     started = command("serve", DEMO, "--workers", "1", "--port", "0")
     started.wait_for(lambda: after in started.err.read_text())
     for pause in (0.2, 0.05, 0.0):
         os.killpg(started.process.pid, signal.SIGINT)
-        time.sleep(pause)  # as fingers do: all of it while Ray starts or is stopped
+        time.sleep(pause)  # like a person: all of it while Ray starts or stops
     started.check_end(130)
     assert started.out.read_text() == ""
-    # A line that was on its way when the handler ran may come behind it; no later stage does.
+    # A line that was being written may follow the handler's line; no later stage does.
     said = started.err.read_text().splitlines()
     assert "stopping" in said
     assert not [line for line in said if line.startswith("ready: ")]
 
 
 def test_sigterm_while_starting(command: Callable[..., Command]) -> None:
-    """In the middle of ray.init; what it had started is gone too."""
+    """The signal arrives during ray.init; everything that it started ends too."""
     started = command("serve", DEMO, "--workers", "1", "--port", "0")
     started.wait_for(lambda: bool(started.processes("/gcs_server")))
     started.process.send_signal(signal.SIGTERM)
     started.check_end(130)
-    # A thread that Ray's gRPC begins just as the process ends is refused, of which it tells once in many starts.
+    # Ray's gRPC rarely reports a thread that it cannot start during shutdown.
     said = [line for line in started.err.read_text().splitlines() if "thd.cc" not in line]
     assert said == ["starting Ray", "stopping"]
 
 
 @pytest.mark.slow
-def test_a_metrics_port_that_is_taken(command: Callable[..., Command]) -> None:
-    """One rank fails after it has reserved what its host shares: nothing of that stays."""
+def test_metrics_port_in_use(command: Callable[..., Command]) -> None:
+    """One rank fails after it reserved its host's shared resources; none of these remain."""
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
         started = command("serve", DEMO, "--workers", "2", "--port", "0", "--metrics-port-base", str(port - 1))
@@ -551,7 +554,7 @@ def test_a_metrics_port_that_is_taken(command: Callable[..., Command]) -> None:
 
 
 def test_demo_once(command: Callable[..., Command]) -> None:
-    """It ends by itself, also where a shell's `&` has SIGINT ignored."""
+    """It stops by itself, even if a shell's `&` ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         shown = command("demo", "--once", "--port", "0")
@@ -569,11 +572,11 @@ def test_demo_once(command: Callable[..., Command]) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Ray cluster of one node that somebody else started, with a token. It says that it has two GPUs, 1 and 0."""
+    """A Ray cluster of one node with a token, started by someone else. It claims two GPUs, 1 and 0."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # by Ray's own, 15, they wait for every other test
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # with Ray's own value, 15, they wait for every other test
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     port = free_port()
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -599,7 +602,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command: Callable[..., Command]) -> None:
+def test_serves_on_a_running_cluster(cluster: str, command: Callable[..., Command]) -> None:
     served = command(
         "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
     )
@@ -609,7 +612,7 @@ def test_serves_on_a_running_cluster_and_leaves_it_running(cluster: str, command
     assert answer["usage"]["completion_tokens"] == 4
     served.process.send_signal(signal.SIGINT)
     served.check_end(0)
-    # The cluster is the operator's: it goes on, with the workers' CPUs free for the next fleet.
+    # The cluster belongs to the operator: it continues, with the workers' CPUs free for the next fleet.
     again = command(
         "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
     )

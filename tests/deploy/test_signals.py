@@ -1,11 +1,10 @@
-"""A real `moeyard serve` under signals that nobody can handle: ranks that are stopped, a launcher that is killed."""
+"""A real `moeyard serve` under signals that cannot be handled: stopped ranks, a killed launcher."""
 
 import contextlib
 import re
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import psutil
@@ -19,17 +18,10 @@ __all__ = ["command"]  # a fixture
 DEADLINE = 5
 
 
-def incidents(served: Command) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
-    return told
-
-
 @pytest.mark.slow
-def test_a_stopped_rank_is_fenced_and_replaced(
-    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both streams are answered as ever, it never wakes, and the survivor says where it was when it missed it."""
-    # Ray itself would kill a stopped rank long after this test has failed, so the launcher must.
+def test_stopped_rank_is_fenced_and_replaced(command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both streams keep their answers, the rank never wakes, and the survivor reports where it waited."""
+    # Ray itself would kill a stopped rank only long after this test's time limit, so the launcher must.
     monkeypatch.setenv("RAY_kill_worker_timeout_milliseconds", str(int(10_000 * HANG_SECONDS)))
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--step-deadline", str(DEADLINE))
     served.wait_ready()
@@ -47,12 +39,12 @@ def test_a_stopped_rank_is_fenced_and_replaced(
     served.wait_whole()
     after = served.ranks()
     assert after[1].pid != victim.pid
-    assert after[0].pid == before[0].pid, "the survivor stays"
-    lost = incidents(served)[-1]
+    assert after[0].pid == before[0].pid, "the survivor must stay"
+    lost = served.incidents()[-1]
     assert (lost["ranks"], lost["failure"]) == ([1], None)
     assert lost["requests_carried"] == 1
-    # A rank that still answered heartbeats would be given the longer time.
-    assert DEADLINE / 2 < lost["when"] - stopped < STALL * DEADLINE, "it is missed at the step deadline"
+    # A rank that still answers heartbeats would get the longer time.
+    assert DEADLINE / 2 < lost["when"] - stopped < STALL * DEADLINE, "the step deadline must detect the loss"
     (named,) = lost["launcher"]["lost"]
     assert (named["rank"], named["process"]) == (1, f"process {victim.pid} still runs, and is killed")
     (report,) = lost["launcher"]["reports"]
@@ -61,7 +53,7 @@ def test_a_stopped_rank_is_fenced_and_replaced(
     assert report["step"] > 0
     assert re.fullmatch(r"plan|layer \d+, (dispatch|combine)", report["place"]), report
     assert report["reason"] == f"rank 1 lost at step {report['step']}, {report['place']}"
-    # Innermost last: from the engine's loop into what waits for the peer.
+    # Innermost last: from the engine's loop into the wait for the peer.
     frames = [re.fullmatch(r"\w+ \((\w+\.py):\d+\)", frame) for frame in report["stack"]]
     files = [frame[1] for frame in frames if frame]
     assert len(files) == len(report["stack"])
@@ -73,7 +65,7 @@ def test_a_stopped_rank_is_fenced_and_replaced(
 
 @pytest.mark.slow
 def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> None:
-    """While they compute; nothing that they shared is left."""
+    """They are computing at that moment; no shared resource is left."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0")
     served.wait_ready()
     with stream_of(served, **LONG_ANSWER | {"max_tokens": 900}) as lines:
@@ -85,14 +77,14 @@ def test_ranks_end_with_a_killed_launcher(command: Callable[..., Command]) -> No
         _, left = psutil.wait_procs(workers, timeout=HANG_SECONDS / 2)
         assert not left, f"{left} outlive the launcher"
         assert served.workers() == []
-        with contextlib.suppress(httpx.TransportError):  # a router may still say that it ends
+        with contextlib.suppress(httpx.TransportError):  # a router may still report that it stops
             list(lines)
     served.check_names()
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_for_less_than_the_deadline_is_not_lost(command: Callable[..., Command]) -> None:
-    """Not even beyond the time in which sockets' heartbeats would miss it, if these had one of their own."""
+def test_rank_stopped_for_less_than_the_deadline_is_not_lost(command: Callable[..., Command]) -> None:
+    """The stop is even longer than a separate heartbeat of sockets would allow."""
     served = command("serve", DEMO, "--workers", "2", "--port", "0", "--step-deadline", "10")
     served.wait_ready()
     expected, before = answer(served), served.ranks()
@@ -100,15 +92,15 @@ def test_a_rank_that_stops_for_less_than_the_deadline_is_not_lost(command: Calla
         first = next(lines)
         before[1].suspend()
         try:
-            time.sleep(4.2)  # the length of the stop is what this test is about
+            time.sleep(4.2)  # the length of the stop is under test
             inflight = [worker["router_inflight"] for worker in get(f"{served.url}/v1/fleet").json()["workers"]]
-            assert sum(inflight) == 1, "the stream was over before"
+            assert sum(inflight) == 1, "the stream must still run"
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it was lost, as the incidents will tell
+            with contextlib.suppress(psutil.NoSuchProcess):  # if the rank was lost, the incidents show it
                 before[1].resume()
         assert text_of([first, *lines]) == expected
     assert answer(served) == expected
-    assert incidents(served) == []
+    assert served.incidents() == []
     assert get(f"{served.url}/readyz").status_code == 200
     assert {rank: process.pid for rank, process in served.ranks().items()} == {r: p.pid for r, p in before.items()}
     served.process.send_signal(signal.SIGINT)

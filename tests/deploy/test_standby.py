@@ -1,4 +1,4 @@
-"""Processes that wait for the place of a rank that is lost: which are taken, and that a real fleet takes them."""
+"""Standby processes that replace lost ranks: which are used, and their use by a real fleet."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from tests.deploy.test_serve import (
     answer,
     command,
     free_port,
-    get,
     stream_of,
     text_of,
 )
@@ -33,7 +32,7 @@ class Actor:
 
 
 class Ray:
-    """The used part of the module, on calls that are the actors themselves."""
+    """The used part of the module; calls are the actors themselves."""
 
     def wait(self, calls: list[Actor], *, timeout: float) -> tuple[list[Actor], list[Actor]]:
         return [each for each in calls if each.state != "importing"], []
@@ -54,7 +53,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
 
 
 def keeping(count: int, made: list[Actor], *states: str) -> Standby:
-    """One that has started as many as it keeps, and what has become of these."""
+    """A standby pool that has started its processes, which are now in these states."""
 
     def make() -> Any:
         made.append(Actor("ready"))
@@ -67,13 +66,13 @@ def keeping(count: int, made: list[Actor], *states: str) -> Standby:
     return kept
 
 
-def test_none_where_none_is_kept(made: list[Actor]) -> None:
+def test_no_standby_without_the_flag(made: list[Actor]) -> None:
     assert keeping(0, made).take() is None
     assert not made
 
 
 @pytest.mark.parametrize("state", ["ready", "importing"])
-def test_one_is_taken_once_and_another_started_when_that_is_asked_for(made: list[Actor], state: str) -> None:
+def test_standby_is_taken_once_and_refilled_on_request(made: list[Actor], state: str) -> None:
     kept = keeping(1, made, state)
     assert kept.take() is made[0]
     assert kept.take() is None
@@ -84,15 +83,15 @@ def test_one_is_taken_once_and_another_started_when_that_is_asked_for(made: list
 
 
 @pytest.mark.parametrize("state", ["gone", "hanging"])
-def test_one_that_answers_no_more_is_not_taken(made: list[Actor], state: str) -> None:
+def test_standby_that_does_not_answer_is_not_taken(made: list[Actor], state: str) -> None:
     kept = keeping(2, made, state, "ready")
     assert kept.take() is made[1]
     assert made[0].killed
     assert not made[1].killed
 
 
-def test_who_restarts_a_rank_waits_for_it(made: list[Actor]) -> None:
-    """And hears of one that cannot; one that was taken meanwhile keeps nobody."""
+def test_restart_waits_for_a_standby(made: list[Actor]) -> None:
+    """The caller gets the error of a failed one, and does not wait after one was taken."""
     kept = keeping(1, made, "importing")
     assert not kept.ready()
     made[0].state = "ready"
@@ -104,8 +103,8 @@ def test_who_restarts_a_rank_waits_for_it(made: list[Actor]) -> None:
     assert kept.ready()
 
 
-def test_all_are_ended(made: list[Actor]) -> None:
-    """Also so that those that come next have other code."""
+def test_all_standbys_are_ended(made: list[Actor]) -> None:
+    """This also gives the next ones the current code."""
     kept = keeping(2, made, "ready", "importing")
     kept.stop()
     assert all(each.killed for each in made)
@@ -113,8 +112,8 @@ def test_all_are_ended(made: list[Actor]) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_rank_is_followed_by_who_waited(command: Callable[..., Command]) -> None:
-    """The only one, under a stream, which goes on; then another waits, and all end in good order."""
+def test_standby_replaces_a_lost_rank(command: Callable[..., Command]) -> None:
+    """The only rank is lost under a stream, which continues; another standby starts, and all stop cleanly."""
     served = command("serve", DEMO, "--workers", "1", "--standby", "1", "--port", "0")
     served.wait_ready()
     served.wait_for(lambda: len(served.workers()) == 2)
@@ -126,28 +125,28 @@ def test_a_lost_rank_is_followed_by_who_waited(command: Callable[..., Command]) 
         assert text_of([first, *lines]) == expected
     served.wait_for(lambda: len(served.workers()) == 2)
     assert served.ranks() == {0: waiting}
-    (incident,) = get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    (incident,) = served.incidents()
     assert list(incident["launcher"]["parts"]) == ["losses", "processes", "meeting", "experts", "rejoining"]
     served.process.terminate()
     served.check_end(0)
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_it_where_two_cannot_be(command: Callable[..., Command]) -> None:
-    """A port of its own is taken, as a GPU's memory is: one with the code of now is there before the rank is ended."""
+def test_restart_waits_for_a_standby_without_room_for_two(command: Callable[..., Command]) -> None:
+    """Its metrics port is in use, like a GPU's memory: a standby with current code exists before the rank ends."""
     words = ("--standby", "1", "--metrics-port-base", str(free_port()), "--served-model-name", "demo")
     served = command("serve", DEMO, "--workers", "1", "--port", "0", *words)
     served.wait_ready()
     served.wait_for(lambda: len(served.workers()) == 2)
     before = {process.pid for process in served.workers()}
-    told = served.run("restart")
-    assert told.returncode == 0, told
-    assert "rank 0: its next process starts" in told.stderr
+    result = served.run("restart")
+    assert result.returncode == 0, result
+    assert "rank 0: its next process starts" in result.stderr
     served.wait_for(lambda: len(served.workers()) == 2)
-    assert not before & {process.pid for process in served.workers()}, "the one that waited had the code of before"
-    (incident,) = get(f"{served.url}/v1/fleet/incidents").json()["incidents"]
+    assert not before & {process.pid for process in served.workers()}, "the standby with the old code must be replaced"
+    (incident,) = served.incidents()
     assert incident["planned"]
-    # It had longer to import torch before the rank was ended than anybody waited for it afterwards.
+    # Importing torch took longer before the rank ended than the wait afterwards.
     ahead = incident["when"] - served.ranks()[0].create_time()
     assert incident["launcher"]["parts"]["processes"] < ahead, served.report("slow")
     served.process.terminate()

@@ -1,4 +1,4 @@
-"""What is known of a rank's process that has ended: its memory, and whether the kernel was short of it."""
+"""Records of a rank's ended process: its memory, and whether the kernel was short of it."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from moeyard.fleet.ray.processes import LOOK_SECONDS, Vitals, oom_kills
 
 
 class Clock:
-    """Seconds, and the kernel's count of those it killed."""
+    """Seconds, and the kernel's count of its out-of-memory kills."""
 
     def __init__(self) -> None:
         self.now, self.kills = 10.0, 7
@@ -18,14 +18,14 @@ class Clock:
 
 
 def ended_process(vitals: Vitals) -> int:
-    """The number of a process that was looked at while it ran, and has ended."""
+    """Return the number of an ended process that was measured while it ran."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         vitals.look([process.pid])
         process.kill()
     return process.pid
 
 
-def test_one_that_the_kernel_may_have_killed() -> None:
+def test_process_that_the_kernel_may_have_killed() -> None:
     clock = Clock()
     vitals = clock.vitals()
     pid = ended_process(vitals)
@@ -35,13 +35,13 @@ def test_one_that_the_kernel_may_have_killed() -> None:
     assert before.endswith("iB")
     clock.kills += 1
     assert vitals.describe(pid) == f"{before}, and since then the kernel killed 1 for lack of memory: likely this one"
-    # Later looks are at others.
+    # Later measurements are of other processes.
     clock.now += LOOK_SECONDS
     vitals.look([pid, os.getpid()])
     assert vitals.describe(pid).endswith("likely this one")
 
 
-def test_one_that_lives_and_one_that_nobody_has_seen() -> None:
+def test_living_and_unknown_processes() -> None:
     clock = Clock()
     vitals = clock.vitals()
     assert vitals.describe(os.getpid()) == f"process {os.getpid()} still runs, and is killed"
@@ -49,6 +49,6 @@ def test_one_that_lives_and_one_that_nobody_has_seen() -> None:
     assert vitals.describe(pid) == f"process {pid} has ended"
 
 
-def test_the_kernel_counts() -> None:
+def test_kernels_count_of_kills() -> None:
     kills = oom_kills()
     assert kills is None or kills >= 0

@@ -1,4 +1,4 @@
-"""A tiny deepseek_v3 checkpoint with an MTP layer and a few held-out texts, for the tests of the demo's scripts."""
+"""A tiny deepseek_v3 checkpoint with an MTP layer and some held-out texts, for tests of the demo's scripts."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,8 @@ TEXTS = {
 
 
 def make_demo(directory: Path, **tensors: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """A tiny deepseek_v3 directory with an MTP layer. `tensors` change those whose name holds the key, '__' for '.'."""
+    """Write a tiny deepseek_v3 directory with an MTP layer. `tensors` change those whose name has the key, __ for
+    '.'."""
     make_checkpoint(
         directory,
         "deepseek_v3",
@@ -48,7 +49,7 @@ def make_demo(directory: Path, **tensors: Callable[[torch.Tensor], torch.Tensor]
 
 
 def write_heldout(path: Path) -> Path:
-    """TEXTS in the form of heldout.jsonl."""
+    """Write TEXTS in the format of heldout.jsonl."""
     rows = [
         {"source": source, "title": f"{source} {i}", "ask": f"Say {source} {i}.", "text": text}
         for source, texts in TEXTS.items()
