@@ -193,7 +193,7 @@ def incident(when: float, *ranks: int, heard: tuple[float, ...] = (0.0,), launch
 
 
 def test_fault_has_its_own_incident() -> None:
-    before, back, lost = incident(10.0, 1), event(20.5), event(20.3, 1)
+    before, back, lost = incident(10.0, 1), incident(20.5), incident(20.3, 1)
     assert losses_since([back, lost, before], 20.0, [1]) == [lost]
     assert losses_since([back, before], 20.0, [1]) == [], "other ranks and earlier losses must not count"
     assert losses_since([lost], 20.0, [0]) == []

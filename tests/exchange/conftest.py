@@ -1,4 +1,4 @@
-"""Makes this folder's helper modules importable here and in the rank processes, which inherit sys.path."""
+"""Make this folder's helper modules importable here and in the rank processes, which inherit sys.path."""
 
 import sys
 from pathlib import Path

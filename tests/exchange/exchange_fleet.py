@@ -1,4 +1,4 @@
-"""Rank processes for the tests: start some, call functions in all of them, collect what each returned or raised."""
+"""Rank processes for the tests: start them, call functions in all, collect each result or exception."""
 
 import os
 import time
@@ -27,7 +27,7 @@ from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
 
 @dataclass(slots=True)
 class Rank:
-    """What a rank process holds between calls."""
+    """State of a rank process between calls."""
 
     rank: int
     pipe: Connection
@@ -45,7 +45,7 @@ class Failed:
 
 
 class Fleet:
-    """`num_ranks` processes. Killed for good on exit."""
+    """`num_ranks` processes, killed on exit."""
 
     def __init__(self, num_ranks: int) -> None:
         context = rank_context()
@@ -64,22 +64,22 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for process in self.processes:
-            process.kill()  # also where the fork server has seen its end, and this process not yet
+            process.kill()  # also if only the fork server has noticed the exit
             process.join()
         for pipe in self.pipes:
             pipe.close()
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
-        """Let one rank run function(its `Rank`, *args)."""
+        """Start function(its `Rank`, *args) on one rank."""
         self.pipes[rank].send((function, args))
 
     def result(self, rank: int) -> Any:
-        """What the rank's oldest unanswered call returned, or a `Failed`."""
+        """Return the result of the rank's oldest open call, or a `Failed`."""
         assert self.pipes[rank].poll(HANG_SECONDS), f"no reply of rank {rank}"
         return self.pipes[rank].recv()
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run function(Rank, *args) on all ranks at once; their results by rank."""
+        """Run function(Rank, *args) on all ranks at once; return the results by rank."""
         for rank in range(len(self.pipes)):
             self.start(rank, function, *args)
         return [self.result(rank) for rank in range(len(self.pipes))]
@@ -99,9 +99,9 @@ class Fleet:
     ) -> list[MeshEndpoint]:
         """Build mesh and exchange on all ranks; `hosts[r]` is the pretended host of rank r.
 
-        With a `stall` a rank that lives is waited for that long, as in a fleet; with `patience` too only where it has
-        said that it is slow, as on GPUs. On "cuda" each has a GPU of its own.
-        Process i is rank members[i]; without a `placement` of their experts they own contiguous shards.
+        A living rank is awaited for `stall`, as in a fleet; with `patience` only if it has said that it is slow, as on
+        GPUs. On "cuda" each rank has its own GPU. Process i is rank members[i]; without a `placement` ranks own
+        contiguous shards.
         """
         members = range(len(self.pipes)) if members is None else members
         endpoints = self.call(open_mesh, kind, shape, members, deadline, hosts, stall, patience)
@@ -137,7 +137,7 @@ def open_mesh(
     stall: float | None,
     patience: float | None,
 ) -> MeshEndpoint:
-    """First phase of the rendezvous."""
+    """Open a rank's mesh: the first phase of the rendezvous."""
     host_id = hosts[state.rank] if hosts else None
     state.rank = members[state.rank]
     state.mesh = build_mesh(
@@ -157,7 +157,7 @@ def open_mesh(
 def connect_exchange(
     state: Rank, kind: str, shape: ExchangeShape, endpoints: list[MeshEndpoint], placement: Placement, device: str
 ) -> None:
-    """Second phase."""
+    """Connect the mesh and build the exchange: the second phase."""
     state.mesh.connect(endpoints, HANG_SECONDS)
     if device != "cpu":
         state.device = torch.device(device, state.mesh.members.index(state.rank))
@@ -167,7 +167,7 @@ def connect_exchange(
 
 
 def set_rows(state: Rank, scenario: Scenario) -> None:
-    """What plan frames tell: nobody who is away brings anything."""
+    """Set what plan frames announce; absent ranks bring no rows."""
     ranks = range(state.mesh.world_size)
     counts = tuple(scenario.tokens[rank] if rank in state.mesh.members else 0 for rank in ranks)
     prompts = tuple(round(count * scenario.prefill) for count in counts)
@@ -175,9 +175,9 @@ def set_rows(state: Rank, scenario: Scenario) -> None:
 
 
 def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int, num_layers: int) -> list[Observed]:
-    """One lockstep step over `num_layers` layers; returns copies of everything observed.
+    """Run one lockstep step over `num_layers` layers; return copies of everything observed.
 
-    Rows of which no expert is here count for nothing, and an exchange may bring such too.
+    Rows that need no local expert are ignored, because an exchange may bring them too.
     """
     seen = []
     state.exchange.steps.begin(step)
@@ -204,25 +204,25 @@ def run_layers(state: Rank, shape: ExchangeShape, scenario: Scenario, step: int,
     return seen
 
 
-def meet_death(state: Rank, victim: int, number: int) -> None:
-    """Let rank `victim` tell the test when and stop for good: `number` is SIGKILL or SIGSTOP.
+def stop_victim(state: Rank, victim: int, number: int) -> None:
+    """Let rank `victim` report the time and stop for good: `number` is SIGKILL or SIGSTOP.
 
-    It waits for every peer's frame of this phase. A peer sends it after it got the victim's frame of the last phase.
+    It first waits for every peer's frame of this phase. A peer sends it after the victim's frame of the last phase.
     """
     if state.rank == victim:
         while len(state.mesh.arrived()) < len(state.mesh.peers):
             time.sleep(0.001)
-        # The peers get time to block in their wait, which is what must be interrupted. Nothing depends on its length.
+        # Give the peers time to block in their wait, which must be interrupted. No result depends on the duration.
         time.sleep(0.05)
         state.pipe.send(time.perf_counter())
         os.kill(os.getpid(), number)
     elif isinstance(state.exchange, NcclExchange):
-        # Its rows take other ways than the mesh.
+        # Its rows do not use the mesh.
         state.mesh.send(victim, b"a frame")
 
 
 def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, phase: str, number: int) -> None:
-    """Steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
+    """Run steps without end; in step 2, layer 1, rank `victim` gets signal `number` just before its part in `phase`."""
     for step in range(1000):
         state.exchange.steps.begin(step)
         set_rows(state, scenario)
@@ -230,22 +230,22 @@ def run_until(state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int
             made = make_layer(shape, scenario, state.rank, layer)
             x, ids = made.x.to(state.device), made.topk_ids.to(state.device)
             if (step, layer, phase) == (2, 1, "dispatch"):
-                meet_death(state, victim, number)
+                stop_victim(state, victim, number)
             got = state.exchange.dispatch(x, ids, layer=layer, num_prompt=made.num_prompt)
             state.exchange.steps.drain()
             if (step, layer, phase) == (2, 1, "combine"):
-                meet_death(state, victim, number)
+                stop_victim(state, victim, number)
             outputs = expert_outputs(shape, got.experts.cpu(), state.rank, layer).to(state.device)
             state.exchange.combine(outputs, got.handle)
             state.exchange.steps.drain()
 
 
-def linger(
+def run_with_delay(
     state: Rank, shape: ExchangeShape, scenario: Scenario, victim: int, seconds: float, sign: Phase | None, steps: int
 ) -> float:
-    """Steps, in the second of which rank `victim` lives and does not come to layer 1 for `seconds`, having said `sign`.
+    """Run steps; in the second, rank `victim` sends `sign` and reaches layer 1 `seconds` late.
 
-    Returns when that began.
+    Return when the delay began.
     """
     begun = 0.0
     for step in range(steps):
@@ -269,12 +269,12 @@ def linger(
 
 
 def use_device(state: Rank) -> int:
-    """What a device computes that was waiting for a peer."""
+    """Compute on a device that was waiting for a peer."""
     return int(torch.arange(1000, device=state.device).sum())
 
 
 def idle(state: Rank, seconds: float) -> float:
-    """Wait for a peer as an idle engine does; returns the share of that time that the process used a CPU."""
+    """Wait for a peer like an idle engine; return the share of that time in which the process used a CPU."""
     lockstep = Lockstep(state.mesh)
     poller = zmq.Poller()
     for socket in state.mesh.poll_sockets():
@@ -287,7 +287,7 @@ def idle(state: Rank, seconds: float) -> float:
 
 
 def join_when_started(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
-    """Block until a peer starts `step`, then take part in it."""
+    """Block until a peer starts `step`, then join it."""
     lockstep = Lockstep(state.mesh)
     poller = zmq.Poller()
     for socket in state.mesh.poll_sockets():
@@ -303,7 +303,7 @@ def agree(state: Rank, step: int, num_tokens: int) -> tuple[int, ...]:
 
 
 def close_full(state: Rank, peer: int) -> None:
-    """Close while frames wait that `peer` does not read."""
+    """Close while frames that `peer` does not read are queued."""
     wires, frame = state.mesh._open_wires(), memoryview(bytes(1 << 16))
     while wires.send_in_place(peer, frame) is not None:
         time.sleep(0.001)
@@ -311,8 +311,8 @@ def close_full(state: Rank, peer: int) -> None:
     state.mesh.close()
 
 
-def talk_and_leave(state: Rank, peer: int, seconds: float) -> None:
-    """Send to `peer`, which has closed, and be gone."""
+def send_and_exit(state: Rank, peer: int, seconds: float) -> None:
+    """Send to `peer`, which has closed, and exit."""
     limit = time.perf_counter() + seconds
     while time.perf_counter() < limit:
         state.mesh._open_wires().send(peer, b"still here")
@@ -321,7 +321,7 @@ def talk_and_leave(state: Rank, peer: int, seconds: float) -> None:
 
 
 def close(state: Rank) -> None:
-    """Close twice: the second time must be harmless."""
+    """Close twice; the second call must be harmless."""
     state.exchange.close()
     state.exchange.close()
     state.mesh.close()

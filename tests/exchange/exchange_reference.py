@@ -1,4 +1,4 @@
-"""What dispatch and combine must produce, written as plain loops over (source, token, k) in one process."""
+"""Reference results of dispatch and combine, as plain loops over (source, token, k) in one process."""
 
 from dataclasses import dataclass
 from zlib import crc32
@@ -20,7 +20,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What one rank saw of one layer: the fields of `Dispatched` and the result of `combine`."""
+    """One rank's view of one layer: the fields of `Dispatched` and the result of `combine`."""
 
     rows: torch.Tensor
     experts: list[list[int]]
@@ -30,7 +30,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Tokens per rank and how they choose experts; `prefill` is the share of prompt rows."""
+    """Tokens per rank and their choice of experts; `prefill` is the share of prompt rows."""
 
     name: str
     tokens: tuple[int, int, int, int]
@@ -51,12 +51,12 @@ SCENARIOS = (
 
 
 def generator(*key: object) -> torch.Generator:
-    """Seeded from the text of `key`, the same in every process."""
+    """Return a generator seeded from the text of `key`, the same in every process."""
     return torch.Generator().manual_seed(crc32(repr(key).encode()))
 
 
 def make_layer(shape: ExchangeShape, scenario: Scenario, rank: int, number: int) -> Layer:
-    """The input of rank `rank` in layer `number`."""
+    """Return the input of rank `rank` in layer `number`."""
     random = generator(scenario.name, rank, number)
     num_tokens = scenario.tokens[rank]
     if scenario.routing == "duplicates":
@@ -74,14 +74,14 @@ def make_layer(shape: ExchangeShape, scenario: Scenario, rank: int, number: int)
 
 
 def random_rows(shape: ExchangeShape, num_rows: int, random: torch.Generator) -> torch.Tensor:
-    """[num_rows, hidden] of random bits, NaNs and infinities included: an exchange moves bits, it does not compute."""
+    """Return random bits [num_rows, hidden] with NaNs and infinities, because an exchange copies without computing."""
     words = torch.randint(-(2**15), 2**15, (num_rows, shape.row_bytes // 2), generator=random)
     return words.to(torch.int16).view(getattr(torch, shape.dtype))
 
 
 def expert_outputs(shape: ExchangeShape, experts: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-    """What the experts of rank `rank` answer to `experts` [R, K] in layer `number`: arbitrary rows [R, K, hidden],
-    different for every (row, k), others again in the holes."""
+    """Return results of rank `rank` for `experts` [R, K] in layer `number`: arbitrary rows [R, K, hidden], different
+    for each (row, k), with other values in the holes."""
     rows = random_rows(shape, experts.numel(), generator("experts", rank, number))
     return rows.view(*experts.shape, shape.hidden)
 
@@ -89,7 +89,7 @@ def expert_outputs(shape: ExchangeShape, experts: torch.Tensor, rank: int, numbe
 def reference(
     shape: ExchangeShape, placement: Placement, layers: dict[int, Layer], number: int, index: int
 ) -> dict[int, Observed]:
-    """What every rank must observe for the ranks' inputs `layers`, in the placement's layer number `index`."""
+    """Return each rank's expected view for the inputs `layers`, in the placement's layer number `index`."""
     seen = {}
     dtype = getattr(torch, shape.dtype)
     homes = {rank: torch.empty(*each.topk_ids.shape, shape.hidden, dtype=dtype) for rank, each in layers.items()}
@@ -102,7 +102,7 @@ def reference(
         places: list[tuple[int, int]] = []
         for source, layer in layers.items():
             for token, chosen in enumerate(layer.topk_ids.tolist()):
-                # Experts with a copy have every second 16 rows of a source computed there.
+                # Experts with a copy compute every second block of 16 rows of a source there.
                 turn = second if token // 16 % 2 else {}
                 mine = [expert >= 0 and turn.get(expert, owners[expert]) == rank for expert in chosen]
                 if any(mine):
@@ -126,5 +126,5 @@ def reference(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: NaN differs from NaN, its bits do not."""
+    """Return the tensor's bytes, because NaN differs from NaN but its bits do not."""
     return tensor.contiguous().view(torch.uint8)

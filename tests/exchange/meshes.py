@@ -1,4 +1,4 @@
-"""Meshes of one fleet in one process, whose ranks are threads where they must be at work at once."""
+"""Meshes of one fleet in one process; ranks are threads where they must run concurrently."""
 
 import functools
 import threading
@@ -17,9 +17,9 @@ Opener = Callable[..., list[Mesh]]
 
 @contextmanager
 def opener(**defaults: object) -> Iterator[Opener]:
-    """What opens the meshes of so many ranks with these options and others, connected unless told otherwise.
+    """Yield a function that opens the meshes of a fleet, with these options and connected by default.
 
-    All that it has opened are closed at the end.
+    All meshes are closed at the end.
     """
     opened: list[Mesh] = []
 
@@ -39,7 +39,7 @@ def opener(**defaults: object) -> Iterator[Opener]:
 
 
 def before_first(mesh: Mesh, name: str, act: Callable[[Any], object]) -> None:
-    """Call `act` once, with the first argument, when method `name` of the mesh's wires is called next."""
+    """Call `act` once with the first argument, before the next call of method `name` of the mesh's wires."""
     wires = mesh._wires
     call = getattr(wires, name)
 
@@ -54,13 +54,13 @@ def before_first(mesh: Mesh, name: str, act: Callable[[Any], object]) -> None:
 def connect_all(
     ranks: Sequence[Mesh], endpoints: list[MeshEndpoint] | None = None, timeout: float = HANG_SECONDS
 ) -> list[str | None]:
-    """Connect all ranks at once; what each raised, if anything."""
+    """Connect all ranks at once; return the error of each, if any."""
     endpoints = endpoints or [mesh.endpoint() for mesh in ranks]
     return failures_of(*(functools.partial(mesh.connect, endpoints, timeout) for mesh in ranks))
 
 
 def failures_of(*calls: Callable[[], object]) -> list[str | None]:
-    """Make all calls at once, a thread each; the ExchangeError that each raised, if any."""
+    """Make all calls at once, each in a thread; return the ExchangeError of each, if any."""
     errors: list[str | None] = [None] * len(calls)
 
     def run(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Whatever crosses, whoever dies or stops on the way: all that live name one finding. No sockets, no clock."""
+"""All surviving ranks settle on one finding, whatever crosses, dies or stops. No sockets, no clock."""
 
 import random
 from collections import deque
@@ -26,10 +26,10 @@ def finding(number: int) -> Finding:
 
 
 class Network:
-    """Ranks that agree over ordered connections; `seed` chooses what happens next.
+    """Ranks that agree over ordered connections; `seed` chooses the next event.
 
-    budgets[r]: how many frames rank r still sends before it dies, None for one that lives. A rank in `stopped` does
-    nothing until `wake`, but what it had sent by then arrives.
+    budgets[r]: the number of frames that rank r sends before it dies, None for a survivor. A rank in `stopped` does
+    nothing until `wake`, but frames that it sent earlier arrive.
     """
 
     def __init__(self, seed: int, findings: list[Finding | None], budgets: list[int | None]) -> None:
@@ -59,7 +59,7 @@ class Network:
     def advance(self, rank: int) -> None:
         peers = [peer for peer in self.ranks if peer != rank]
         for frame in self.agreements[rank].advance():
-            # In any order: a rank may die between any two sends.
+            # In random order, because a rank may die between any two sends.
             for peer in self.random.sample(peers, len(peers)):
                 budget = self.budgets[rank]
                 if budget == 0:
@@ -69,7 +69,7 @@ class Network:
                 self.queues[rank, peer].append(frame)
 
     def possible(self) -> list[tuple[str, int, int]]:
-        """What can happen now: a rank joins with its own finding, hears a peer's next frame, or sees a peer's end."""
+        """Return the possible events: a rank starts with its own finding, reads a frame, or sees a peer's end."""
         awake = [rank for rank in self.survivors() if rank not in self.stopped]
         found = [("find", r, r) for r in awake if r not in self.agreements and self.findings[r] is not None]
         heard = [("hear", source, r) for source, r in self.queues if r in awake and self.queues[source, r]]
@@ -81,7 +81,7 @@ class Network:
         ]
         return found + heard + ends
 
-    def happen(self, kind: str, source: int, rank: int) -> None:
+    def apply(self, kind: str, source: int, rank: int) -> None:
         if kind == "find":
             found = self.findings[rank]
             assert found is not None
@@ -98,16 +98,16 @@ class Network:
             self.advance(rank)
 
     def run(self) -> None:
-        """Until nothing can happen. A step is a frame heard or an end seen: there are few of them, or it is a bug."""
+        """Run until no event is possible. Each step reads a frame or sees an end, so thousands of steps are a bug."""
         for _ in range(10_000):
             possible = self.possible()
             if not possible:
                 return
-            self.happen(*self.random.choice(possible))
-        raise AssertionError("it does not end")
+            self.apply(*self.random.choice(possible))
+        raise AssertionError("the agreement does not end")
 
     def run_to_the_end(self) -> None:
-        """As `run`; ranks that then still wait for one that is stopped give it up."""
+        """Like `run`; then ranks that still wait for a stopped one give up."""
         while True:
             self.run()
             waiting = [r for r in self.survivors() if r not in self.stopped and self.agreements[r].settled is None]
@@ -118,7 +118,7 @@ class Network:
                 self.advance(rank)
 
     def wake(self, rank: int) -> None:
-        """It reads all that came while it was away before it says a word."""
+        """Let a rank read everything that came while it was stopped before it sends."""
         self.stopped.discard(rank)
         queues = [(source, queue) for (source, to), queue in self.queues.items() if to == rank]
         if rank not in self.agreements:
@@ -135,9 +135,9 @@ class Network:
 
 @st.composite
 def fleets(draw: st.DrawFn, *, deaths: bool) -> Network:
-    """2 to 8 ranks; at least one that lives has found something; some die after any number of frames.
+    """2 to 8 ranks; at least one survivor has a finding, and some ranks die after any number of frames.
 
-    What happens in which order comes from a seed: drawn one by one, the events of 8 ranks are too many for hypothesis.
+    A seed chooses the order of events, because the events of 8 ranks are too many for hypothesis to draw.
     """
     size = draw(st.integers(2, 8))
     findings = draw(st.lists(st.one_of(st.none(), st.integers(1, 20).map(finding)), min_size=size, max_size=size))
@@ -150,17 +150,17 @@ def fleets(draw: st.DrawFn, *, deaths: bool) -> Network:
 
 @given(fleets(deaths=True))
 @settings(max_examples=300)
-def test_all_survivors_name_one_finding(network: Network) -> None:
+def test_all_survivors_settle_on_one_finding(network: Network) -> None:
     network.run()
     survivors = network.survivors()
     [settled] = network.settled(survivors)
     assert settled in network.findings
-    # Whoever joined with a finding of its own and lives was heard; one that was told first has found nothing.
+    # A survivor's own finding was read by others; a rank that received one first has none of its own.
     assert all(settled <= network.found[rank] for rank in survivors if rank in network.found)
 
 
 @given(fleets(deaths=False))
-def test_nobody_dies_and_the_smallest_of_those_who_found_something_is_named(network: Network) -> None:
+def test_smallest_finding_wins_without_deaths(network: Network) -> None:
     for rank, found in enumerate(network.findings):
         if found is not None:
             network.join(rank, found)
@@ -170,13 +170,13 @@ def test_nobody_dies_and_the_smallest_of_those_who_found_something_is_named(netw
 
 @given(fleets(deaths=True))
 @settings(max_examples=300)
-def test_ranks_that_are_stopped_take_over_what_was_settled(network: Network) -> None:
-    """Stopped before the agreement, or after some of it; one that has found something goes on."""
+def test_stopped_ranks_adopt_the_settled_finding(network: Network) -> None:
+    """A rank stops before or during the agreement; one with a finding continues."""
     finder = next(r for r in network.ranks if network.budgets[r] is None and network.findings[r] is not None)
     candidates = [r for r in network.survivors() if r != finder]
     for _ in range(network.random.randint(0, 10)):
         if possible := network.possible():
-            network.happen(*network.random.choice(possible))
+            network.apply(*network.random.choice(possible))
     network.stopped = {rank for rank in candidates if network.alive(rank) and network.random.random() < 0.4}
     if finder not in network.agreements:
         network.join(finder, network.findings[finder])  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def test_ranks_that_are_stopped_take_over_what_was_settled(network: Network) -> 
     assert settled in network.findings
 
 
-def test_one_loss_takes_two_rounds_and_a_fault_without_a_loss_one() -> None:
+def test_loss_takes_two_rounds_and_other_faults_one() -> None:
     lost = Agreement([1, 2], finding(3))
     assert [frame.round for frame in lost.advance()] == [1]
     lost.leave(2)
@@ -201,7 +201,7 @@ def test_one_loss_takes_two_rounds_and_a_fault_without_a_loss_one() -> None:
     assert fault.settled == finding(1)
 
 
-def test_what_is_settled_is_taken_over_and_stays() -> None:
+def test_settled_finding_is_adopted_and_final() -> None:
     agreement = Agreement([1, 2], finding(1))
     agreement.receive(2, PoisonFrame(round=SETTLED, finding=finding(9)))
     assert agreement.advance() == [PoisonFrame(round=SETTLED, finding=finding(9))]
@@ -209,7 +209,7 @@ def test_what_is_settled_is_taken_over_and_stays() -> None:
     assert agreement.settled == finding(9)
 
 
-def test_alone_it_is_settled_at_once() -> None:
+def test_last_survivor_settles_at_once() -> None:
     agreement = Agreement([1, 2], finding(4))
     for peer in (1, 2):
         agreement.leave(peer)
@@ -217,7 +217,7 @@ def test_alone_it_is_settled_at_once() -> None:
     assert agreement.settled == finding(4)
 
 
-def test_findings_are_ordered_by_where_they_were_made() -> None:
+def test_findings_are_ordered_by_place() -> None:
     places = [
         OWN_FAULT,
         place_of(None, Phase.PLAN),
@@ -235,7 +235,7 @@ def test_findings_are_ordered_by_where_they_were_made() -> None:
 
 
 @pytest.mark.parametrize("reason", ["short", "ü" * 3000, "\ud800 alone"], ids=["short", "long", "surrogate"])
-def test_a_cut_reason_is_cut_once(reason: str) -> None:
+def test_reason_is_truncated_once(reason: str) -> None:
     cut = cut_reason(reason)
     assert len(cut.encode()) <= MAX_REASON_BYTES
     assert cut_reason(cut) == cut

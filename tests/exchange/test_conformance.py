@@ -17,7 +17,7 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One fleet. `hosts[i]` is the pretended host of the i-th rank; `away` there is one more, which is not there."""
+    """One fleet. `hosts[i]` is the pretended host of the i-th rank; `away` is an additional, absent rank."""
 
     name: str = field(compare=False)
     kind: str
@@ -31,12 +31,12 @@ class Setup:
 
     @property
     def members(self) -> list[int]:
-        """Ranks that are there."""
+        """Present ranks."""
         return [rank for rank in range(self.ranks + (self.away is not None)) if rank != self.away]
 
     @property
     def placement(self) -> Placement:
-        """Contiguous shards, or of any owner in any layer: also such that own nothing of it, and some with copies."""
+        """Contiguous shards, or random owners per layer, including ranks without experts, some with copies."""
         if not self.shuffled:
             return Placement.of_shards(range(6), partition(self.shape.num_experts, self.ranks))
         chance = random.Random(self.name)
@@ -51,7 +51,7 @@ class Setup:
 
     @property
     def shape(self) -> ExchangeShape:
-        """Odd sizes; 16 experts are uneven on 3 ranks; 900 rows exceed what ZMQ copies."""
+        """Odd sizes; 16 experts do not divide by 3 ranks; 900 rows exceed ZMQ's copy limit."""
         return ExchangeShape(num_experts=16, top_k=3, hidden=37, dtype=self.dtype, max_tokens=900)
 
 
@@ -62,7 +62,7 @@ SETUPS = [
         ("shm", "zmq", (1, 2, 3, 4), None),
         ("tcp", "zmq-tcp", (1, 2, 3, 4), None),
         ("two_hosts", "zmq", (2, 4), "abab"),
-        # Over gloo: on a CPU torch has no other.
+        # Over gloo, torch's only back end on a CPU.
         ("nccl", "nccl", (1, 2, 3, 4), None),
     )
     for ranks in worlds
@@ -93,7 +93,7 @@ SETUPS += [
     Setup(name=f"{name}-3ranks-copies", kind=kind, ranks=3, dtype="bfloat16", shuffled=True, copied=True, hosts=hosts)
     for name, kind, hosts in (("shm", "zmq", None), ("two_hosts", "zmq", "aba"), ("nccl", "nccl", None))
 ]
-# Over NCCL, where there are GPUs.
+# Over NCCL, if there are GPUs.
 SETUPS += [
     Setup(
         name=f"nccl-{ranks}gpus-{dtype}{'-copies' * copied}",

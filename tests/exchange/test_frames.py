@@ -1,4 +1,4 @@
-"""The frame codec: what is encoded comes back, and nothing else is ever decoded."""
+"""The frame codec: every encoded frame decodes to itself, and other bytes never decode."""
 
 import pytest
 from hypothesis import given
@@ -83,7 +83,7 @@ def test_poison_round_trip(epoch: int, step: int, source: int, poison: PoisonFra
     assert decode_poison(encode_poison(tag, poison)) == (tag, poison)
 
 
-def test_a_poison_frame_has_a_limit() -> None:
+def test_poison_frame_has_a_size_limit() -> None:
     tag = Tag(epoch=0, step=0, layer=None, phase=Phase.POISON, source=0)
     for reason, message in (("x" * 2001, "a poison reason of 2001 bytes, at most 2000"), ("x", "ranks=.70000")):
         poison = PoisonFrame(round=1, finding=Finding(step=1, place=0, ranks=(70000,), reason=reason))
@@ -107,7 +107,7 @@ def test_other_bytes_are_frame_errors(noise: bytes) -> None:
 
 
 @given(st.one_of(PLANS.map(encode_plan_frame), HANDSHAKES.map(encode_handshake)), st.data())
-def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.DataObject) -> None:
+def test_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(frame) - 1))
     damaged = frame[:at] + bytes([frame[at] ^ data.draw(st.integers(1, 255))]) + frame[at + 1 :]
     for decode in DECODERS:
@@ -119,7 +119,7 @@ def test_a_damaged_frame_is_an_error_or_another_frame(frame: bytes, data: st.Dat
 
 
 @given(PLANS.map(encode_plan_frame), st.integers(0, 32))
-def test_a_cut_plan_is_an_error(frame: bytes, length: int) -> None:
+def test_truncated_plan_is_an_error(frame: bytes, length: int) -> None:
     with pytest.raises(FrameError, match="bytes"):
         decode_plan_frame(frame[:length])
     with pytest.raises(FrameError, match="33"):
@@ -134,12 +134,12 @@ def test_a_cut_plan_is_an_error(frame: bytes, length: int) -> None:
         (Tag(epoch=0, step=0, layer=NO_LAYER, phase=Phase.DISPATCH, source=0), "layer 65535"),
     ],
 )
-def test_a_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
+def test_field_out_of_range_is_not_encoded(tag: Tag, message: str) -> None:
     with pytest.raises(FrameError, match=message):
         encode_tag(tag)
 
 
-def test_errors_say_what_is_wrong() -> None:
+def test_errors_name_the_problem() -> None:
     frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
     with pytest.raises(FrameError, match="frame version 9, this side speaks 6"):
         decode_tag(frame[:2] + b"\x09" + frame[3:])
@@ -158,7 +158,7 @@ def test_errors_say_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("version", [5, 7])
-def test_a_frame_of_the_version_before_or_behind_is_refused(version: int) -> None:
+def test_other_frame_versions_are_refused(version: int) -> None:
     frame = encode_plan_frame(PlanFrame(epoch=1, step=812, source=3, num_tokens=5))
     with pytest.raises(FrameError, match=f"frame version {version}, this side speaks 6"):
         decode_tag(frame[:2] + bytes([version]) + frame[3:])

@@ -1,4 +1,4 @@
-"""What a rank leaves behind that is killed: nothing in /dev/shm and no folder, or what the next one takes away."""
+"""Files of killed ranks: none in /dev/shm and no folder, or the next rank removes them."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from moeyard_worker.exchange.membership.shared_files import Folder, SharedFile, 
 
 
 def names() -> set[Path]:
-    """What meshes have named on this host; other tests may run beside this one."""
+    """Return the files of meshes on this host; tests may run concurrently."""
     return {*Path("/dev/shm").glob("moeyard-*"), *Path(tempfile.gettempdir()).glob("moeyard-*")}
 
 
@@ -35,16 +35,16 @@ def _rank(rank: int, pipe: Connection, directory: str | None = None) -> None:
     pipe.recv()
 
 
-def test_a_rank_that_is_killed_leaves_nothing() -> None:
+def test_killed_rank_leaves_nothing() -> None:
     context = rank_context()
     pipes = [context.Pipe() for _ in range(2)]
     ranks = [context.Process(target=_rank, args=(i, pipes[i][1]), daemon=True) for i in range(2)]
     for process in ranks:
         process.start()
     try:
-        told: list[tuple[MeshEndpoint, str]] = [pipe.recv() for pipe, _ in pipes]
-        endpoints = [endpoint for endpoint, _ in told]
-        mine = {Path(endpoint.slab_path) for endpoint in endpoints} | {Path(folder) for _, folder in told}
+        answers: list[tuple[MeshEndpoint, str]] = [pipe.recv() for pipe, _ in pipes]
+        endpoints = [endpoint for endpoint, _ in answers]
+        mine = {Path(endpoint.slab_path) for endpoint in endpoints} | {Path(folder) for _, folder in answers}
         assert len(mine) == 4
         assert mine <= names()
         for pipe, _ in pipes:
@@ -62,14 +62,14 @@ def test_a_rank_that_is_killed_leaves_nothing() -> None:
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in place of those of the host, which tests beside this one sweep, too. Paths of sockets are short."""
+    """A private directory in place of the host's, because concurrent tests sweep those. Socket paths must be short."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         monkeypatch.setattr(shared_files, "SHARED_DIRECTORY", name)
         yield Path(name)
 
 
-def test_what_was_killed_before_it_met_goes_with_the_next_one(directory: Path) -> None:
+def test_files_of_a_rank_killed_early_are_swept_later(directory: Path) -> None:
     context = rank_context()
     pipe, theirs = context.Pipe()
     rank = context.Process(target=_rank, args=(0, theirs, str(directory)), daemon=True)
@@ -78,7 +78,7 @@ def test_what_was_killed_before_it_met_goes_with_the_next_one(directory: Path) -
         endpoint, folder = pipe.recv()
         killed = {Path(endpoint.slab_path), Path(folder)}
         sweep()
-        assert killed == set(directory.iterdir()), "they were taken from a rank that lives"
+        assert killed == set(directory.iterdir()), "files of a living rank must stay"
         os.kill(rank.pid or 0, signal.SIGKILL)
         rank.join()
         assert killed == set(directory.iterdir())
@@ -91,7 +91,7 @@ def test_what_was_killed_before_it_met_goes_with_the_next_one(directory: Path) -
         rank.kill()
 
 
-def test_only_what_nobody_holds_is_swept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unlocked_files_are_swept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, left, other = Folder(), directory / f"moeyard-sockets-{1:016x}", directory / "moeyard-sockets-notes"
     young, old = directory / f".moeyard-sockets-{2:016x}", directory / f".moeyard-slab-{3:032x}"
     (left / "sockets").mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_only_what_nobody_holds_is_swept(directory: Path, monkeypatch: pytest.Mo
     assert list(directory.iterdir()) == [other]
 
 
-def test_a_mesh_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mesh_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
     create = SharedFile.create
 

@@ -1,4 +1,4 @@
-"""Doors of the mesh: strangers at a TCP port of ranks that work are turned away and counted, and nobody dies."""
+"""Strangers at a TCP port of working ranks are refused and counted, and no rank dies."""
 
 import json
 import subprocess
@@ -38,11 +38,11 @@ class Pair:
         self.step = 0
 
     def connect(self, timeout: float = HANG_SECONDS) -> list[str]:
-        """Both at once; what they raised."""
+        """Connect both at once; return their errors."""
         return [error for error in connect_all(self.ranks, timeout=timeout) if error is not None]
 
     def exchange(self) -> None:
-        """One frame each way, as in a step."""
+        """Send one frame each way, as in a step."""
         self.step += 1
         for mesh in self.ranks:
             mesh.step = self.step
@@ -59,7 +59,7 @@ class Pair:
 
 @pytest.fixture
 def fleet_lock(request: pytest.FixtureRequest) -> MeshLock:
-    """A lock as `--mesh-encryption` says."""
+    """A lock with `--mesh-encryption` set."""
     return MeshLock(keys=make_keys().of_worker(), encrypt=request.param == "on")
 
 
@@ -71,11 +71,11 @@ def pair(fleet_lock: MeshLock) -> Iterator[Pair]:
 
 
 def drill(encryption: str) -> dict[str, int]:
-    """What ranks refused that worked while strangers came and went. In a process of its own: it may be aborted."""
+    """Return what working ranks refused while strangers came and left. Run in a separate process, which may abort."""
     lock = None if encryption == "none" else MeshLock(keys=make_keys().of_worker(), encrypt=encryption == "on")
     pair = Pair(lock)
     if lock is not None:
-        # Before the peer has come, too: nobody may take its place.
+        # Also before the peer connects, because a stranger must not take its place.
         one_byte_and_gone(pair.address)
     assert pair.connect() == []
     for _ in range(STRANGERS):
@@ -84,7 +84,7 @@ def drill(encryption: str) -> dict[str, int]:
     for parts in rubbish(b"PAIR"):
         say(pair.address, *parts)
         pair.exchange()
-    # A heartbeat of the peers is sure to have come and gone: it was one that met no connection and aborted a rank.
+    # Wait for a heartbeat of the peers: one without a connection once aborted a rank.
     interval = pair.ranks[1]._wires.pulse._dealers[0].getsockopt(zmq.HEARTBEAT_IVL)  # type: ignore[union-attr]
     assert isinstance(interval, int)
     until = perf_counter() + (1.5 * interval / 1000 if encryption == "none" else 0)
@@ -99,8 +99,8 @@ def drill(encryption: str) -> dict[str, int]:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("encryption", ["on", "off", "none"])
-def test_strangers_at_a_working_mesh_kill_nobody(encryption: str) -> None:
-    """The handshake of a PAIR, one byte and the end aborted a rank of old, `Assertion failed: !_io_error`."""
+def test_strangers_kill_no_working_rank(encryption: str) -> None:
+    """A PAIR handshake, one byte and the end of the connection once aborted a rank: `Assertion failed: !_io_error`."""
     code = f"import json, test_locks\ntest_locks.DEADLINE = 2.0\nprint(json.dumps(test_locks.drill({encryption!r})))"
     path = [str(ROOT), *(str(ROOT / f) for f in ("worker", "kernels")), str(Path(__file__).parent)]
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{code}"]
@@ -111,16 +111,16 @@ def test_strangers_at_a_working_mesh_kill_nobody(encryption: str) -> None:
     if encryption != "none":
         assert refused.keys() == {"handshake"}
         assert refused["handshake"] >= STRANGERS + 1
-        # Many come, few lines are written.
+        # Many strangers cause few log lines.
         assert done.stderr.count("refused (handshake)") <= LINES * (1 + (perf_counter() - begun) / SECONDS)
 
 
 @pytest.mark.parametrize("fleet_lock", ["on"], indirect=True)
-def test_a_key_of_ones_own_opens_nothing_and_is_counted(pair: Pair, fleet_lock: MeshLock) -> None:
+def test_unknown_key_is_refused_and_counted(pair: Pair, fleet_lock: MeshLock) -> None:
     assert pair.connect() == []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context:
-        # The public key alone lets nobody in.
+        # The public key alone is not enough.
         event = try_key(context, zmq.PAIR, pair.address, fleet_lock.keys.own.public)
         assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     while not pair.ranks[0].refused:
@@ -130,7 +130,7 @@ def test_a_key_of_ones_own_opens_nothing_and_is_counted(pair: Pair, fleet_lock: 
 
 
 @pytest.mark.parametrize("fleet_lock", ["on", "off"], indirect=True)
-def test_a_rank_of_another_fleet_stays_outside(fleet_lock: MeshLock) -> None:
+def test_rank_of_another_fleet_is_refused(fleet_lock: MeshLock) -> None:
     pair = Pair(fleet_lock, MeshLock(keys=make_keys().of_worker(), encrypt=fleet_lock.encrypt))
     try:
         errors = pair.connect(timeout=1.0)
@@ -142,8 +142,8 @@ def test_a_rank_of_another_fleet_stays_outside(fleet_lock: MeshLock) -> None:
 
 
 @pytest.mark.parametrize("fleet_lock", ["on"], indirect=True)
-def test_only_tcp_is_under_keys(fleet_lock: MeshLock) -> None:
-    """Doorbells of ranks of one host go through a directory that is theirs alone, at no cost."""
+def test_keys_protect_tcp_only(fleet_lock: MeshLock) -> None:
+    """Doorbells between ranks of one host use a private directory, at no cost."""
     ranks = [Mesh(rank=r, world_size=2, deadline=DEADLINE, slab_bytes=4096, lock=fleet_lock) for r in (0, 1)]
     pair = Pair.__new__(Pair)
     pair.ranks, pair.step = ranks, 0
@@ -152,14 +152,12 @@ def test_only_tcp_is_under_keys(fleet_lock: MeshLock) -> None:
         assert pair.connect() == []
         pair.exchange()
         mechanisms = [mesh._wires._sockets[1 - r].getsockopt(zmq.MECHANISM) for r, mesh in enumerate(ranks)]
-        assert mechanisms == [zmq.CURVE, zmq.NULL], (
-            "set on the socket after its unix socket was bound; not connected by"
-        )
+        assert mechanisms == [zmq.CURVE, zmq.NULL], "set after the unix socket was bound, and not used by its peer"
     finally:
         pair.close()
 
 
-def test_the_password_in_clear_gives_no_key_away() -> None:
+def test_plain_password_reveals_no_key() -> None:
     keys = make_keys().of_worker()
     password = MeshLock(keys=keys, encrypt=False).password
     assert keys.own.secret not in password
@@ -167,7 +165,7 @@ def test_the_password_in_clear_gives_no_key_away() -> None:
     assert password != MeshLock(keys=make_keys().of_worker(), encrypt=False).password
 
 
-def test_keys_are_in_no_repr() -> None:
+def test_repr_shows_no_key() -> None:
     keys = make_keys()
     said = f"{keys} {keys.of_worker()} {keys.of_router()} {MeshLock(keys=keys.of_worker())}"
     for key in (keys.workers, keys.routers):

@@ -1,4 +1,4 @@
-"""Plan frames: who has work starts, who has none joins, and nobody takes part in another step."""
+"""Plan frames: a rank with work starts a step, idle ranks join it, and none joins a different step."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SHAPE = ExchangeShape(num_experts=4, top_k=1, hidden=1, dtype="float32", max_tok
 
 
 def connected_pair(transport: Literal["shm", "tcp"] = "shm") -> tuple[Mesh, Mesh]:
-    """Two connected ranks in this process."""
+    """Return two connected ranks of this process."""
     first, second = (Mesh(rank=rank, world_size=2, epoch=1, deadline=4, transport=transport) for rank in range(2))
     assert connect_all([first, second]) == [None, None]
     return first, second
@@ -35,8 +35,8 @@ def pair() -> Iterator[tuple[Mesh, Mesh]]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("ends", [0, 1])
-def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal["shm", "tcp"]) -> None:
-    """Every time, although the end may overtake it: the frames it sent are read first, and its reason is taken over."""
+def test_frames_before_a_peers_end_are_read(ends: int, transport: Literal["shm", "tcp"]) -> None:
+    """The end of a connection may overtake frames: they are still read first, and their reason is adopted."""
     for _ in range(25):
         pair = connected_pair(transport)
         reasons: list[str] = []
@@ -59,7 +59,7 @@ def test_what_a_peer_says_before_it_ends_is_heard(ends: int, transport: Literal[
         assert reasons == ["the root cause"]
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_single_rank_agrees_with_itself() -> None:
     lockstep = Lockstep(Mesh(rank=0, world_size=1))
     assert lockstep.agree(0, 7, 2) == ((7,), 2, PeerRows(7, (0,), (7,)))
     assert not lockstep.peer_started(1)
@@ -67,7 +67,7 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zmq", "zmq-tcp"])
-def test_idle_ranks_join_a_step_that_one_starts(kind: str) -> None:
+def test_idle_ranks_join_a_started_step(kind: str) -> None:
     with Fleet(3) as fleet:
         fleet.connect(kind, SHAPE)
         for step, starter in enumerate((1, 0, 2)):
@@ -87,7 +87,7 @@ def test_all_ranks_may_start_at_once(kind: str) -> None:
             assert fleet.call(agree, step, step) == [(step,) * 4] * 4
 
 
-def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None:
+def test_peer_started_keeps_the_plan(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     idle, busy = Lockstep(first), []
     assert not idle.peer_started(0)
@@ -97,10 +97,10 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
         first.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     assert idle.peer_started(0)
     agreed = ((0, 9), 3, PeerRows(16, (0, 4), (0, 16)))
-    assert idle.agree(0, 0) == agreed, "all ranks make the passes, and the room, that one wants"
+    assert idle.agree(0, 0) == agreed, "all ranks must run the largest number of passes and rows"
     starter.join()
     assert busy == [agreed]
-    assert idle.others_decode, "five of its nine rows are output"
+    assert idle.others_decode, "five of the nine rows must count as output"
     assert len(idle.wait_seconds) == 1
 
 
@@ -119,27 +119,27 @@ def test_peer_started_sees_a_plan_and_leaves_it(pair: tuple[Mesh, Mesh]) -> None
     ],
     ids=["step", "epoch", "phase"],
 )
-def test_a_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: bytes, message: str) -> None:
+def test_wrong_frame_between_steps_is_named(pair: tuple[Mesh, Mesh], frame: bytes, message: str) -> None:
     first, second = pair
     second.send(0, frame)
     first.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     with pytest.raises(ExchangeError, match=message):
         Lockstep(first).peer_started(5)
     assert first.finding is not None
-    assert first.finding.ranks == (1,), "not the one that got it"
+    assert first.finding.ranks == (1,), "the sender must be named"
     second.poll_sockets()[0].poll(1000 * HANG_SECONDS)
     with pytest.raises(ExchangeError, match=message):
         second.check_peers()
 
 
-def test_a_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> None:
+def test_plan_for_another_step_ends_the_agreement(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=6, source=1, num_tokens=1)))
     with pytest.raises(ExchangeError, match=r"expected plan of rank 1, epoch 1, step 5, got plan of rank 1.* step 6"):
         Lockstep(first).agree(5, 1)
 
 
-def test_a_plan_of_the_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
+def test_plan_with_a_wrong_size_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     second.send(0, encode_plan_frame(PlanFrame(epoch=1, step=5, source=1, num_tokens=1)) + b"x")
     with pytest.raises(ExchangeError, match="rank 1 sent a bad plan: a plan frame has 33 bytes, got 34"):

@@ -1,4 +1,4 @@
-"""Strict frames and named failures, with the ranks of a mesh in one process."""
+"""Strict frames and named failures, with all ranks of a mesh in one process."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ STEP, LAYER, EPOCH = 812, 17, 4
 
 @pytest.fixture
 def meshes() -> Iterator[Opener]:
-    """Opens the meshes of one fleet (connected unless told otherwise) and closes them all at the end."""
+    """Open the meshes of one fleet (connected by default), and close them all at the end."""
     with opener(deadline=30.0, epoch=EPOCH, slab_bytes=4096) as open_all:
 
         def open_in_step(world_size: int, *, connected: bool = True, **options: object) -> list[Mesh]:
@@ -89,7 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(("frame", "found"), WRONG.values(), ids=WRONG)
-def test_a_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, frame: bytes, found: str) -> None:
+def test_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, frame: bytes, found: str) -> None:
     ranks = meshes(3, transport=transport)
     ranks[1].send(0, frame)
     expected = f"rank 1 sent the wrong frame: expected combine of rank 1, epoch 4, step 812, layer 17, got {found}"
@@ -98,7 +98,7 @@ def test_a_wrong_frame_is_named_on_every_rank(meshes: Opener, transport: str, fr
         ranks[0].send(1, tag(0))
 
 
-def test_a_duplicate_is_named(meshes: Opener) -> None:
+def test_duplicate_frame_is_named(meshes: Opener) -> None:
     ranks = meshes(2)
     for _ in range(2):
         ranks[1].send(0, tag(1, phase=Phase.DISPATCH))
@@ -117,7 +117,7 @@ def test_silence_is_named_at_the_deadline(meshes: Opener, transport: str) -> Non
         receive(ranks[0])
     assert str(raised.value) == "rank 3 silent at step 812, layer 17, combine (1.0 s)"
     assert perf_counter() - start >= 1.0
-    # Nobody answered: each rank that was away takes over what was settled without it.
+    # No rank answered: each absent one adopts the settled finding later.
     for other in ranks[1:]:
         wait_for_event(other)
         with pytest.raises(ExchangeError, match=r"^rank 3 silent at step 812, layer 17, combine \(1.0 s\)$"):
@@ -132,7 +132,7 @@ def test_all_silent_ranks_are_named(meshes: Opener) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport: str) -> None:
+def test_frames_sent_before_a_loss_count(meshes: Opener, transport: str) -> None:
     ranks = meshes(3, transport=transport, deadline=2.0)
     for peer in (1, 2):
         ranks[peer].send(0, tag(peer))
@@ -146,7 +146,7 @@ def test_what_a_peer_sent_before_it_left_still_counts(meshes: Opener, transport:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_sending_to_a_peer_that_left_is_named(meshes: Opener, transport: str) -> None:
+def test_send_to_a_lost_peer_is_named(meshes: Opener, transport: str) -> None:
     ranks = meshes(2, transport=transport)
     ranks[0].close()
     wait_for_event(ranks[1])
@@ -155,20 +155,20 @@ def test_sending_to_a_peer_that_left_is_named(meshes: Opener, transport: str) ->
 
 
 def send_many(mesh: Mesh) -> None:
-    """More than could ever be queued: the event of an end may be a moment ahead of the queue's."""
+    """Send more than any queue holds, because the event of an end may precede the queue's."""
     for _ in range(1000):
         mesh.send(0, tag(mesh.rank))
 
 
 def wait_for_event(mesh: Mesh) -> None:
-    """Block as an idle engine does."""
+    """Block like an idle engine."""
     poller = zmq.Poller()
     for end in mesh.poll_sockets():
         poller.register(end, zmq.POLLIN)
     assert poller.poll(1000 * HANG_SECONDS), "no event"
 
 
-def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
+def test_first_reason_reaches_all_ranks_and_stays(meshes: Opener) -> None:
     ranks = meshes(3)
     reason = "rank 1 out of memory at step 812"
 
@@ -183,7 +183,7 @@ def test_the_first_reason_reaches_everybody_and_stays(meshes: Opener) -> None:
 
 
 def wait_until_lost(mesh: Mesh, *peers: int) -> None:
-    """The end of a connection may take a moment to be seen; what waits for a peer's frame then finds it lost."""
+    """Wait until the end of a connection is seen, so that waits for the peer's frame find it lost."""
     wires = mesh._wires
     assert wires is not None
     while not wires.lost.keys() >= set(peers):
@@ -204,10 +204,10 @@ PLACES = [(None, Phase.PLAN), (1, Phase.DISPATCH), (1, Phase.COMBINE), (0, Phase
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
-def test_findings_that_cross_end_as_one(
+def test_crossing_findings_settle_on_one(
     meshes: Opener, transport: str, world_size: int, victims: tuple[int, ...], expected: str
 ) -> None:
-    """Every survivor misses the dead at another place, and has made its finding before it hears of any other."""
+    """Each survivor misses the dead rank at a different place, and has its finding before it reads another."""
     ranks = meshes(world_size, transport=transport)
     for victim in victims:
         ranks[victim].close()
@@ -224,11 +224,11 @@ def test_findings_that_cross_end_as_one(
 
 
 class Died(Exception):
-    """What a rank's thread ends with in place of its process."""
+    """Ends a rank's thread in place of its process."""
 
 
-def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener) -> None:
-    """Rank 1 has the earliest finding, tells rank 0, and is gone before it tells rank 2, while both have their own."""
+def test_finding_sent_to_one_rank_reaches_all(meshes: Opener) -> None:
+    """Rank 1 has the earliest finding, sends it to rank 0, and dies before rank 2; both others have their own."""
     ranks = meshes(4)
     ranks[3].close()
     barrier = threading.Barrier(3, timeout=HANG_SECONDS)
@@ -258,10 +258,8 @@ def test_what_a_rank_told_only_one_before_it_died_is_known_to_all(meshes: Opener
 
 
 @pytest.mark.parametrize("asleep", [1, 2], ids=["early", "late"])
-def test_a_rank_that_is_away_takes_over_what_the_others_settled(
-    meshes: Opener, asleep: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It costs each of them a round's time at most, even if it could have told of something earlier."""
+def test_absent_rank_adopts_the_settled_finding(meshes: Opener, asleep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the others waits one round at most, even if the absent rank knows of an earlier failure."""
     give_up, given_up = Agreement.give_up, []
     monkeypatch.setattr(Agreement, "give_up", lambda agreement: (given_up.append(agreement), give_up(agreement)))
     ranks = meshes(4, deadline=4.0)
@@ -279,7 +277,7 @@ def test_a_rank_that_is_away_takes_over_what_the_others_settled(
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary folders are made; its name is short because a socket's path has to be."""
+    """The folder for temporary folders; its name is short, because socket paths must be."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -305,7 +303,7 @@ def test_files_are_private_and_gone_once_connected(meshes: Opener, transport: st
         assert ranks[2].peer_slabs[0].memory[5] == 99
 
 
-def test_files_are_gone_when_nobody_came(meshes: Opener, folder: Path) -> None:
+def test_files_are_gone_after_a_failed_connect(meshes: Opener, folder: Path) -> None:
     (mesh, other) = meshes(2, connected=False)
     endpoints = [mesh.endpoint(), other.endpoint()]
     with pytest.raises(ExchangeError, match=r"^rank 1 did not answer within 0.1 s of connecting$"):
@@ -316,7 +314,7 @@ def test_files_are_gone_when_nobody_came(meshes: Opener, folder: Path) -> None:
     assert not any(Path(endpoint.slab_path).exists() for endpoint in endpoints)
 
 
-def test_a_rank_that_ended_before_connecting_is_named(meshes: Opener) -> None:
+def test_rank_that_exits_before_connecting_is_named(meshes: Opener) -> None:
     gone, mesh = meshes(2, connected=False, transport="tcp")
     endpoints = [gone.endpoint(), mesh.endpoint()]
     gone.close()
@@ -324,7 +322,7 @@ def test_a_rank_that_ended_before_connecting_is_named(meshes: Opener) -> None:
         mesh.connect(endpoints, timeout=HANG_SECONDS)
 
 
-def test_an_endpoint_is_plain_values(meshes: Opener) -> None:
+def test_endpoint_has_plain_values(meshes: Opener) -> None:
     endpoint = meshes(3)[1].endpoint()
     back = msgpack.unpackb(msgpack.packb(asdict(endpoint)), use_list=False)
     assert MeshEndpoint(**back) == endpoint
@@ -349,7 +347,7 @@ def test_ranks_that_disagree_never_connect(meshes: Opener, change: dict[str, obj
     assert str(raised.value) == message
 
 
-def test_somebody_without_the_token_is_named(meshes: Opener) -> None:
+def test_rank_without_the_token_is_named(meshes: Opener) -> None:
     ranks = meshes(2, connected=False)
     endpoints = [ranks[0].endpoint(), ranks[1].endpoint()]
     forged = [replace(endpoints[0], token="guess"), endpoints[1]]
@@ -359,7 +357,7 @@ def test_somebody_without_the_token_is_named(meshes: Opener) -> None:
     assert errors[0] == "what connected as rank 1 of 2, epoch 4, is rank 1 of 2, epoch 4, without the token"
 
 
-def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
+def test_strangers_are_refused_and_change_nothing(meshes: Opener) -> None:
     ranks = meshes(2, transport="tcp")
     with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
@@ -380,31 +378,31 @@ def test_strangers_are_turned_away_and_change_nothing(meshes: Opener) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.COMBINE, Phase.PLAN], ids=["in a step", "between steps"])
-def test_strangers_that_keep_coming_lengthen_no_wait(meshes: Opener, phase: Phase) -> None:
+def test_repeated_strangers_lengthen_no_wait(meshes: Opener, phase: Phase) -> None:
     first, _ = meshes(2, transport="tcp", deadline=20.0, stall=0.3)
     host, port = first.endpoint().tcp[1].removeprefix("tcp://").rsplit(":", 1)
     over = threading.Event()
 
-    def knock() -> None:
+    def connect_repeatedly() -> None:
         limit = perf_counter() + HANG_SECONDS
         while not over.wait(0.01) and perf_counter() < limit:
             socket.create_connection((host, int(port))).close()
 
-    knocking = threading.Thread(target=knock)
-    knocking.start()
+    repeating = threading.Thread(target=connect_repeatedly)
+    repeating.start()
     try:
         with pytest.raises(ExchangeError, match=r"^rank 1 silent at"):
             first.recv_all(phase, layer=None if phase is Phase.PLAN else LAYER, since=perf_counter())
-        assert knocking.is_alive(), "the wait ended with their knocking"
+        assert repeating.is_alive(), "the wait must end before the connections do"
     finally:
         over.set()
-        knocking.join()
+        repeating.join()
 
 
 class Link(threading.Thread):
-    """A TCP connection to `address` through this process; once `cut`, nothing passes any more and nothing is closed.
+    """A TCP connection to `address` through this process; after `cut`, it forwards and closes nothing.
 
-    `heartbeat` is set once one has passed: before that nobody expects any.
+    `heartbeat` is set once a heartbeat has passed; earlier, neither end expects one.
     """
 
     def __init__(self, address: str) -> None:
@@ -424,7 +422,7 @@ class Link(threading.Thread):
                 other[end].sendall(passing)
                 if b"\x04PING" in passing:
                     self.heartbeat.set()
-        self._stopped.recv(1)  # until the test has ended
+        self._stopped.recv(1)  # until the test ends
         self._stopped.recv(1)
         for open_socket in (*ends, self._listener, self._stopped):
             open_socket.close()
@@ -437,11 +435,11 @@ class Link(threading.Thread):
         self.join()
 
 
-def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> None:
-    """Each end asks for the other's heartbeats, on connections that carry nothing else."""
+def test_both_ends_notice_a_dead_link_of_an_idle_fleet(meshes: Opener) -> None:
+    """Each end asks for the other's heartbeats on separate connections."""
     ranks = meshes(2, connected=False, transport="tcp", deadline=1.0)
     pairs = [mesh._wires._sockets[1 - mesh.rank] for mesh in ranks]
-    assert [pair.getsockopt(zmq.HEARTBEAT_IVL) for pair in pairs] == [0, 0], "libzmq aborts where one ends badly"
+    assert [pair.getsockopt(zmq.HEARTBEAT_IVL) for pair in pairs] == [0, 0], "libzmq aborts if one ends badly"
     endpoints = [mesh.endpoint() for mesh in ranks]
     with contextlib.ExitStack() as stack:
         addresses = endpoints[0].tcp[1], endpoints[1].pulse, endpoints[0].pulse
@@ -463,7 +461,7 @@ def test_a_dead_link_of_an_idle_fleet_is_seen_at_both_ends(meshes: Opener) -> No
         assert failures_of(*(mesh.check_peers for mesh in ranks)) == [f"rank {r} lost after step 0" for r in (1, 0)]
 
 
-def test_a_mesh_of_one_opens_nothing(meshes: Opener) -> None:
+def test_mesh_of_one_opens_nothing(meshes: Opener) -> None:
     (mesh,) = meshes(1)
     assert mesh.poll_sockets() == []
     assert mesh.own_slab is None
@@ -488,7 +486,7 @@ def test_bad_options_are_refused_and_leave_nothing(options: dict[str, object], m
         Mesh(rank=0, world_size=2, **options)  # type: ignore[arg-type]
 
 
-def test_a_long_path_of_temporary_files_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_of_temporary_files_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = folder / ("d" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -505,16 +503,15 @@ def test_only_the_given_address_listens(meshes: Opener) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_of_another_host_is_an_error_on_every_rank(rank: int) -> None:
-    """The last rank binds nothing but what answers heartbeats; it said nothing, and never ended. 203.0.113.0/24 is
-    nobody's (RFC 5737).
-    """
+def test_foreign_address_is_an_error_on_every_rank(rank: int) -> None:
+    """The last rank binds only the socket for heartbeats, and an error must not hang. 203.0.113.0/24 is reserved (RFC
+    5737)."""
     ended: list[BaseException] = []
 
     def open_it() -> None:
         try:
             Mesh(rank=rank, world_size=2, host="203.0.113.1", stall=5.0, transport="tcp")
-        except BaseException as error:  # boundary: looked at below
+        except BaseException as error:  # boundary: the test examines it
             ended.append(error)
 
     thread = threading.Thread(target=open_it, daemon=True)
@@ -523,12 +520,12 @@ def test_an_address_of_another_host_is_an_error_on_every_rank(rank: int) -> None
     assert [type(error) for error in ended] == [zmq.ZMQError]
 
 
-def test_no_room_is_said_with_both_numbers() -> None:
+def test_error_without_room_has_both_numbers() -> None:
     with pytest.raises(OSError, match=r"no room for \d+ KiB in /dev/shm \(\d+ KiB free\)"):
         SharedFile.create(1 << 50)
 
 
-def test_memory_of_another_size_is_not_mapped() -> None:
+def test_memory_with_another_size_is_not_mapped() -> None:
     shared = SharedFile.create(4096)
     try:
         with pytest.raises(OSError, match="4096 bytes of user"):
@@ -538,5 +535,5 @@ def test_memory_of_another_size_is_not_mapped() -> None:
     shared.unlink()
 
 
-def test_tags_of_equal_meaning_are_equal_bytes() -> None:
+def test_equal_tags_have_equal_bytes() -> None:
     assert tag(3) == encode_tag(Tag(epoch=EPOCH, step=STEP, layer=LAYER, phase=Phase.COMBINE, source=3))

@@ -1,7 +1,7 @@
-"""The exchange through torch's process groups: ranks in threads of this process, over gloo, torch's own for CPUs.
+"""The exchange through torch's process groups: ranks in threads of this process, over gloo, torch's back end for CPUs.
 
-`test_conformance.py` and `test_failures.py` test ranks in processes of their own. `tests/gpu/test_one_answer_ranks.py`
-and `tests/gpu/test_failures.py` test NCCL itself, streams and an abort.
+`test_conformance.py` and `test_failures.py` test ranks in separate processes. `tests/gpu/test_one_answer_ranks.py` and
+`tests/gpu/test_failures.py` test NCCL itself, streams and an abort.
 """
 
 import os
@@ -62,16 +62,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("nccl"), "qwen3_moe", dtype=torch.bfloat16)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a runner takes the GPU that there is, whose rows gloo has not")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a runner uses an available GPU, whose rows gloo cannot move")
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
-    """Steps with prompts return what was computed, others all (row, k); some have no row at all."""
+def test_ranks_equal_one_rank(checkpoint: Path, world: int) -> None:
+    """Steps with prompts return computed results, others all (row, k); some ranks have no row."""
     shape, placement, plans = fleet_of(checkpoint, world)
     meshes = open_meshes(world)
     exchanges = [build_exchange("nccl", mesh=mesh, shape=shape, placement=placement) for mesh in meshes]
     runners = [rank_runner(checkpoint, exchange) for exchange in exchanges]
     for exchange, runner in zip(exchanges, runners, strict=True):
-        # Before they have met: with and without prompts it takes no part, and leaves nothing behind.
+        # Before the ranks meet, a forward with or without prompts joins no exchange and leaves nothing behind.
         for prompts in ((), (38,) * world):
             exchange.steps.set_rows(PeerRows(38, prompts))
             runner.forward(steps_of(50)[0])
@@ -112,7 +112,7 @@ def make_exchange(mesh: Mesh, group: Any = None, *, seconds: float = DEADLINE) -
 
 
 def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer: int) -> torch.Tensor:
-    """Home of rows whose results say who computed them, as which expert: 10 * rank + its number there."""
+    """Return combined rows whose values name the computing rank and expert: 10 * rank + local expert."""
     exchange.steps.set_rows(peers)
     x = torch.zeros(len(ids), 8, dtype=torch.bfloat16)
     got = exchange.dispatch(x, ids, layer=layer, num_prompt=peers.prompts[exchange.rank])
@@ -127,10 +127,10 @@ def round_trip(exchange: NcclExchange, ids: torch.Tensor, peers: PeerRows, layer
     [((0, 0, 0), 3 * 2 * 16), ((1, 0, 2), 1 << 20), ((0, 0, 0), 3 * 2 * 16 - 1)],
     ids=["few", "prompts", "many"],
 )
-def test_another_epoch_has_another_group_and_other_owners(
+def test_new_epoch_has_a_new_group_and_owners(
     prompts: tuple[int, int, int], whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of fewer ranks, who keep their numbers; of an id of -1 nothing comes home. Results return in either way."""
+    """The new epoch may have fewer ranks; an id of -1 returns nothing. Both return paths are tested."""
     monkeypatch.setattr(nccl, "_MOST_WHOLE", whole)
     first = Placement.of_shards((4,), partition(6, 3))
     then = Placement((4,), ((2, 0, 2, 0, 0, 2),))
@@ -163,15 +163,15 @@ def test_another_epoch_has_another_group_and_other_owners(
         each.close()
 
 
-def test_a_placement_is_on_ranks_that_are_there() -> None:
+def test_placement_requires_present_ranks() -> None:
     [mesh] = open_meshes(1)
     with pytest.raises(ValueError, match=r"a placement of 6 experts on ranks \(0, 1\): there are 6 and ranks \(0,\)"):
         make_exchange(mesh).attach(mesh, Placement.of_shards((0,), partition(6, 2)))
     mesh.close()
 
 
-def test_a_group_that_breaks_is_named_by_who_is_gone() -> None:
-    """Its own error says neither who nor where; where the mesh is whole it says at least that."""
+def test_broken_group_names_the_lost_rank() -> None:
+    """The group's own error names neither rank nor place; if the mesh is whole, at least the place is named."""
     meshes = open_meshes(2, deadline=2.0)
     exchanges = [make_exchange(mesh) for mesh in meshes]
     placement = Placement.of_shards((0,), partition(6, 2))
@@ -186,16 +186,16 @@ def test_a_group_that_breaks_is_named_by_who_is_gone() -> None:
 
 
 def listen(mesh: Mesh) -> str:
-    def until_told() -> None:
+    def check_until_failure() -> None:
         while True:
             mesh.check_peers()
             time.sleep(0.01)
 
-    return raised(until_told)
+    return raised(check_until_failure)
 
 
-class Device:
-    """Stands for a GPU: rows are on their way until the group is ended, and begin when the device comes to them."""
+class FakeDevice:
+    """A fake GPU: rows are in flight until the group is ended, and begin when the device reaches them."""
 
     host_waits = captures = False
 
@@ -207,7 +207,7 @@ class Device:
 
     def move(self, given: torch.Tensor, sent: Sequence[int], into: torch.Tensor, received: Sequence[int]) -> Moved:
         self.launched += 1
-        # What NCCL's kernels leave with when they are ended is whatever lay in their buffers.
+        # NCCL's kernels leave arbitrary buffer contents when they are ended.
         into.fill_(0x6B)
         return self
 
@@ -231,10 +231,10 @@ class Device:
 
 
 @pytest.fixture
-def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]]:
-    """Three ranks that have met, none of whose rows will come. One that compiles has four seconds."""
+def on_devices() -> Iterator[tuple[list[NcclExchange], list[FakeDevice], list[Mesh]]]:
+    """Three connected ranks whose rows never arrive. A rank that compiles has four seconds."""
     meshes = open_meshes(3, deadline=1.0, stall=4.0)
-    devices = [Device() for _ in meshes]
+    devices = [FakeDevice() for _ in meshes]
     exchanges = [make_exchange(mesh, device, seconds=2.0) for mesh, device in zip(meshes, devices, strict=True)]
     attach(exchanges, meshes, Placement.of_shards((2,), partition(6, 3)))
     for exchange, mesh, device in zip(exchanges, meshes, devices, strict=True):
@@ -248,10 +248,10 @@ def on_devices() -> Iterator[tuple[list[NcclExchange], list[Device], list[Mesh]]
         mesh.close()
 
 
-Ranks = tuple[list[NcclExchange], list[Device], list[Mesh]]
+Ranks = tuple[list[NcclExchange], list[FakeDevice], list[Mesh]]
 
 
-def in_a_while(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
+def delayed(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         time.sleep(seconds)
         return call()
@@ -259,14 +259,14 @@ def in_a_while(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def end_all(devices: Sequence[Device]) -> None:
-    """All rows have come."""
+def end_all(devices: Sequence[FakeDevice]) -> None:
+    """Let all rows arrive."""
     for device in devices:
         device.ended = True
 
 
-def test_a_device_that_does_not_come_is_named_by_all(on_devices: Ranks) -> None:
-    """Its own rank knows that it has not come, the others that it does not wait; whoever is first, they agree."""
+def test_late_device_is_named_by_all(on_devices: Ranks) -> None:
+    """Its own rank knows that it is late, and the others know that it does not wait; they agree in either order."""
     exchanges, devices, meshes = on_devices
     devices[1].comes = False
     begun = time.monotonic()
@@ -278,7 +278,7 @@ def test_a_device_that_does_not_come_is_named_by_all(on_devices: Ranks) -> None:
     assert time.monotonic() - begun >= 1.0
 
 
-def test_a_device_that_nobody_waits_for_is_named_by_its_own_rank(on_devices: Ranks) -> None:
+def test_late_device_is_named_by_its_own_rank(on_devices: Ranks) -> None:
     exchanges, devices, _ = on_devices
     devices[1].comes = False
     begun = time.monotonic()
@@ -286,7 +286,7 @@ def test_a_device_that_nobody_waits_for_is_named_by_its_own_rank(on_devices: Ran
     assert time.monotonic() - begun >= 2.0
 
 
-def test_devices_that_all_wait_have_no_network(on_devices: Ranks) -> None:
+def test_waiting_devices_blame_the_network(on_devices: Ranks) -> None:
     exchanges, devices, meshes = on_devices
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.steps.drain) for e in exchanges])
@@ -297,8 +297,8 @@ def test_devices_that_all_wait_have_no_network(on_devices: Ranks) -> None:
     assert time.monotonic() - begun >= 2.0
 
 
-def test_a_host_that_does_not_come_is_named_by_those_that_wait(on_devices: Ranks) -> None:
-    """It lives, and does something else: nothing but its silence tells it from the others."""
+def test_late_host_is_named_by_the_waiting_ranks(on_devices: Ranks) -> None:
+    """The rank lives but is busy elsewhere; only its silence distinguishes it."""
     exchanges, devices, meshes = on_devices
     begun = time.monotonic()
     said = together([lambda e=e: raised(e.steps.drain) for e in exchanges[:2]])
@@ -308,28 +308,28 @@ def test_a_host_that_does_not_come_is_named_by_those_that_wait(on_devices: Ranks
     assert [device.ended for device in devices] == [True, True, False]
 
 
-def test_one_that_comes_late_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
-    """Just before the others' time is over; its rows take a while more."""
+def test_late_rank_is_awaited_until_its_rows_arrive(on_devices: Ranks) -> None:
+    """It comes just before the others' limit, and its rows take a while longer."""
     exchanges, devices, meshes = on_devices
     calls = [e.steps.drain for e in exchanges[:2]]
-    calls += [in_a_while(0.6, exchanges[2].steps.drain), in_a_while(1.5, lambda: end_all(devices))]
+    calls += [delayed(0.6, exchanges[2].steps.drain), delayed(1.5, lambda: end_all(devices))]
     together(calls)
     assert [mesh.failure for mesh in meshes] == [None] * 3
 
 
-def test_one_that_compiles_is_waited_for_until_rows_have_come(on_devices: Ranks) -> None:
-    """That the others have waited for long says nothing of the network."""
+def test_compiling_rank_is_awaited_until_its_rows_arrive(on_devices: Ranks) -> None:
+    """A long wait of the others does not blame the network."""
     exchanges, devices, meshes = on_devices
     meshes[2].send_sign(Phase.BUSY)
     calls = [e.steps.drain for e in exchanges[:2]]
-    calls += [in_a_while(2.5, exchanges[2].steps.drain), in_a_while(3.0, lambda: end_all(devices))]
+    calls += [delayed(2.5, exchanges[2].steps.drain), delayed(3.0, lambda: end_all(devices))]
     together(calls)
     assert [mesh.failure for mesh in meshes] == [None] * 3
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["one compiles", "one hangs"])
-def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bool) -> None:
-    """Without rows it needs nothing of the rank that holds up the others; its loop has nothing to do."""
+def test_idle_rank_is_never_named(on_devices: Ranks, busy: bool) -> None:
+    """A rank without rows needs nothing of the late rank, and its loop is idle."""
     exchanges, devices, meshes = on_devices
     devices[1].ended = True
     exchanges[1].steps.drain()
@@ -344,14 +344,14 @@ def test_an_idle_rank_that_is_through_is_never_named(on_devices: Ranks, busy: bo
 
     calls: list[Callable[[], Any]] = [lambda: raised(exchanges[0].steps.drain), lambda: raised(idle)]
     if busy:
-        calls = [exchanges[0].steps.drain, idle, in_a_while(1.5, lambda: (end_all(devices), over.set()))]
+        calls = [exchanges[0].steps.drain, idle, delayed(1.5, lambda: (end_all(devices), over.set()))]
     said = together(calls)
     found = [mesh.finding and mesh.finding.ranks for mesh in meshes[:2]]
     assert found == ([None] * 2 if busy else [(2,)] * 2)
     assert busy or said[:2] == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
 
 
-def test_one_that_compiles_without_end_is_named(on_devices: Ranks) -> None:
+def test_rank_that_compiles_for_ever_is_named(on_devices: Ranks) -> None:
     exchanges, _, meshes = on_devices
     meshes[2].send_sign(Phase.BUSY)
     begun = time.monotonic()
@@ -360,8 +360,8 @@ def test_one_that_compiles_without_end_is_named(on_devices: Ranks) -> None:
     assert time.monotonic() - begun >= 3.9
 
 
-def test_one_that_waited_once_and_hangs_in_the_next_exchange_is_named(on_devices: Ranks) -> None:
-    """What it said of the exchange before counts no longer than anybody waits in this one."""
+def test_rank_that_hangs_after_a_wait_is_named(on_devices: Ranks) -> None:
+    """Its sign about the earlier exchange does not extend the wait in this one."""
     exchanges, devices, _ = on_devices
 
     def go_on(rank: int) -> str:
@@ -371,19 +371,19 @@ def test_one_that_waited_once_and_hangs_in_the_next_exchange_is_named(on_devices
 
     calls: list[Callable[[], Any]] = [lambda: go_on(0), lambda: go_on(1), exchanges[2].steps.drain]
     begun = time.monotonic()
-    said = together([*calls, in_a_while(0.7, lambda: end_all(devices))])
+    said = together([*calls, delayed(0.7, lambda: end_all(devices))])
     assert said[:2] == ["rank 2 silent (1.0 s) at step 812, layer 2, dispatch"] * 2
     assert time.monotonic() - begun >= 1.7
 
 
 def launch_one(exchange: NcclExchange) -> None:
-    """One dispatch without its combine."""
+    """Run one dispatch without its combine."""
     exchange.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.tensor([[0, 5]]), layer=2, num_prompt=0)
     exchange.steps.leave(2)
 
 
-def test_one_that_plans_the_next_step_has_passed_this_one(on_devices: Ranks) -> None:
-    """Rows of it have come to the others: whoever waits, waits for what lies between."""
+def test_plan_of_the_next_step_ends_this_one(on_devices: Ranks) -> None:
+    """The others have received its rows, so a rank that waits, waits for rows in between."""
     exchanges, _, meshes = on_devices
     plan = encode_plan_frame(PlanFrame(epoch=1, step=813, source=2, num_tokens=1))
     for peer in (0, 1):
@@ -392,10 +392,10 @@ def test_one_that_plans_the_next_step_has_passed_this_one(on_devices: Ranks) -> 
     assert {text.split(" (")[0] for text in said} == {"ranks 0, 1, 2 wait for each other's rows"}
 
 
-def test_a_host_is_not_far_ahead_of_a_device_that_waits(
+def test_host_is_not_far_ahead_of_a_waiting_device(
     on_devices: Ranks,
 ) -> None:
-    """Launches block without end where too many are waiting."""
+    """Too many waiting launches block for ever."""
     exchanges, devices, _ = on_devices
 
     def launch(exchange: NcclExchange) -> None:
@@ -409,7 +409,7 @@ def test_a_host_is_not_far_ahead_of_a_device_that_waits(
     assert [device.launched for device in devices] == [nccl_steps._AHEAD + 1] * 3
 
 
-def test_a_peer_that_is_gone_ends_the_waits_at_once(
+def test_lost_peer_ends_the_waits_at_once(
     on_devices: Ranks,
 ) -> None:
     exchanges, devices, meshes = on_devices
@@ -420,10 +420,10 @@ def test_a_peer_that_is_gone_ends_the_waits_at_once(
     assert devices[1].ended
 
 
-def test_a_device_that_computes_too_long_behind_its_exchanges_is_named(
+def test_slow_device_after_its_exchanges_is_named(
     on_devices: Ranks,
 ) -> None:
-    """Where a step is finished nothing of it waits for peers."""
+    """A finished step waits for no peers."""
     exchanges, devices, _ = on_devices
     for device in devices:
         device.ended = True
@@ -437,8 +437,8 @@ def test_a_device_that_computes_too_long_behind_its_exchanges_is_named(
     assert "silent (2.0 s) at step 812" in said
 
 
-def test_stores_of_all_ranks_become_one_until_all_are_through() -> None:
-    """Keys are set and waited for by other threads, each of which begins after the one before."""
+def test_stores_of_all_ranks_are_merged_while_they_connect() -> None:
+    """Other threads set and await the keys; each begins after the one before."""
     meshes = open_meshes(3)
 
     def meet(rank: int) -> list[bytes]:
@@ -473,7 +473,7 @@ def test_stores_of_all_ranks_become_one_until_all_are_through() -> None:
     ],
     ids=["error", "late"],
 )
-def test_a_meeting_in_vain_is_named_alike_by_all(ends: tuple[str | None, ...], seconds: float, named: str) -> None:
+def test_failed_meeting_has_one_reason_on_all_ranks(ends: tuple[str | None, ...], seconds: float, named: str) -> None:
     meshes = open_meshes(3, deadline=2.0)
     calls = [
         lambda m=m, end=end: raised(lambda: relay(m, RelayStore(1.0), lambda: end, seconds=seconds))
@@ -485,7 +485,7 @@ def test_a_meeting_in_vain_is_named_alike_by_all(ends: tuple[str | None, ...], s
         mesh.close()
 
 
-def test_a_failed_meeting_leaves_a_group_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_meeting_leaves_a_group_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes, groups = open_meshes(2, deadline=2.0), [TorchGroup(CPU, captures=False) for _ in range(2)]
 
     def no_route(*_: Any, **__: Any) -> Any:
@@ -502,21 +502,21 @@ def test_a_failed_meeting_leaves_a_group_to_abort(monkeypatch: pytest.MonkeyPatc
     assert [[backend for backend, _ in group._ended] for group in groups] == [[made], []]
 
 
-def test_a_rank_that_leaves_a_meeting_is_named() -> None:
+def test_rank_that_leaves_a_meeting_is_named() -> None:
     meshes = open_meshes(2, deadline=2.0)
     meshes[1].close()
     assert raised(lambda: relay(meshes[0], RelayStore(1.0), lambda: "", seconds=2.0)).startswith("rank 1 ")
     meshes[0].close()
 
 
-def test_a_key_that_nobody_sets_is_not_waited_for_long() -> None:
+def test_missing_key_times_out() -> None:
     store = RelayStore(0.05)
     with pytest.raises(TimeoutError, match=r"nobody has set \['a'\] within 0.1 s"):
         store.get("a")
 
 
-def test_on_one_host_nccl_keeps_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody names a network; between hosts it is NCCL that looks for one."""
+def test_nccl_uses_loopback_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator may name a network; between hosts NCCL chooses one."""
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", *NCCL_ENVIRONMENT):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)

@@ -1,7 +1,7 @@
-"""What changes in the exchange through process groups where a graph can hold it: without one, ranks in threads.
+"""Behaviour of the process-group exchange that graphs need, tested without graphs, with ranks in threads.
 
-Graphs and the communicators in them need GPUs (`tests/gpu/test_one_answer_ranks.py`, `tests/gpu/test_failures.py`).
-`tests/engine/test_peer_steps.py` tests whole ranks, which run steps again instead of graphs.
+Graphs and their communicators need GPUs (`tests/gpu/test_one_answer_ranks.py`, `tests/gpu/test_failures.py`).
+`tests/engine/test_peer_steps.py` tests whole ranks, which repeat steps instead of graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ from moeyard_worker.exchange.transports.nccl.exchange import NcclExchange
 from moeyard_worker.exchange.transports.nccl.group import Moved, TorchGroup, _Ticks
 
 
-class Holdable(TorchGroup):
-    """Gloo's, of whose steps none is captured."""
+class CapturableGroup(TorchGroup):
+    """A gloo group that claims to support graphs; no step of it is captured."""
 
     def __init__(self) -> None:
         super().__init__(CPU, captures=True)
@@ -31,14 +31,14 @@ class Holdable(TorchGroup):
     [((0, 0, 0), (1, 4), 4), ((0, 0, 0), (1, 2), 2), ((0, 1, 2), (1, 4), None), ((0, 0, 0), (1,), None)],
     ids=["with padding", "without", "prompts", "more than fit"],
 )
-def test_of_few_rows_ranks_send_alike(
+def test_ranks_send_equal_amounts_of_few_rows(
     prompts: tuple[int, ...], sizes: tuple[int, ...], room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there is room for, whoever brings fewer, or none; so a step that is launched meets one of a graph."""
+    """Each rank sends as many rows as fit, even with fewer or no rows, so that launched steps match captured ones."""
     monkeypatch.setattr(nccl, "_ROW_SIZES", sizes)
     counts, ids = (0, 1, 2), torch.tensor([[5, 1], [4, -1]])
     meshes = open_meshes(3)
-    exchanges = [make_exchange(mesh, Holdable()) for mesh in meshes]
+    exchanges = [make_exchange(mesh, CapturableGroup()) for mesh in meshes]
     assert [exchange.traits.row_sizes for exchange in exchanges] == [sizes] * 3
     attach(exchanges, meshes, Placement.of_shards((4,), partition(6, 3)))
     peers = PeerRows(2, prompts, counts)
@@ -55,23 +55,23 @@ def test_of_few_rows_ranks_send_alike(
         each.close()
 
 
-def test_rooms_are_as_large_as_all_may_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ranks, two experts a row and rows of 16 bytes; and no larger than a step. Of gloo there are none."""
+def test_buffers_hold_all_possible_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three ranks, two experts per row and rows of 16 bytes; at most a step's rows. Gloo has no such buffers."""
     meshes = open_meshes(3)
     for each in meshes:
         each.close()
     mesh = meshes[0]
     assert make_exchange(mesh).traits.row_sizes == ()
     assert not make_exchange(mesh).traits.graphs_per_epoch
-    assert make_exchange(mesh, Holdable()).traits.row_sizes == (1, 4)
+    assert make_exchange(mesh, CapturableGroup()).traits.row_sizes == (1, 4)
     monkeypatch.setattr(nccl, "_MOST_WHOLE", 3 * 2 * 16 * 4 - 1)
-    held = make_exchange(mesh, Holdable())
+    held = make_exchange(mesh, CapturableGroup())
     assert held.traits.row_sizes == (1,)
     assert held.traits.graphs_per_epoch
 
 
 class Replays(Device):
-    """A GPU that has passed as many beginnings and ends of what its graph holds as it is told."""
+    """A GPU that has passed a set number of starts and ends of its graph's exchanges."""
 
     captures = True
 
@@ -88,7 +88,7 @@ class Replays(Device):
         return [self.ticks.next_move() for _ in range(count)]
 
     def abort(self) -> None:
-        """Whatever waits goes on, to the end of what was launched."""
+        """Let waiting work continue to the end of what was launched."""
         self.did.append("abort")
         while self.ticks.passed() < self.ticks._launched:
             self.ticks.tick()
@@ -99,7 +99,7 @@ class Replays(Device):
 
 @pytest.fixture
 def replaying() -> Iterator[tuple[list[NcclExchange], list[Replays], list[Mesh]]]:
-    """Two ranks, each of which has launched a graph with the exchanges of two layers in step 812."""
+    """Two ranks, each with a launched graph of the exchanges of two layers in step 812."""
     meshes = open_meshes(2, deadline=1.0, stall=4.0)
     devices = [Replays() for _ in meshes]
     placement = Placement.of_shards((2, 5), partition(6, 2))
@@ -126,8 +126,8 @@ Ranks = tuple[list[NcclExchange], list[Replays], list[Mesh]]
     ("passed", "where"),
     [(1, "layer 2, dispatch"), (3, "layer 2, combine"), (5, "layer 5, dispatch"), (7, "layer 5, combine")],
 )
-def test_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str) -> None:
-    """Each in its place; and of whom nothing is heard, that it is silent there."""
+def test_place_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str) -> None:
+    """Each rank is named at its place; an unheard rank is named as silent."""
     exchanges, devices, _ = replaying
     for device in devices:
         device.passes(passed)
@@ -135,7 +135,7 @@ def test_where_a_graph_waits_is_named(replaying: Ranks, passed: int, where: str)
     assert said == [f"ranks 0, 1 wait for each other's rows (2.0 s) at step 812, {where}: the network may be down"] * 2
 
 
-def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ranks) -> None:
+def test_late_device_in_a_graph_is_named(replaying: Ranks) -> None:
     exchanges, devices, meshes = replaying
     devices[0].passes(2)
     devices[1].passes(3)
@@ -144,15 +144,15 @@ def test_a_device_that_does_not_come_to_its_next_exchange_says_so(replaying: Ran
     assert {mesh.finding and mesh.finding.ranks for mesh in meshes} == {(0,)}
 
 
-def test_a_graph_that_has_run_is_waited_for_no_more(replaying: Ranks) -> None:
-    """Nor what is launched behind it, which events tell of; and what both sent is counted, with padding."""
+def test_finished_graph_is_no_longer_awaited(replaying: Ranks) -> None:
+    """Events report later launches too. The bytes of both are counted, with padding."""
     exchanges, devices, _ = replaying
     for exchange, device in zip(exchanges, devices, strict=True):
         device.passes(7)
         assert exchange.steps._progress() == (1, True)
         device.passes(1)
         exchange.steps.drain()
-        # Four rows to the other: one of 8 values and two ids, and two that come home, in either layer.
+        # Four rows go to the other rank: 8 values and two ids each; two results return, in each layer.
         assert exchange.stats.bytes_sent == exchange.stats.bytes_received == 2 * 4 * (16 + 8 + 2 * 16)
         device.ended = True
         launch_one(exchange)
@@ -162,7 +162,7 @@ def test_a_graph_that_has_run_is_waited_for_no_more(replaying: Ranks) -> None:
         assert exchange.steps._progress() == (4, False)
 
 
-def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks) -> None:
+def test_graphs_are_freed_when_idle_and_before_their_group(replaying: Ranks) -> None:
     exchanges, devices, _ = replaying
     exchange, device = exchanges[0], devices[0]
 
@@ -175,8 +175,8 @@ def test_graphs_go_when_nothing_waits_and_before_what_they_hold(replaying: Ranks
     assert device.did == ["abort", "forget", "settle"]
 
 
-def test_a_device_that_has_failed_ends_an_epoch_all_the_same(replaying: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its events raise: why it failed is said elsewhere, and what comes behind must be done."""
+def test_failed_device_still_ends_an_epoch(replaying: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of its events is reported elsewhere, and the later steps must still run."""
     exchange, device = replaying[0][0], replaying[1][0]
     monkeypatch.setattr(device, "abort", lambda: device.did.append("abort"))
 

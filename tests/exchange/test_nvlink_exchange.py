@@ -1,4 +1,4 @@
-"""The exchange over memory that all ranks map: ranks in threads of this process, on CPU tensors over the oracles.
+"""The exchange over memory that all ranks map: ranks in threads of this process, reference kernels on CPU tensors.
 
 `tests/gpu/test_one_answer_ranks.py` tests the GPU's part: launches that wait, graphs, torch's mapping.
 """
@@ -46,16 +46,16 @@ from moeyard_worker.exchange.transports.nvlink.memory import MeshStore
 from moeyard_worker.exchange.transports.nvlink.steps import PeerCounts
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="ranks of one process share memory of the host; tests/e2e has GPUs that do"
+    torch.cuda.is_available(), reason="ranks of one process share host memory; tests/gpu covers GPUs"
 )
 DEADLINE = 30.0
-# As it is, whatever a test puts in its place.
+# The original, because tests replace it.
 FETCH_EXPERTS = ops.fetch_experts.reference
 SMALL = ExchangeShape(num_experts=6, top_k=2, hidden=8, dtype="bfloat16", max_tokens=8)
 
 
 class Turns:
-    """`ops` of ranks in threads: all send, then all wait, as on a CPU nothing arrives while one does."""
+    """`ops` of ranks in threads: all send, then all wait, because no row arrives on a CPU during a wait."""
 
     def __init__(self, world: int) -> None:
         self._barrier, self._lock = threading.Barrier(world, timeout=HANG_SECONDS), threading.Lock()
@@ -78,7 +78,7 @@ class Turns:
             return op(*given, send=False, wait=True, **at)
 
     def fetch_experts(self, *given: Any, **at: Any) -> None:
-        """Ranks that share tell, read and move in turn, and count how often."""
+        """Ranks that share publish, read and move in turn, and count the fetches."""
         window: FetchWindow = given[-1]
         if not window.state[SHARED] or window.peer.state[POISONED]:
             FETCH_EXPERTS(*given, tell=True, read=True, move=True, **at)
@@ -91,13 +91,13 @@ class Turns:
 
 
 class Memory:
-    """The ranks' memory, which all of this process reach."""
+    """The ranks' memory, which this process can access as a whole."""
 
     def __init__(self, rank: int, of_all: Sequence[torch.Tensor]) -> None:
         self.own, self._of_all = of_all[rank], of_all
 
     def drain(self) -> None:
-        """Nothing runs behind a call's back."""
+        """Return at once: calls are synchronous."""
 
     def mark(self) -> Callable[[], bool]:
         return lambda: True
@@ -137,7 +137,7 @@ def attach(exchanges: Sequence[Any], meshes: Sequence[Mesh], placement: Placemen
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[NvlinkExchange], list[Mesh]]]:
-    """Two ranks of four layers that have met."""
+    """Two connected ranks with four layers."""
     placement = Placement.of_shards(range(4), partition(6, 2))
     monkeypatch.setattr(nvlink, "ops", Turns(2))
     exchanges, meshes = open_exchanges(2, SMALL, placement), open_meshes(2, SMALL, deadline=2.0)
@@ -153,8 +153,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what runs before the ranks have met: it takes no part, and leaves nothing behind."""
+def test_ranks_equal_one_rank(checkpoint: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward before the ranks meet joins no exchange and leaves nothing behind."""
     shape, placement, plans = fleet_of(checkpoint, world)
     monkeypatch.setattr(nvlink, "ops", Turns(world))
     exchanges = open_exchanges(world, shape, placement)
@@ -171,7 +171,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: py
 
         def begin(number: int) -> None:
             exchange.steps.begin(number + 1)
-            # Room for more rows than anybody has changes nothing, and ranks need not have as much.
+            # Room for more rows than any rank has changes nothing, and ranks may have different amounts.
             exchange.steps.set_rows(
                 PeerRows(most[number] + rank, tuple(plan[number].num_prefill_tokens for plan in plans))
             )
@@ -186,7 +186,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int, monkeypatch: py
     check_alone(checkpoint, seen)
 
 
-def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
+def test_owners_depend_on_layer_and_epoch(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:
     exchanges, meshes = pair
@@ -198,7 +198,7 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
     copies = ((), (), ((1, 1),), ((0, 0), (5, 1)))
     again, placement = open_meshes(2, SMALL, epoch=2), Placement((0, 1, 2, 3), owners, copies)
     attach(exchanges, again, placement)
-    # What was captured keeps its tensors. Rank 1 has expert 1 as its first, and 5 as its second.
+    # Captured graphs keep their tensors. Rank 1 has expert 1 first and expert 5 second.
     assert window.owner.tolist() == [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [1, 1]]
     assert window.local.tolist() == [[0, 0], [1, 0], [2, 2], [3, 3], [4, 4], [1, 1]]
     assert window.state.tolist() == [0] * 8
@@ -225,7 +225,7 @@ def test_every_layer_has_owners_of_its_own_and_a_new_epoch_others(
         mesh.close()
 
 
-def test_prompt_rows_are_marked_by_what_was_agreed_on(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_prompt_rows_are_marked_by_the_agreement(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
     exchanges[0].steps.set_rows(PeerRows(3, (0, 2)))
     marked = exchanges[0]._prompt
@@ -237,8 +237,8 @@ def test_prompt_rows_are_marked_by_what_was_agreed_on(pair: tuple[list[NvlinkExc
         exchanges[0].steps.set_rows(PeerRows(9))
 
 
-def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
-    """Of the device's counts, those of an epoch before among them; not of more often than a few times a second."""
+def test_bytes_are_reported_from_the_devices_counts(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """The device's counts include an earlier epoch's, and are read a few times per second at most."""
     exchanges, _ = pair
     x = torch.arange(16, dtype=torch.float32).to(torch.bfloat16).view(2, 8)
 
@@ -259,19 +259,19 @@ def test_bytes_and_times_are_told_as_they_were_counted(pair: tuple[list[NvlinkEx
     together([lambda: step(0, ids), lambda: step(1, ids[:0])])
     exchanges[0].steps.begin(2)
     exchanges[0].steps.finish(2, lambda: True)
-    assert stats[0].bytes_sent == there, "so soon it is not looked at again"
+    assert stats[0].bytes_sent == there, "the counts must not be read again so soon"
     exchanges[0]._window.reset()
     exchanges[0].steps.counts.look(wait=True)
     assert (stats[0].bytes_sent, stats[0].bytes_received) == (2 * there, 2 * back)
 
 
-def test_of_the_times_that_a_device_keeps_each_is_told_once() -> None:
+def test_each_recorded_time_is_reported_once() -> None:
     live, stats = torch.zeros(NUM_COUNTS, dtype=torch.int64), ExchangeStats()
     counts = PeerCounts(live, stats)
     live[SENT], live[RECEIVED] = 7, 9
 
     def take(phase: int, *nanoseconds: int) -> None:
-        """As `peer_words.note_time` does."""
+        """Record times like `peer_words.note_time`."""
         for each in nanoseconds:
             number = int(live[NUM_TIMES + phase])
             live[TIMES + phase * KEPT_TIMES + number % KEPT_TIMES] = each
@@ -291,15 +291,15 @@ def test_of_the_times_that_a_device_keeps_each_is_told_once() -> None:
 
 
 def write_fault(exchange: NvlinkExchange, *record: int) -> None:
-    """As the device does (`peer_window`)."""
+    """Record a fault like the device does (`peer_window`)."""
     exchange._window.fault[: 1 + len(record)] = torch.tensor([1, *record])
 
 
 @pytest.mark.parametrize(("phase", "word"), [(DISPATCH, "dispatch"), (FETCH, "fetch"), (COMBINE, "combine")])
-def test_what_the_device_wrote_down_is_what_all_ranks_name(
+def test_all_ranks_name_the_devices_finding(
     pair: tuple[list[NvlinkExchange], list[Mesh]], phase: int, word: str
 ) -> None:
-    """In the step that it belongs to: with two in flight the one before is whole."""
+    """The finding names its own step: with two in flight the earlier one is complete."""
     exchanges, meshes = pair
     for exchange, mesh in zip(exchanges, meshes, strict=True):
         for step in (812, 813):
@@ -308,7 +308,7 @@ def test_what_the_device_wrote_down_is_what_all_ranks_name(
     write_fault(exchanges[0], phase, 2, 0b10, 4 + 3, SILENT)
     exchanges[0].steps.finish(812, lambda: True)
     named = f"rank 1 silent \\({DEADLINE:.1f} s\\) at step 813, layer 2, {word}"
-    # The other waits for its own device and hears of it.
+    # The other rank waits for its own device and learns of it.
 
     def fails(rank: int, has_run: Callable[[], bool]) -> None:
         with pytest.raises(ExchangeError, match=named):
@@ -318,8 +318,8 @@ def test_what_the_device_wrote_down_is_what_all_ranks_name(
     assert [mesh.finding.ranks for mesh in meshes if mesh.finding] == [(1,), (1,)]
 
 
-def test_with_drafts_a_failure_is_this_steps_at_the_latest(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
-    """Its number does not tell the step, and what is computed behind it must not be told."""
+def test_with_drafts_a_failure_names_this_step_at_the_latest(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """The exchange's number does not determine the step, and a later step must not be named."""
     exchanges, _ = pair
     exchanges[0].steps._drafts = True
     for step in range(1, 101):
@@ -329,7 +329,7 @@ def test_with_drafts_a_failure_is_this_steps_at_the_latest(pair: tuple[list[Nvli
         exchanges[0].steps.finish(100, lambda: True)
 
 
-def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_partial_record_is_read_a_step_later(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
     exchanges[0].steps.begin(812)
     write_fault(exchanges[0])
@@ -340,8 +340,8 @@ def test_a_record_half_written_is_read_a_step_later(pair: tuple[list[NvlinkExcha
         exchanges[0].steps.finish(813, lambda: True)
 
 
-class Waiting:
-    """A device that waits for rank 1 in the third exchange, until the host ends that, for `most` seconds at most."""
+class WaitingDevice:
+    """A device that waits for rank 1 in the third exchange until the host ends it, or for `most` seconds."""
 
     def __init__(self, exchange: NvlinkExchange, most: float = DEADLINE) -> None:
         self._fault, self._begun, self._most = exchange._window.fault, time.monotonic(), most
@@ -356,46 +356,46 @@ class Waiting:
         return ended or waited > self._most
 
 
-def test_a_wait_ends_after_a_deadline_where_the_device_would_go_on(
+def test_wait_ends_at_the_deadline(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:
-    """As what is launched may have to be compiled on a peer, its own limit is longer."""
+    """The device's own limit is longer, because a peer may have to compile the launch."""
     exchanges, meshes = pair
     meshes[0].deadline = 0.4
     exchanges[0].steps.begin(7)
-    device = Waiting(exchanges[0])
+    device = WaitingDevice(exchanges[0])
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
         exchanges[0].steps.finish(7, device.has_run)
     assert time.monotonic() - device._begun > 0.4
 
 
-def test_whoever_compiles_is_waited_for(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_compiling_rank_is_awaited(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
     exchanges[0].steps.begin(7)
     meshes[1].send_sign(Phase.BUSY)
-    exchanges[0].steps.finish(7, Waiting(exchanges[0], most=1.8).has_run)
+    exchanges[0].steps.finish(7, WaitingDevice(exchanges[0], most=1.8).has_run)
     assert exchanges[0]._window.fault[ABORT] == 0
 
 
-def test_whoever_compiled_a_moment_ago_is_too(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
-    """Its next plan ends what it said, and its device may not be where others wait for it."""
+def test_rank_that_has_just_compiled_is_awaited(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+    """Its next plan ends its sign, and its device may still be late."""
     exchanges, meshes = pair
     meshes[0].deadline = 1.0
     exchanges[0].steps.begin(7)
     meshes[1].send_sign(Phase.BUSY)
-    device, spent = Waiting(exchanges[0], most=1.8), exchanges[0]._window.fault[SPENT]
+    device, spent = WaitingDevice(exchanges[0], most=1.8), exchanges[0]._window.fault[SPENT]
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(exchanges[0].steps.finish, 7, device.has_run)
         while spent < 1.2e9 and not waits.done():
             time.sleep(0.001)
-        # Any other frame ends it.
+        # Any other frame ends the sign.
         meshes[1].send(0, b"a plan")
         waits.result(timeout=HANG_SECONDS)
     assert exchanges[0]._window.fault[ABORT] == 0
 
 
-def test_a_wait_that_ends_as_the_host_would_end_it_leaves_the_next_one_its_time(
+def test_next_wait_has_its_full_deadline(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:
     exchanges, meshes = pair
@@ -406,11 +406,11 @@ def test_a_wait_that_ends_as_the_host_would_end_it_leaves_the_next_one_its_time(
     meshes[0].deadline = 0.4
     exchanges[0].steps.begin(8)
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7"):
-        exchanges[0].steps.finish(8, Waiting(exchanges[0]).has_run)
+        exchanges[0].steps.finish(8, WaitingDevice(exchanges[0]).has_run)
 
 
-def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's is waited for first, and rank 2 compiles; this rank was elsewhere for long."""
+def test_signs_of_all_ranks_are_read_while_one_plan_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's plan is awaited first while rank 2 compiles; this rank was busy elsewhere for long."""
     placement, deadline = Placement.of_shards(range(4), partition(6, 3)), 0.4
     monkeypatch.setattr(nvlink, "ops", Turns(3))
     exchanges, meshes = open_exchanges(3, SMALL, placement), open_meshes(3, SMALL, deadline=2.0)
@@ -419,11 +419,11 @@ def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPa
     exchanges[0].steps._looked = time.monotonic()
     exchanges[0]._window.fault[SPENT] = int(2e9)
     meshes[2].send_sign(Phase.BUSY)
-    # It has come, and is not read yet.
+    # The sign has arrived and is not read yet.
     assert meshes[0]._open_wires()._sockets[2].poll(1000 * HANG_SECONDS)
 
     def agree_late(mesh: Mesh) -> None:
-        """Rank 0 has looked at what was said by then."""
+        """By then rank 0 has read the sign."""
         while not (exchanges[0].steps._slow or exchanges[0]._window.fault[ABORT]):
             time.sleep(0.001)
         Lockstep(mesh).agree(1, 0)
@@ -435,10 +435,10 @@ def test_while_one_plan_is_waited_for_all_are_heard(monkeypatch: pytest.MonkeyPa
         mesh.close()
 
 
-def test_what_the_device_has_found_is_heard_while_a_plan_is_waited_for(
+def test_devices_finding_is_read_while_a_plan_is_awaited(
     pair: tuple[list[NvlinkExchange], list[Mesh]],
 ) -> None:
-    """That of a host that hangs, for which others would wait for longer."""
+    """The finding is about a host that hangs, for which the others would wait longer."""
     exchanges, meshes = pair
     meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
     exchanges[0].steps.begin(7)
@@ -447,12 +447,12 @@ def test_what_the_device_has_found_is_heard_while_a_plan_is_waited_for(
         Lockstep(meshes[0]).agree(8, 1)
 
 
-def test_and_its_wait_ends_after_a_deadline(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_devices_wait_ends_while_a_plan_is_awaited(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
     meshes[0]._stall = meshes[0]._patience = 10 * DEADLINE
     meshes[0].deadline = 0.4
     exchanges[0].steps.begin(7)
-    device = Waiting(exchanges[0])
+    device = WaitingDevice(exchanges[0])
     with ThreadPoolExecutor(1) as pool:
         runs = pool.submit(lambda: [None for _ in iter(device.has_run, True)])
         with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
@@ -461,14 +461,14 @@ def test_and_its_wait_ends_after_a_deadline(pair: tuple[list[NvlinkExchange], li
     assert time.monotonic() - device._begun > 0.4
 
 
-def test_so_it_does_where_the_host_waits_in_the_midst_of_a_step(
+def test_devices_wait_ends_while_the_host_drains(
     pair: tuple[list[NvlinkExchange], list[Mesh]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for what has run, as results of a step that is completed: a later one's failure is not theirs."""
+    """A step that has run does not wait: a later one's failure is not its own."""
     exchanges, meshes = pair
     meshes[0].deadline = 0.4
     exchanges[0].steps.begin(7)
-    device = Waiting(exchanges[0])
+    device = WaitingDevice(exchanges[0])
     monkeypatch.setattr(exchanges[0]._memory, "mark", lambda: device.has_run)
     with pytest.raises(ExchangeError, match=r"rank 1 silent \(0\.4 s\) at step 7, layer 2, dispatch"):
         exchanges[0].steps.drain()
@@ -476,7 +476,7 @@ def test_so_it_does_where_the_host_waits_in_the_midst_of_a_step(
     exchanges[0].steps.drain(lambda: True)
 
 
-def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, meshes = pair
     exchanges[0].steps.begin(7)
     meshes[1].close()
@@ -486,18 +486,18 @@ def test_a_wait_ends_when_the_mesh_loses_a_peer(pair: tuple[list[NvlinkExchange]
     assert fault[ABORT] == 1
 
 
-def test_an_epoch_that_ends_ends_the_wait_too(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
+def test_end_of_the_epoch_ends_the_wait(pair: tuple[list[NvlinkExchange], list[Mesh]]) -> None:
     exchanges, _ = pair
     assert exchanges[0]._window.fault.tolist() == [0] * NUM_FAULT
     exchanges[0].steps.abort()
     assert exchanges[0]._window.fault[ABORT] == 1
 
 
-def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> None:
+def test_torch_rendezvous_uses_the_mesh() -> None:
     meshes = open_meshes(3, SMALL, deadline=2.0)
 
     def meet(rank: int) -> list[bytes]:
-        # Through C++, as torch's rendezvous does: it numbers rounds by what its process has seen.
+        # Called through C++ like torch's rendezvous, which numbers rounds by its process' history.
         own = MeshStore(meshes[rank])
         store, found = dist.PrefixStore("", own), []
         for turn in range(2):
@@ -512,18 +512,18 @@ def test_torch_finds_ranks_by_the_mesh_whatever_a_process_has_met_before() -> No
     assert together([lambda rank=rank: meet(rank) for rank in range(3)]) == [
         [f"{turn} of {peer}".encode() for turn in range(2) for peer in range(3) if peer != rank] for rank in range(3)
     ]
-    # A peer that leaves meanwhile is named through it all.
+    # A peer that leaves is named through all these layers.
     meshes[2].close()
     own = MeshStore(meshes[0])
     store = dist.PrefixStore("", own)
     with pytest.raises(ExchangeError, match="rank 2 "):
-        store.set("CUDASymmetricMemory/2/0", "nobody answers")
+        store.set("CUDASymmetricMemory/2/0", "unanswered")
     for mesh in meshes[:2]:
         mesh.close()
 
 
-def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
-    """Long before its peers would be given up, and they hear why."""
+def test_meeting_ends_when_its_rank_stops() -> None:
+    """It ends long before the peers' limit, and they learn the reason."""
     meshes = open_meshes(2, SMALL, deadline=2.0)
     meshes[0]._stall = 10 * DEADLINE
     named = "^rank 0 was stopped at step 0, meeting$"
@@ -534,10 +534,10 @@ def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(waits, 0)
-        assert meshes[1]._open_wires()._sockets[0].poll(1000 * HANG_SECONDS), "its word has not come"
+        assert meshes[1]._open_wires()._sockets[0].poll(1000 * HANG_SECONDS), "rank 0 has not sent its message"
         assert not waiting.done()
         meshes[0].leaving = True
-        # It tells its peer, which does not listen yet, and does not wait for it for long.
+        # It notifies its peer, which does not listen yet, and does not wait for it for long.
         waiting.result(timeout=HANG_SECONDS)
     assert meshes[1].gather(b"there") == [b"here", b"there"]
     waits(1)
@@ -546,12 +546,12 @@ def test_a_meeting_ends_when_its_rank_is_stopped() -> None:
         mesh.close()
 
 
-def test_ids_of_another_layer_lead_to_no_expert() -> None:
-    """Behind an exchange that failed they may lie where this layer's are looked up, and it may have fewer experts."""
+def test_ids_of_another_layer_map_to_no_expert() -> None:
+    """After a failed exchange, ids of another layer with more experts may be looked up in this layer's table."""
     slots = backend().expert_slots(num_slots=5, form=plain_expert(hidden=16, intermediate=16, dtype="bfloat16"))
     table = slots.slot_table([3, 1])
     assert table.tolist() == [3, 1]
     behind = torch.empty(0, dtype=torch.int32).set_(table.untyped_storage())
     assert behind.tolist() == [3, 1, -1, -1, -1]
-    # Of a layer of which a rank has none.
+    # A layer without experts on this rank.
     assert slots.slot_table([]).tolist() == [-1]

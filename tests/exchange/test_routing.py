@@ -1,4 +1,4 @@
-"""The vectorized routing against plain loops, for any ids, sources and owners."""
+"""The vectorized routing equals plain loops for any ids, sources and owners."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from moeyard_worker.exchange.transports.routing import LayerTables, pairs_of, ro
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], int]:
-    """Ids, rows of each source, the experts that are here, of how many."""
+    """Ids, rows per source, local experts and their number."""
     num_experts, top_k = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     num_pairs = sum(sizes) * top_k
@@ -20,7 +20,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], list[int], int]:
 
 
 @given(cases())
-def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], int]) -> None:
+def test_route_equals_plain_loops(case: tuple[np.ndarray, list[int], list[int], int]) -> None:
     ids, sizes, experts, num_experts = case
     bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     owners = [7 if expert in experts else 3 for expert in range(num_experts)]
@@ -45,18 +45,18 @@ def test_route_equals_the_loops(case: tuple[np.ndarray, list[int], list[int], in
 
 
 @pytest.mark.parametrize("expert", [-2, 4])
-def test_an_id_out_of_range_is_refused(expert: int) -> None:
+def test_id_out_of_range_is_refused(expert: int) -> None:
     with pytest.raises(AssertionError, match="an expert id is out of range"):
         route(np.array([[0], [expert]]), token_bounds=[0, 2], tables=LayerTables.of([0] * 4, 0))
-    with pytest.raises(AssertionError, match="an expert id is out of range"):  # not what the other turn knows
+    with pytest.raises(AssertionError, match="an expert id is out of range"):  # except for ids of the other turn
         route(np.array([[0], [expert]]), token_bounds=[0, 2], tables=LayerTables.of([0] * 4, 0, [(1, 1)]))
 
 
 @given(cases(), st.integers(1, 3), st.data())
 def test_copies_take_turns(case: tuple[np.ndarray, list[int], list[int], int], long: int, data: st.DataObject) -> None:
-    """Two ranks with all experts between them, some twice: every pair is computed once, by whose turn its row is."""
+    """Two ranks have all experts, some twice: each pair is computed once, by the rank whose turn its row is."""
     ids, sizes, experts, num_experts = case
-    # Rows many enough for turns.
+    # Enough rows for turns.
     ids, sizes = np.repeat(ids, 7 * long, 0), [7 * long * size for size in sizes]
     bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     owners = [int(expert in experts) for expert in range(num_experts)]

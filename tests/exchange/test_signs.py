@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their frames: who is slow and says so is waited for, who says nothing is not."""
+"""Signs between ranks in addition to frames: a rank that announces a delay is awaited, a silent one is not."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ PATIENCE = 1.0
 
 @pytest.fixture
 def meshes() -> Iterator[Opener]:
-    """Opens the meshes of one fleet, which have met: their frames are waited for as those of GPUs are."""
+    """Open the connected meshes of one fleet, which await frames like those of GPUs."""
     with opener(epoch=EPOCH, deadline=PATIENCE, stall=HANG_SECONDS, patience=PATIENCE) as open_all:
 
         def open_met(world: int, **options: float) -> list[Mesh]:
@@ -47,7 +47,7 @@ def wait(mesh: Mesh, phase: Phase = Phase.COMBINE) -> list[Frame]:
 
 
 def named(mesh: Mesh, phase: Phase = Phase.COMBINE) -> tuple[str, float]:
-    """What a wait in vain is called, and the seconds until it was."""
+    """Return the reason of a failed wait, and its seconds."""
     begun = perf_counter()
     with pytest.raises(ExchangeError) as caught:
         wait(mesh, phase)
@@ -55,7 +55,7 @@ def named(mesh: Mesh, phase: Phase = Phase.COMBINE) -> tuple[str, float]:
 
 
 def later(seconds: float, call: Callable[[], object]) -> threading.Thread:
-    """A peer's thread, which owns its mesh."""
+    """Run a call later in a peer's thread, which owns its mesh."""
 
     def run() -> None:
         time.sleep(seconds)
@@ -66,14 +66,14 @@ def later(seconds: float, call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_who_says_nothing_is_named_after_a_deadline(meshes: Opener) -> None:
+def test_silent_rank_is_named_at_the_deadline(meshes: Opener) -> None:
     first, _ = meshes(2)
     reason, seconds = named(first)
     assert reason == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
     assert seconds >= PATIENCE
 
 
-def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
+def test_rank_that_announces_a_delay_is_awaited(meshes: Opener) -> None:
     first, second = meshes(2)
     second.send_sign(Phase.BUSY)
     thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
@@ -81,7 +81,7 @@ def test_who_says_that_it_is_slow_is_waited_for(meshes: Opener) -> None:
     thread.join()
 
 
-def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) -> None:
+def test_sign_during_the_wait_extends_it(meshes: Opener) -> None:
     first, second = meshes(2)
     before_first(first, "poll", lambda _: second.send_sign(Phase.BUSY))
     thread = later(1.5 * PATIENCE, lambda: second.send(0, tag(1)))
@@ -89,7 +89,7 @@ def test_who_says_so_while_it_is_waited_for_is_waited_for_too(meshes: Opener) ->
     thread.join()
 
 
-def test_being_slow_has_a_bound(meshes: Opener) -> None:
+def test_announced_delay_has_a_limit(meshes: Opener) -> None:
     first, second = meshes(2, stall=2 * PATIENCE)
     second.send_sign(Phase.BUSY)
     reason, seconds = named(first)
@@ -97,7 +97,7 @@ def test_being_slow_has_a_bound(meshes: Opener) -> None:
     assert seconds > 1.9 * PATIENCE
 
 
-def test_any_other_frame_ends_it(meshes: Opener) -> None:
+def test_any_other_frame_ends_the_sign(meshes: Opener) -> None:
     first, second = meshes(2)
     second.send_sign(Phase.BUSY)
     second.send(0, tag(1, Phase.DISPATCH))
@@ -105,18 +105,18 @@ def test_any_other_frame_ends_it(meshes: Opener) -> None:
     assert named(first)[0] == "rank 1 silent at step 812, layer 17, combine (1.0 s)"
 
 
-def test_one_that_is_slow_hides_no_other_that_is_silent(meshes: Opener) -> None:
+def test_slow_rank_does_not_hide_a_silent_one(meshes: Opener) -> None:
     first, second, _ = meshes(3)
     second.send_sign(Phase.BUSY)
     assert named(first)[0] == "rank 2 silent at step 812, layer 17, combine (1.0 s)"
 
 
-def test_all_that_are_silent_are_named(meshes: Opener) -> None:
+def test_all_silent_ranks_are_named(meshes: Opener) -> None:
     first, *_ = meshes(3)
     assert named(first)[0] == "ranks 1, 2 silent at step 812, layer 17, combine (1.0 s)"
 
 
-def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
+def test_waiting_rank_gets_another_deadline(meshes: Opener) -> None:
     first, second = meshes(2)
     before_first(first, "poll", lambda _: (time.sleep(0.8 * PATIENCE), second.send_sign(Phase.WAITING)))
     reason, seconds = named(first)
@@ -124,8 +124,8 @@ def test_who_waits_for_others_has_a_deadline_more(meshes: Opener) -> None:
     assert seconds >= 1.7 * PATIENCE
 
 
-def test_ranks_that_meet_are_waited_for_longer(meshes: Opener) -> None:
-    """Each has loaded as long as it takes; where there is no meeting the first plan of an epoch is one."""
+def test_meetings_may_take_longer(meshes: Opener) -> None:
+    """Each has loaded as long as it takes; without a meeting, the first plan of an epoch counts as one."""
     first, second = meshes(2)
     thread = later(1.5 * PATIENCE, lambda: second.gather(b"there"))
     assert first.gather(b"here") == [b"here", b"there"]
@@ -138,8 +138,8 @@ def test_ranks_that_meet_are_waited_for_longer(meshes: Opener) -> None:
 
 
 @pytest.mark.parametrize("sign", [Phase.BUSY, Phase.WAITING])
-def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
-    """Whatever is due is found behind it, and nothing else believes that a frame has come."""
+def test_sign_is_not_a_frame(meshes: Opener, sign: Phase) -> None:
+    """The due frame is found behind the sign, and nothing else treats the sign as a frame."""
     first, second = meshes(2)
     first.step = second.step = STEP - 1
     lockstep = Lockstep(first)
@@ -155,7 +155,7 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     assert lockstep.agree(STEP, 2).num_tokens == (2, 3)
     thread.join()
     assert found == [(2, 3)]
-    # A meeting, and the end of all.
+    # A meeting, and a failure.
     second.send_sign(sign)
     thread = later(0.0, lambda: second.gather(b"there"))
     assert first.gather(b"here") == [b"here", b"there"]
@@ -175,7 +175,7 @@ def test_a_sign_is_nobodys_turn(meshes: Opener, sign: Phase) -> None:
     ],
     ids=["epoch", "source", "longer"],
 )
-def test_what_is_no_sign_of_this_peer_is_a_wrong_frame(meshes: Opener, frame: bytes, found: str) -> None:
+def test_sign_of_another_peer_is_a_wrong_frame(meshes: Opener, frame: bytes, found: str) -> None:
     first, second = meshes(2)
     second.send(0, frame)
     reason = named(first)[0]
@@ -184,9 +184,7 @@ def test_what_is_no_sign_of_this_peer_is_a_wrong_frame(meshes: Opener, frame: by
     assert first.signs.until(1) == 0.0
 
 
-def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(
-    meshes: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sign_is_repeated_after_half_a_deadline_or_a_frame(meshes: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = meshes(2)
     now = [perf_counter()]
     monkeypatch.setattr(mesh_module, "perf_counter", lambda: now[0])
@@ -210,16 +208,16 @@ def test_a_sign_is_said_once_in_half_a_deadline_and_anew_behind_a_frame(
     assert said == [busy, waiting, busy, Phase.COMBINE, busy, busy]
 
 
-def test_a_sign_that_comes_at_the_last_moment_is_something_that_happened(meshes: Opener) -> None:
-    """Nobody is named before it is looked at."""
+def test_sign_at_the_last_moment_counts(meshes: Opener) -> None:
+    """The sign is read before a rank is named."""
     first, second = meshes(2)
     second.send_sign(Phase.BUSY)
     assert first._open_wires().poll(HANG_SECONDS)
     assert first.signs.of(1) is Phase.BUSY
 
 
-def test_to_say_something_never_fails(meshes: Opener) -> None:
-    """It is said in the midst of other things; whoever is gone is named where it is due."""
+def test_send_sign_never_fails(meshes: Opener) -> None:
+    """Signs are sent in the middle of other work; a lost rank is named where its frame is due."""
     first, second = meshes(2)
     first.close()
     first.send_sign(Phase.BUSY)
@@ -231,7 +229,7 @@ def test_to_say_something_never_fails(meshes: Opener) -> None:
     Mesh(rank=0, world_size=1).send_sign(Phase.BUSY)
 
 
-def test_a_sign_counts_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sign_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     signs, now = Signs(EPOCH, deadline=0.1, stall=0.3), [1.0]
     monkeypatch.setattr(liveness, "perf_counter", lambda: now[0])
     assert signs.take(1, memoryview(tag(1, Phase.WAITING)))
@@ -243,4 +241,4 @@ def test_a_sign_counts_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -
     assert signs.allowed([2], 0.1) == 0.1
     now[0] = 1.35
     assert signs.of(1) is None
-    assert signs.allowed([1], 0.1) == 0.3, "what it was waited for, once that is over"
+    assert signs.allowed([1], 0.1) == 0.3, "the earlier allowance must remain"

@@ -1,7 +1,7 @@
-"""Ranks of the GPUs' backend over the host's exchange: what one rank computes, to the bit.
+"""Ranks of the GPU backend over the host's exchange compute what one rank computes, to the bit.
 
-Two or three ranks in threads of this process, each with its shard of the experts; on the CPU their kernels are the
-oracles. A rank without rows takes part in every step.
+Two or three ranks run in threads of this process, each with its shard of the experts; on a CPU they use the reference
+kernels. A rank without rows takes part in every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def backend() -> CudaBackend:
 
 
 def rank_runner(directory: Path, exchange: Exchange) -> Runner:
-    """A rank with its shard, every expert of it in a slot."""
+    """A rank with its shard, with a slot for every expert."""
     config, own = load_model_config(directory), backend()
     opened, shard = open_checkpoint(directory, config), partition(config.num_experts, exchange.world_size)
     weights = CheckpointWeights(opened, backend=own, dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def chunk(ids: tuple[int, ...], start: int, end: int, *, is_prompt: bool) -> Chu
 
 
 def steps_of(length: int) -> list[Step]:
-    """A prompt in two chunks, then two rows of output."""
+    """Return a prompt in two chunks, then two rows of output."""
     ids = prompt(length)
     return [
         Step(prefill=(chunk(ids, 0, length - 12, is_prompt=True),)),
@@ -94,9 +94,9 @@ def run_steps(runner: Runner, steps: list[Step], begin: Callable[[int], None]) -
 
 
 def fleet_of(directory: Path, world: int) -> tuple[ExchangeShape, Placement, list[list[Step]]]:
-    """What so many ranks exchange, who of them has which expert, and the six steps of each.
+    """Return the shape, the placement and six steps for each of `world` ranks.
 
-    The second rank begins two steps late, the third has no row at all.
+    The second rank begins two steps late, and the third has no rows.
     """
     config = load_model_config(directory)
     shape = ExchangeShape(
@@ -108,7 +108,7 @@ def fleet_of(directory: Path, world: int) -> tuple[ExchangeShape, Placement, lis
 
 
 def check_alone(directory: Path, seen: Sequence[list[torch.Tensor]]) -> None:
-    """What ranks have computed in the steps of `fleet_of` is what one rank computes, to the bit."""
+    """Require that ranks computed in the steps of `fleet_of` what one rank computes, to the bit."""
     for of_rank, length in zip(seen, (50, 37), strict=False):
         alone = local_runner(directory, dtype=torch.bfloat16, num_pages=NUM_PAGES, backend=backend())
         wanted = run_steps(alone, steps_of(length), lambda number: None)
@@ -120,7 +120,7 @@ def check_alone(directory: Path, seen: Sequence[list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
+def test_ranks_equal_one_rank(checkpoint: Path, world: int) -> None:
     shape, placement, plans = fleet_of(checkpoint, world)
     meshes = [build_mesh("zmq", shape=shape, rank=rank, world_size=world, deadline=30) for rank in range(world)]
     assert connect_all(meshes) == [None] * world
@@ -137,7 +137,7 @@ def test_ranks_give_what_one_gives(checkpoint: Path, world: int) -> None:
     check_alone(checkpoint, seen)
 
 
-def test_only_what_leaves_the_host_alone_is_captured(checkpoint: Path) -> None:
+def test_only_exchanges_without_the_host_are_captured(checkpoint: Path) -> None:
     shape = ExchangeShape(num_experts=4, top_k=2, hidden=8, dtype="float32", max_tokens=3)
     mesh = build_mesh("zmq", shape=shape, rank=0, world_size=1)
     placement = Placement.of_shards((0,), partition(4, 1))

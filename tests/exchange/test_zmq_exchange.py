@@ -1,4 +1,4 @@
-"""What the ZMQ exchange refuses: calls that break its contract, and frames whose tag is right but whose body is not."""
+"""Refusals of the ZMQ exchange: calls that break its contract, and frames with a valid tag and an invalid body."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def alone() -> Iterator[ZmqExchange]:
 
 @pytest.fixture(params=["zmq", "zmq-tcp"])
 def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange, Mesh]]:
-    """Rank 0's exchange, and rank 1's bare mesh to send it anything."""
+    """Rank 0's exchange, and rank 1's bare mesh, which can send anything."""
     meshes = [build_mesh(request.param, shape=SHAPE, rank=rank, world_size=2, deadline=10) for rank in range(2)]
     assert connect_all(meshes) == [None, None]
     exchange = ZmqExchange(meshes[0], shape=SHAPE, placement=placed(2))
@@ -47,7 +47,7 @@ def with_peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, ZmqExchange
     meshes[1].close()
 
 
-def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
+def test_more_rows_than_its_size(alone: ZmqExchange) -> None:
     with pytest.raises(AssertionError, match="4 tokens, the exchange was sized for 3"):
         alone.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), layer=0, num_prompt=0)
 
@@ -63,7 +63,7 @@ def test_more_rows_than_it_was_sized_for(alone: ZmqExchange) -> None:
     ],
     ids=["dtype", "hidden", "tokens", "expert", "strides"],
 )
-def test_inputs_that_do_not_fit(alone: ZmqExchange, x: torch.Tensor, ids: torch.Tensor) -> None:
+def test_mismatched_inputs(alone: ZmqExchange, x: torch.Tensor, ids: torch.Tensor) -> None:
     with pytest.raises(AssertionError):
         alone.dispatch(x, ids, layer=0, num_prompt=0)
 
@@ -95,7 +95,7 @@ ONE_TOKEN = bytes([1, 0, 0, 0, 0, 0, 0, 0])
 
 
 def blamed(exchange: ZmqExchange) -> tuple[int, ...]:
-    """Whom the launcher would replace."""
+    """Return the ranks that the launcher would replace."""
     assert exchange._mesh.finding is not None
     return exchange._mesh.finding.ranks
 
@@ -124,7 +124,7 @@ def blamed(exchange: ZmqExchange) -> tuple[int, ...]:
     ],
     indirect=["with_peer"],
 )
-def test_a_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh], body: bytes) -> None:
+def test_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh], body: bytes) -> None:
     _, exchange, peer = with_peer
     peer.send(0, HEAD + body)
     message = f"rank 1 sent a malformed frame of {20 + len(body)} bytes at step 9, layer 5, dispatch"
@@ -134,7 +134,7 @@ def test_a_malformed_dispatch_is_named(with_peer: tuple[str, ZmqExchange, Mesh],
 
 
 @pytest.mark.parametrize("with_peer", ["zmq-tcp"], indirect=True)
-def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
+def test_unrequested_rows_are_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
     _, exchange, peer = with_peer
     ids_of_rank_1 = torch.tensor([2, 3], dtype=torch.int32).numpy().tobytes()
     peer.send(0, HEAD + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + ids_of_rank_1 + ROW)
@@ -143,7 +143,7 @@ def test_rows_that_nobody_asked_for_are_named(with_peer: tuple[str, ZmqExchange,
     assert blamed(exchange) == (1,)
 
 
-def test_a_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
+def test_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange, Mesh]) -> None:
     _, exchange, peer = with_peer
     peer.send(0, HEAD + bytes(8))
     handle = exchange.dispatch(X, IDS, layer=5, num_prompt=0).handle
@@ -152,7 +152,7 @@ def test_a_combine_of_the_wrong_size_is_named(with_peer: tuple[str, ZmqExchange,
         exchange.combine(torch.zeros(1, 2, 8), handle)
 
 
-def test_the_kinds() -> None:
+def test_kinds_of_exchanges() -> None:
     assert resolve_kind("auto", 1) == "local"
     assert resolve_kind("auto", 2) == "zmq"
     assert resolve_kind("zmq-tcp", 2) == "zmq-tcp"
@@ -176,7 +176,7 @@ def test_one_rank_builds_without_peers(kind: str, expected: type) -> None:
 
 
 @pytest.mark.parametrize("placement", [placed(2, experts=6), placed(3)], ids=["experts", "ranks"])
-def test_a_placement_must_be_of_the_experts_and_on_ranks_that_are_there(placement: Placement) -> None:
+def test_placement_requires_these_experts_and_present_ranks(placement: Placement) -> None:
     mesh = build_mesh("zmq", shape=SHAPE, rank=0, world_size=4, members=(0, 1, 3))
     with pytest.raises(ValueError, match=r"there are 4 and ranks \(0, 1, 3\)"):
         ZmqExchange(mesh, shape=SHAPE, placement=placement)
@@ -184,7 +184,7 @@ def test_a_placement_must_be_of_the_experts_and_on_ranks_that_are_there(placemen
 
 
 @pytest.mark.parametrize("change", [{"top_k": 0}, {"dtype": torch.float16}], ids=["top_k", "dtype"])
-def test_a_shape_that_cannot_be_moved(change: dict[str, object]) -> None:
+def test_unsupported_shapes(change: dict[str, object]) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden": 8, "dtype": torch.float32, "max_tokens": 3}
     with pytest.raises(ValueError, match="got"):
         ExchangeShape(**(sizes | change))  # type: ignore[arg-type]
