@@ -1,6 +1,6 @@
 """Small random checkpoints made with transformers' own classes, for every test that needs a model on disk.
 
-`make_checkpoint(directory, family, **overrides)` writes what a hub directory holds: config.json,
+`make_checkpoint(directory, family, **overrides)` writes the files of a hub directory: config.json,
 generation_config.json, safetensors. Weights are scaled so that activations keep their size through the layers, routing
 is diverse and logits have spread; the same (family, overrides, seed) gives the same bytes. `write_tokenizer` adds a
 byte-level tokenizer and a chat template, so that the directory can be served over HTTP. Importing this file loads torch
@@ -102,7 +102,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
 _FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads": 8, "pad_token_id": None}
-# Of `qwen3_moe`: rows that are long enough for one row's experts to be chosen by what computes them on a GPU.
+# For `qwen3_moe`: rows long enough that GPU kernels choose one row's experts.
 WIDE: dict[str, Any] = {
     "hidden_size": 512,
     "num_experts": 32,
@@ -170,7 +170,7 @@ def make_checkpoint(
 
 
 def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
-    """Fill every parameter and buffer that is saved with seeded noise at a scale that keeps activations near 1."""
+    """Fill every saved parameter and buffer with seeded noise at a scale that keeps activations near 1."""
     generator = torch.Generator().manual_seed(seed)
     state = model.state_dict()
     for name in sorted(state):
@@ -179,14 +179,14 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
         if "e_score_correction_bias" in name:
             noise *= 0.2
         elif name.endswith("A_log"):
-            pass  # what is left of a state after a position: from nearly nothing to nearly all
+            pass  # the share of a state left after a position: from nearly nothing to nearly all
         elif name.endswith("norm.weight") and _stores_less_one(model, name):
             noise *= 0.1
         elif tensor.ndim == 1:
             noise = (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
         elif "embed_tokens" not in name or model.config.tie_word_embeddings:
-            # An embedding that is also the head stays small like one: larger, every token would predict itself.
-            # A gate's logits get a wide spread, so that the top-k choice is clear of rounding noise.
+            # An embedding that is also the head stays small; otherwise every token would predict itself. A gate's
+            # logits get a wide spread, so that rounding noise does not change the top-k choice.
             gain = 2.0 if ".gate.weight" in name else 1.0
             noise *= gain * max(tensor.shape[-1], 1) ** -0.5
         tensor.copy_(noise)
@@ -217,10 +217,10 @@ def edit_tensors(
 
 
 def add_drafts(directory: Path | str) -> None:
-    """Give a single-file Qwen3-Next or Qwen3.5 checkpoint a layer of multi-token prediction whose guesses are good.
+    """Give a single-file Qwen3-Next or Qwen3.5 checkpoint a multi-token prediction layer with good drafts.
 
-    All layers say little beside the embedding, so that what follows a token is mostly up to that token; the new layer
-    is much like the one of full attention, and sees that embedding.
+    All layers add little to the embedding, so that the next token mostly depends on the last one; the new layer
+    resembles the full attention layer, and sees that embedding.
     """
     path = Path(directory) / "model.safetensors"
     tensors = load_file(path)
@@ -266,7 +266,7 @@ def write_tokenizer(directory: Path | str) -> None:
 
 
 def _with_images(directory: Path, family: str) -> None:
-    """Rewrite a text model's checkpoint as part of one that reads images, as the hub has it."""
+    """Write a text model's checkpoint as part of one that reads images, in the hub's layout."""
     path, config = directory / "config.json", json.loads((directory / "config.json").read_text())
     tied = config.pop("tie_word_embeddings")
     whole = {"model_type": family, "text_config": config, "vision_config": {"depth": 27}}

@@ -1,4 +1,4 @@
-"""Shared test set-up: compute as workers do, Triton's interpreter where there is no GPU, seeds from the test's name."""
+"""Shared test set-up: compute as workers do, Triton's interpreter without a GPU, seeds from the test's name."""
 
 import os
 import signal
@@ -17,22 +17,22 @@ import torch  # noqa: E402 - after its settings
 from tests import interpreter  # noqa: E402 - after its settings
 from tests.cover import chosen, part_of_this_commit  # noqa: E402 - after its settings
 
-# Other processes of a machine may take its cores for a while; what a property says does not depend on that. The suite
-# tries the same examples every time: what it finds is a fault of a change. `--hypothesis-profile search` tries others.
+# Other processes may take a machine's cores for a while, so no property has a deadline. The suite always tries the same
+# examples, so that a failure comes from a change. `--hypothesis-profile search` tries others.
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same examples")
 
-# A shell ignores these for a background command, and so do its children: then a server rightly does not end by them.
+# A shell ignores these signals for a background command and its children, so that a server would rightly not stop.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
-    # Triton reads it when its own library is decorated, so before anything imports triton.
+    # Triton reads it when its own library is decorated, so set it before anything imports triton.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# These files begin first, so that at the end no process has much more left than the others.
+# These files begin first, so that no process has much more left than the others at the end.
 LONGEST = ("e2e/test_one_answer.py", "deploy/test_serve.py", "engine/test_peer_steps.py")
 
 
@@ -42,13 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen_part(config: pytest.Config) -> int:
-    """The part of sampled tests that this run includes."""
+    """Return the part of sampled tests that this run includes."""
     given = config.getoption("part")
     return part_of_this_commit() if given is None else given
 
 
 def place(item: pytest.Item) -> tuple[bool, int]:
-    """A key that orders files: the longest first, the others mixed, so that few start fleets at the same time."""
+    """Return a key that orders files: longest first, the others mixed, so that few start fleets at the same time."""
     path = item.nodeid.partition("::")[0]
     return not path.endswith(LONGEST), zlib.crc32(path.encode())
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     present = torch.cuda.device_count()
     kept = {item for item in items if all((mark.args or (1,))[0] <= present for mark in item.iter_markers("gpu"))}
     if not config.getoption("all"):
-        # A test that the command line names runs in any case.
+        # A test named on the command line always runs.
         named = {item for item in kept if any("::" in arg and item.nodeid.startswith(arg) for arg in config.args)}
         sampled = [item for item in items if item in kept and item.get_closest_marker("sampled")]
         kept -= {item for item in kept if item.get_closest_marker("slow")} | set(sampled)
@@ -70,13 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make Triton's interpreter fast, where a test has imported Triton."""
+    """Make Triton's interpreter fast if a test has imported Triton."""
     if "triton" in sys.modules and not torch.cuda.is_available():
         interpreter.install(check_overflow=session.config.getoption("all"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which tests ran, so that the run can be repeated."""
+    """Print which tests ran, so that the run can be repeated."""
     tier = "everything (--all)" if config.getoption("all") else f"the fast tier (--part {chosen_part(config)})"
     terminalreporter.write_line(f"tier: {tier}")
 

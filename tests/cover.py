@@ -1,9 +1,9 @@
-"""Which cases of a test the fast tier runs: a small cover of its parameters, and by turns a part of the rest.
+"""Choose the cases of a test for the fast tier: a small cover of its parameters, and in turn a part of the rest.
 
 The marker `sampled(strength)` chooses the cover: the first case (0), every value of each parameter (1), or every pair
-of values of two parameters (2). A parameter that is a dataclass counts as one parameter per field that is compared.
-The part is an eighth, or a 32nd where the strength is 0, for costly cases. The number of commits chooses it: 32 commits
-in a row run every case, and hashes would leave a third of them out.
+of values of two parameters (2). A parameter that is a dataclass counts as one parameter per compared field. The part is
+an eighth, or a 32nd for costly cases with strength 0. The number of commits chooses it: 32 commits in a row run every
+case, while hashes would leave out a third.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def part_of_this_commit() -> int:
 
 
 def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
-    """(parameter, value) of a test, both as text; what has no short text counts by its place."""
+    """Return (parameter, value) of a test, both as text; a value without a short text counts by its index."""
     callspec = getattr(item, "callspec", None)
     for name, value in callspec.params.items() if callspec else ():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -44,7 +44,7 @@ def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
 
 
 def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:
-    """The cover of each test's cases, and those of the others that belong to this part."""
+    """Return the cover of each test's cases, and the other cases of this part."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)

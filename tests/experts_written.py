@@ -1,4 +1,4 @@
-"""Experts of plain matrices, as slots and stores are told to take them."""
+"""Experts from plain matrices, in the format that slots and stores accept."""
 
 import torch
 
@@ -6,7 +6,7 @@ from moeyard_kernels.types.matrix import ExpertViews, Fill
 
 
 def written(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Fill:
-    """Return what writes an expert of gate [I, H], up [I, H] and down [H, I]."""
+    """Return a function that writes an expert of gate [I, H], up [I, H] and down [H, I]."""
 
     def fill(out: ExpertViews) -> None:
         out.copy_(gate, up, down)

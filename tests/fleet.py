@@ -1,6 +1,6 @@
-"""Fleets for tests: real workers in processes of their own, without Ray, driven by the worker protocol.
+"""Fleets for tests: real workers in separate processes, without Ray, driven by the worker protocol.
 
-A process is kept and serves the next case too.
+Processes are kept and serve the next case too.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ CALL_SECONDS = HANG_SECONDS  # bench/gpu_ranks.py and bench/gpu_http.py set anot
 
 
 def serve(connection: Connection) -> None:
-    """A rank's process: builds a Worker for each case and calls its methods as told."""
+    """Run a rank's process: build a Worker for each case and call its methods on request."""
     from moeyard.clients.bench.profile import Recording
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.assembly.worker import Worker
@@ -72,7 +72,7 @@ def serve(connection: Connection) -> None:
                 counts = ("num_replayed", "num_eager", "num_rows", "num_padded_rows")
                 result = {n: getattr(runner, n, 0) for n in counts}
             elif name == "profile":
-                # The first call begins, the next one tells.
+                # The first call starts the recording, and the next one returns it.
                 if recording is None:
                     recording, result = Recording(*args), None
                 else:
@@ -82,10 +82,10 @@ def serve(connection: Connection) -> None:
                 worker.scheduler.config = replace(worker.scheduler.config, mixed_prefill_tokens=args[0])
                 result = None
             elif name == "eager":
-                # Whether this rank launches every step kernel by kernel, whatever was captured.
+                # Set whether this rank launches every step kernel by kernel, whatever was captured.
                 worker.runner.eager, result = args[0], None
             elif name == "pace":
-                # Whether steps are planned when they are due, or as soon as there is room for them.
+                # Set whether steps are planned when they are due, or as soon as there is room.
                 own = vars(worker._engine._pacing)
                 own.pop("due", None)
                 own.update({} if args[0] else {"due": lambda now: 0.0})
@@ -117,13 +117,13 @@ def serve(connection: Connection) -> None:
 
 
 def fall_silent(exchange: Any) -> None:
-    """A rank that lives and sends no more rows."""
+    """Keep a rank alive that sends no more rows."""
     if hasattr(exchange, "_window"):
-        # Its launches take no part from here on, and it knows of nothing.
+        # Its launches take part in no exchange from here on, and it does not notice.
         exchange._window.poison()
     else:
-        # Its host does not come to the rows of its next layer, and comes back from there only with its process.
-        # What a graph holds asks no host: then nor to its next step.
+        # Its host never returns from its next layer's rows until the process ends. A graph asks no host, so its host
+        # stops at the next step.
         wait = lambda *_args, **_rows: threading.Event().wait()  # noqa: E731
         if exchange.traits.graphs_per_epoch:
             exchange.steps.set_rows = wait
@@ -132,7 +132,7 @@ def fall_silent(exchange: Any) -> None:
 
 
 def rank_context() -> ForkServerContext:
-    """Starts processes in milliseconds: they are forks of one that has imported what a rank needs."""
+    """Return a context that starts processes in milliseconds, as forks of one with a rank's imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moeyard.clients.bench.profile", "moeyard_worker.engine.assembly.worker"])
     return context
@@ -169,13 +169,13 @@ class RankProcess:
         return self.result()
 
     def tell_stacks(self) -> None:
-        """Have the process print where its threads are, to its standard error."""
+        """Have the process print the stacks of its threads to its standard error."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.2)  # Nothing says when the last line is written.
+            time.sleep(0.2)  # No event marks the last line.
 
     def hang_up(self) -> None:
-        """Tell the process to end, without waiting for it."""
+        """Ask the process to exit, without waiting for it."""
         self._connection.close()
 
     def join(self) -> None:
@@ -200,7 +200,7 @@ class ProcessPool:
         return self._ranks[:count]
 
     def keep(self, ranks: Sequence[RankProcess]) -> None:
-        """Those that were started in the place of killed ones serve the next fleets too."""
+        """Keep processes that replaced killed ones, too, for the next fleets."""
         self._ranks += [rank for rank in ranks if rank not in self._ranks]
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class ProcessPool:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything one request was told."""
+    """All messages about one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -221,7 +221,7 @@ class Answer:
 
 
 class Client:
-    """Speaks the worker protocol to all ranks of a fleet, as a router does."""
+    """Speaks the worker protocol to all ranks of a fleet, like a router."""
 
     def __init__(self, frontends: Sequence[str], keys: RouterKeys | None = None) -> None:
         self._context = zmq.Context()
@@ -243,12 +243,12 @@ class Client:
         return socket
 
     def reconnect(self, rank: int, frontend: str) -> None:
-        """Forget a rank's connection, with all that was not read from it, for that of the process in its place."""
+        """Replace a rank's connection, with all unread messages, by that of its new process."""
         self.drop(rank)
         self.sockets[rank] = self._connect(frontend)
 
     def drop(self, rank: int) -> None:
-        """Forget a rank's connection, with all that was not read from it."""
+        """Drop a rank's connection with all unread messages."""
         if not self.sockets[rank].closed:
             self._poller.unregister(self.sockets[rank])
             self.sockets[rank].close(0)
@@ -261,7 +261,7 @@ class Client:
             self.send(rank, Hello())
 
     def inspect(self) -> list[ExpertLoads]:
-        """What each rank's experts have computed, as it tells when it is asked now."""
+        """Ask each rank what its experts have computed."""
         self.loads = {}
         for rank in range(len(self.sockets)):
             self.send(rank, Inspect())
@@ -276,7 +276,7 @@ class Client:
         self.send(rank, submit)
 
     def carry_over(self, lost: Sequence[int], to: Sequence[int]) -> list[str]:
-        """Have what ran at lost ranks go on at others, by turns, as a router does; the names."""
+        """Move the requests of lost ranks to others in turn, like a router; return their names."""
         for rank in set(lost).difference(to):
             self.drop(rank)
         names = [n for n, (rank, _) in self.submits.items() if rank in lost and self.answers[n].end is None]
@@ -295,7 +295,7 @@ class Client:
         self.send(rank, Abort(request_id=request_id))
 
     def pump(self, timeout: float) -> bool:
-        """Take what has arrived within `timeout` seconds; False when nothing did."""
+        """Read the messages that arrive within `timeout` seconds; return False if none did."""
         ready = self._poller.poll(int(timeout * 1000))
         for socket, _ in ready:
             while True:
@@ -322,7 +322,7 @@ class Client:
             answer.token_ids += message.token_ids
             answer.logprobs += message.logprobs
         elif isinstance(message, PromptLogprobs):
-            assert message.start == len(answer.prompt_logprobs) + 1, "prompt tokens out of order, or told of twice"
+            assert message.start == len(answer.prompt_logprobs) + 1, "prompt tokens out of order or repeated"
             assert not answer.token_ids, "output before the prompt"
             answer.prompt_logprobs += message.logprobs
         else:
@@ -360,14 +360,14 @@ class Fleet:
     placement: Placement
 
     def take_over(self, dead: Sequence[int], *, room: int = 1000) -> list[dict[str, Any]]:
-        """Go on without the dead ones: the survivors take their experts. Returns what these said of the loss."""
+        """Continue without dead ranks: survivors take their experts. Return the survivors' reports of the loss."""
         alive = [rank for rank in self.placement.ranks if rank not in dead]
         losses = [self.ranks[rank].call("wait") for rank in alive]
         self.begin_epoch(self.placement.without(dead), losses, room=room)
         return losses
 
     def start_again(self, ranks: Sequence[int]) -> None:
-        """New processes in the place of dead ones load their shards, while the others serve."""
+        """Start new processes for dead ranks, which load their shards while the others serve."""
         for rank in ranks:
             self.ranks[rank].kill()
             self.ranks[rank] = RankProcess()
@@ -387,7 +387,7 @@ class Fleet:
         self.begin_epoch(placement, losses, room=room)
 
     def begin_epoch(self, placement: Placement, losses: Sequence[dict[str, Any]], *, room: int = 1000) -> None:
-        """All ranks of a placement meet and go on, or begin."""
+        """Connect all ranks of a placement, which continue or start."""
         started, self.placement = set(self.placement.ranks).difference(self.lost_for_good()), placement
         ranks, epoch = placement.ranks, secrets.randbits(31)
         there = [self.ranks[rank] for rank in ranks]
@@ -404,16 +404,16 @@ class Fleet:
 
     @property
     def whole(self) -> Placement:
-        """The placement that all ranks began with."""
+        """The placement with which all ranks began."""
         return first_placement(self.config)
 
     hosts: Sequence[str]
     make: Callable[[int], RankProcess]
 
     def recover(self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Put new processes in the place of dead ones and begin a new epoch, as a launcher does.
+        """Replace dead processes and begin a new epoch, like a launcher.
 
-        Returns what the survivors said of the loss, which may have been heard before (`losses`).
+        Return the survivors' reports of the loss, which may have been read before (`losses`).
         """
         survivors = [rank for rank in range(len(self.ranks)) if rank not in dead]
         losses = losses or [self.ranks[rank].call("wait") for rank in survivors]
@@ -436,7 +436,7 @@ class Fleet:
         return losses
 
     def call(self, name: str) -> list[Any]:
-        """One inspection call on every rank (see `serve`)."""
+        """Make one inspection call on every rank (see `serve`)."""
         return call_all(self.ranks, name, [()] * len(self.ranks))
 
 
@@ -447,7 +447,7 @@ def call_all(ranks: Sequence[RankProcess], name: str, args: Sequence[tuple[Any, 
 
 
 class Pool(Protocol):
-    """Where processes come from, and go when a fleet has ended."""
+    """The source of processes, to which they return after a fleet has ended."""
 
     def take(self, count: int) -> list[RankProcess]: ...
 
@@ -463,9 +463,9 @@ def start_fleet(
     hosts: Sequence[str] = (),
     make: Callable[[int], RankProcess] = lambda rank: RankProcess(),
 ) -> Iterator[Fleet]:
-    """Start a fleet for one case on processes of the pool; invariants are checked and everything stopped at the end.
+    """Start a fleet for one case on processes of the pool; at the end check invariants and stop everything.
 
-    `hosts` are the addresses of the ranks (default: all of this host), `make` makes one in a lost one's place.
+    `hosts` are the addresses of the ranks (default: all on this host); `make` makes a lost rank's replacement.
     """
     ranks, keys = pool.take(config.num_workers), make_keys()
     placement = placement or first_placement(config)
@@ -502,7 +502,7 @@ def start_fleet(
 
 @contextlib.contextmanager
 def _killed_on_failure(ranks: Sequence[RankProcess]) -> Iterator[None]:
-    """A process that failed to start or to stop has answers or threads left that are not for the next fleet."""
+    """Kill processes that failed to start or stop: open answers or threads would disturb the next fleet."""
     try:
         yield
     except BaseException:
@@ -512,7 +512,7 @@ def _killed_on_failure(ranks: Sequence[RankProcess]) -> Iterator[None]:
 
 
 def first_placement(config: EngineConfig) -> Placement:
-    """Contiguous shards for all ranks."""
+    """Return contiguous shards for all ranks."""
     model = served_model(config)
     return Placement.of_shards(model.moe_layers, partition(model.num_experts, config.num_workers))
 

@@ -1,4 +1,4 @@
-"""GPUs that are not there: what torch says of them, for code that only asks."""
+"""Pretended GPUs: the answers of torch for code that only asks."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ NAMES = {8: "NVIDIA A100", 9: "NVIDIA H100", 10: "NVIDIA B200", 12: "NVIDIA RTX 
 def pretend(
     monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], free: int | Exception = 70 * GIB
 ) -> list[torch.device]:
-    """torch sees a GPU for each capability, with so many bytes of 80 GiB free, or asking raises that.
+    """Let torch report a GPU for each capability, with `free` bytes of 80 GiB free, or raise `free`.
 
-    Returns the list of devices that have been made the current one since.
+    Return the list of devices that code makes the current one.
     """
     chosen: list[torch.device] = []
 

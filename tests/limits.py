@@ -1,4 +1,4 @@
-"""The one time limit of the tests: it ends a test that hangs, however slow the machine is."""
+"""The tests' single time limit, which ends a test that hangs on any machine."""
 
-# Five times what the slowest step of a test takes beside four busy processes on two cores.
+# Five times the slowest step of a test next to four busy processes on two cores.
 HANG_SECONDS = 120.0

@@ -1,8 +1,8 @@
-"""A pytest plugin for runs that may be cut: failures are named as they come, and what still ran at the end.
+"""A pytest plugin for runs that may be cut: it reports failures at once, and at the end the tests that still ran.
 
-`pytest -p tests.named_at_once`, beside xdist or alone. A failure is printed with the end of its traceback when it
-happens. SIGTERM, which `timeout` sends, ends the session as ctrl-c does: with pytest's summary, and the tests that had
-begun. One that hangs in a driver's call is named there, too.
+`pytest -p tests.named_at_once`, with or without xdist. The plugin prints a failure with the end of its traceback when
+it happens. SIGTERM, which `timeout` sends, ends the session like ctrl-c, with pytest's summary and the tests that had
+begun, including one that hangs in a driver's call.
 """
 
 import signal
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-# Of a traceback the last: where it was raised, and what was said.
+# The last lines of a traceback: the raise and its message.
 _LINES = 30
 
 
 class NamedAtOnce:
-    """The part of the process that the user started; workers of xdist report to it."""
+    """The part in the user's process; workers of xdist report to it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._out: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -26,7 +26,7 @@ class NamedAtOnce:
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, _signal: int, _frame: FrameType | None) -> None:
-        # `timeout` sends it to its child and to its group: twice.
+        # `timeout` sends the signal twice: to its child and to its group.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt("SIGTERM")
 
@@ -53,12 +53,12 @@ class NamedAtOnce:
             terminalreporter.write_line(f"RUNNING for {self._seconds() - began:.0f} s: {nodeid}")
 
 
-# Behind the reporter's own.
+# After the reporter's own hook.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a worker outlive the signal, which its whole group gets: the process that it reports to ends it."""
+    """Let a worker ignore the signal, which its whole group gets: the process that it reports to ends it."""
     if hasattr(config, "workerinput"):
-        # Not SIG_IGN: the servers that tests start would inherit it, and hang.
+        # Servers that tests start would inherit SIG_IGN and hang.
         signal.signal(signal.SIGTERM, lambda *_: None)
     else:
         config.pluginmanager.register(NamedAtOnce(config), "named at once")

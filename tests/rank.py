@@ -1,4 +1,4 @@
-"""One rank in the test's own process, stepped by hand as its engine would step it: no sockets, no peers, no clock."""
+"""One rank in the test's process, stepped by hand like its engine: no sockets, no peers, no clock."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Depth = Callable[[int, int], int]
 
 @dataclass(slots=True)
 class Told:
-    """Everything that one request was told."""
+    """All messages about one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -28,14 +28,14 @@ class Told:
 
 
 def as_wanted(_number: int, wanted: int) -> int:
-    """A depth: what the scheduler wishes."""
+    """Return the depth that the scheduler wants."""
     return wanted
 
 
 class Rank:
     """A loaded worker. `stop` its `worker`, or use it in a `with`.
 
-    Sockets of one that nobody stopped are closed by the garbage collector, whose warning fails the test that runs then.
+    Otherwise the garbage collector closes its sockets, and the warning fails the test that runs then.
     """
 
     def __init__(self, model: Path, **options: Any) -> None:
@@ -55,15 +55,15 @@ class Rank:
         self.worker.stop()
 
     def scheduler(self, **changes: Any) -> Scheduler:
-        """An empty one over the rank's pages; `changes` are fields of its config."""
+        """Return an empty scheduler over the rank's pages; `changes` are fields of its config."""
         return Scheduler(replace(self.worker.scheduler.config, **changes))
 
     def run(
         self, requests: Requests, depth: Depth = as_wanted, **changes: Any
     ) -> tuple[dict[str, Told], SchedulerStats]:
-        """All requests at once, but for the first, which they follow.
+        """Run the first request, then all others at once.
 
-        `depth` of a step's number and wish says what its ranks agree on.
+        `depth` maps a step's number and wanted depth to the depth that its ranks agree on.
         """
         scheduler = self.scheduler(**changes)
         names = list(requests)
@@ -75,7 +75,7 @@ class Rank:
         return told, scheduler.stats
 
     def serve(self, scheduler: Scheduler, requests: Requests, depth: Depth = as_wanted) -> dict[str, Told]:
-        """All requests at once, until nothing is left."""
+        """Run all requests at once, until nothing is left."""
         told = {name: Told() for name in requests}
         for name, (prompt, params) in requests.items():
             held = None
@@ -112,7 +112,7 @@ class Rank:
 
 
 def hear(told: dict[str, Told], message: Any) -> None:
-    """Add what a message says to what its request was told; an end with an error is a failure."""
+    """Add a message to its request's record; an end with an error is a failure."""
     if isinstance(message, Tokens):
         told[message.request_id].token_ids += message.token_ids
         told[message.request_id].logprobs += message.logprobs

@@ -1,11 +1,11 @@
 """Count the product files that one decode step enters on the host: `python -m tests.step_files [--device cpu|cuda]`.
 
 On "cpu" two ranks of one host decode with the demo model, and the steps of rank 0 are counted. On "cuda" one rank
-decodes on one GPU with captured steps. Without a GPU its runner runs over stand-ins (tests/engine/captured_on_cpu.py),
-and what a graph launches is not counted. A token is drawn with top-p, with two alternatives.
+decodes on one GPU with captured steps. Without a GPU its runner uses stand-ins (tests/engine/captured_on_cpu.py), and
+launches inside a graph are not counted. Tokens are sampled with top-p and two alternatives.
 
-The files of the most frequent kind of turn (`Engine._turn`) that decodes one token are printed in the order in which
-they are entered, then those that other such turns enter. `--most N`: exit code 1 if the first are more.
+The script prints the files of the most frequent turn (`Engine._turn`) that decodes one token, in the order of entry,
+then further files of other such turns. `--most N`: exit with 1 if the first list is longer.
 """
 
 import argparse
@@ -35,14 +35,14 @@ TOKENS = 24
 
 
 class Trace:
-    """The files of the decode steps of one rank, in the order in which they are entered."""
+    """The files of one rank's decode steps, in the order of entry."""
 
     def __init__(self) -> None:
         self._turns: list[dict[str, None]] = []
         self._turn: dict[str, None] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
-        """What `sys.setprofile` calls."""
+        """Record a call; `sys.setprofile` calls this."""
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(PACKAGES):
             self._turn.setdefault(str(Path(name).relative_to(ROOT)))
@@ -80,7 +80,7 @@ class Trace:
             Engine._turn, Graph.replay = turn, replay  # type: ignore[method-assign]
 
     def counted(self) -> tuple[list[str], list[str]]:
-        """The files of the most frequent kind of turn, and the others; without the first and the last of a request."""
+        """Return the files of the most frequent turn, and the others; a request's first and last turns do not count."""
         kinds = Counter(frozenset(turn) for turn in self._turns[1:-1])
         [(most, _)] = kinds.most_common(1)
         files = [*next(turn for turn in self._turns if most == turn.keys())]
@@ -88,7 +88,7 @@ class Trace:
 
 
 def together(calls: list[Callable[[], object]]) -> None:
-    """Run all at once."""
+    """Run all calls at once."""
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()

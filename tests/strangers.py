@@ -1,4 +1,4 @@
-"""People whom nobody invited, at ZMQ sockets: what they may send, as bytes on a TCP connection (ZMTP 3, RFC 23)."""
+"""Uninvited connections to ZMQ sockets: the bytes that they may send over TCP (ZMTP 3, RFC 23)."""
 
 import contextlib
 import socket
@@ -12,39 +12,39 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def ready(kind: bytes) -> bytes:
-    """The last word of a handshake without keys, of a socket of this kind."""
+    """Return the last part of a handshake without keys, for a socket of this kind."""
     body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
     return b"\x04" + bytes([len(body)]) + body
 
 
 def frame(data: bytes) -> bytes:
-    """A message of one short frame."""
+    """Return a message of one short frame."""
     return b"\x00" + bytes([len(data)]) + data
 
 
 def huge(size: int = 1 << 30) -> bytes:
-    """The beginning of a message of so many bytes."""
+    """Return the beginning of a message of `size` bytes."""
     return b"\x02" + struct.pack(">Q", size) + bytes(1024)
 
 
 @contextlib.contextmanager
-def knock(address: str) -> Iterator[socket.socket]:
-    """A TCP connection to tcp://host:port."""
+def open_tcp(address: str) -> Iterator[socket.socket]:
+    """Open a TCP connection to tcp://host:port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
         yield connection
 
 
 def mechanism(address: str) -> bytes:
-    """How whoever listens there wants to be greeted, 20 bytes: it tells once it has heard a version."""
-    with knock(address) as connection, connection.makefile("rb") as answer:
+    """Return the security mechanism that the listener expects, 20 bytes: it answers a version."""
+    with open_tcp(address) as connection, connection.makefile("rb") as answer:
         connection.sendall(GREETING[:11])
         return answer.read(32)[12:]
 
 
 def say(address: str, *parts: bytes) -> None:
-    """Connect, say it all whether it is wanted or not, and leave; what is answered to the first part is waited for."""
-    with knock(address) as connection, contextlib.suppress(ConnectionError):  # boundary: turned away while it speaks
+    """Connect, send all parts in any case, and leave; wait for an answer to the first part only."""
+    with open_tcp(address) as connection, contextlib.suppress(ConnectionError):  # boundary: refused while it sends
         connection.sendall(parts[0])
         connection.recv(64)
         for part in parts[1:]:
@@ -52,12 +52,12 @@ def say(address: str, *parts: bytes) -> None:
 
 
 def one_byte_and_gone(address: str, kind: bytes = b"PAIR") -> None:
-    """Do what aborted a rank: a handshake as a peer's, one byte, and the end."""
+    """Send a peer's handshake, one byte, and close, which once aborted a rank."""
     say(address, GREETING, ready(kind), frame(b"x"))
 
 
-def rubbish(kind: bytes) -> list[tuple[bytes, ...]]:
-    """Other tries at a door: no ZMTP, half a greeting, a pickle, a gigabyte, a gigabyte before the handshake."""
+def bad_messages(kind: bytes) -> list[tuple[bytes, ...]]:
+    """Return other attempts: no ZMTP, half a greeting, a pickle, a gigabyte, a gigabyte before the handshake."""
     pickle = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R."
     return [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64),),
@@ -69,7 +69,7 @@ def rubbish(kind: bytes) -> list[tuple[bytes, ...]]:
 
 
 def try_key(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, server: bytes) -> int:
-    """Connect with a key of one's own to a server whose public key has become known; what came of it, as an event."""
+    """Connect with an unknown key to a server whose public key is known; return the resulting event."""
     public, secret = zmq.curve_keypair()
     with context.socket(kind) as client:
         client.setsockopt(zmq.LINGER, 0)

@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("worker", "router", "kernels", "deploy")
 PACKAGES = ("moeyard_worker", "moeyard_router", "moeyard_kernels", "moeyard")
 
-# All that a router knows of the worker: messages, frames, keys, sockets, flags of fields, and a checkpoint's tokens.
+# The worker's files that a router may import: messages, frames, keys, sockets, flags of fields, a checkpoint's tokens.
 BOUNDARY = ("protocol", "wire", "keys", "options", "refusals", "sockets", "tokenizer")
-# Who may import whom.
+# Allowed imports.
 MAY_IMPORT = {
     "moeyard": ("moeyard", "moeyard_router", "moeyard_worker", "moeyard_kernels.cpu.footprint"),
     "moeyard_router": ("moeyard_router", *(f"moeyard_worker.{name}" for name in BOUNDARY)),
     "moeyard_worker": ("moeyard_worker", "moeyard_kernels.backend", "moeyard_kernels.types"),
     "moeyard_kernels": ("moeyard_kernels",),
 }
-# The rooms of the worker, and which other rooms each may import.
+# The rooms of the worker, and the other rooms that each may import.
 ROOMS = {
     "config": (),
     "state": ("config",),
@@ -38,7 +38,7 @@ ROOMS = {
     "checkpoint": ("config", "layers", "models", "checkpoint.formats"),
     "engine": ("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"),
 }
-# The rooms of the engine likewise.
+# The same for the rooms of the engine.
 ENGINE_ROOMS = {
     "memory": (),
     "sampling": ("memory",),
@@ -46,13 +46,13 @@ ENGINE_ROOMS = {
     "loop": ("steps", "sampling"),
     "assembly": ("loop", "steps", "sampling", "memory"),
 }
-# Tools that read what a fleet recorded. Nothing that serves may import them, only these commands.
+# Tools that read a fleet's records. Serving code must not import them; only these commands do.
 OFFLINE = "moeyard_worker.experts.offline"
 OFFLINE_COMMANDS = ("moeyard.clients.offline",)
-# The rooms of the exchange; every room may also import the files beside the rooms. `factory` imports all of them.
+# The rooms of the exchange; every room may also import files outside the rooms. `factory` imports all of them.
 EXCHANGE_ROOMS = {"membership": (), "transports": ("membership",)}
 EXCHANGE_FILES = ("base", "shape")
-# Folders of transports, and the modules that know them. The topology also plans what shared expert fetch lends.
+# Folders of transports, and the modules that know them. The topology also plans the memory for shared expert fetch.
 PRIVATE_TRANSPORTS = {
     "moeyard_worker.exchange.transports.nccl": ("moeyard_worker.exchange.factory",),
     "moeyard_worker.exchange.transports.nvlink": (
@@ -61,7 +61,7 @@ PRIVATE_TRANSPORTS = {
         "moeyard_worker.engine.assembly.worker",
     ),
 }
-# The rooms of the router; every room may also import the files beside the rooms.
+# The rooms of the router; every room may also import files outside the rooms.
 ROUTER_ROOMS = {
     "text": (),
     "fleet": (),
@@ -69,7 +69,7 @@ ROUTER_ROOMS = {
     "http": ("text", "fleet", "api"),
 }
 ROUTER_FILES = ("config", "errors", "metrics")
-# The rooms of the launcher; every room may also import the files beside the rooms.
+# The rooms of the launcher; every room may also import files outside the rooms.
 LAUNCHER_ROOMS = {
     "fleet": (),
     "local": ("fleet",),
@@ -79,28 +79,28 @@ LAUNCHER_ROOMS = {
 LAUNCHER_FILES = ("__main__", "entry", "last_resort", "listen", "logs", "options", "signals")
 # The backend is the worker's only way to the kernels, with these exceptions.
 BEYOND_BACKEND = {
-    # It chooses the backend.
+    # This module chooses the backend.
     "moeyard_worker.engine.assembly.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
-    # An exchange is built before a layer asks anything of a backend; `Backend.peers` has the same.
+    # An exchange is built before a layer needs a backend; `Backend.peers` has the same function.
     "moeyard_worker.exchange.transports.nvlink.exchange": ("moeyard_kernels.ops",),
     "moeyard_worker.exchange.transports.nvlink.memory": ("moeyard_kernels.peers",),
     "moeyard_worker.exchange.transports.nvlink.expert_fetch": ("moeyard_kernels.host_memory",),
     "moeyard_worker.exchange.transports.nccl.group": ("moeyard_kernels.host_memory",),
 }
-# Inside the kernels a folder may import itself and those before it; `ops` only types and the checks.
+# Inside the kernels a folder may import itself and earlier ones; `ops` may import only types and the checks.
 SUBJECTS = ("attention", "linear", "linear_attention", "experts", "sampling", "elementwise")
 KERNEL_ORDER = (
     *("types", "common", "backend", "ops", SUBJECTS),
     *("host_memory", "peers", ("cpu", "cuda")),
 )
-# What is imported late, by name, and why. Nothing else is: no function hides an import.
+# Late imports by name, with their reasons. No other function hides an import.
 IMPORT_LATE = {
     "moeyard.entry": "a command pays for Ray, torch and transformers only if it uses them",
     "moeyard_kernels.ops.op": "Triton is loaded where there is a GPU to run it",
 }
-# What runs text as code, and which text.
+# Modules that run text as code, and which text.
 MAY_COMPILE = {"moeyard_kernels.ops.op": "the checks of ops, written in their declarations"}
-# Modules that a pure file may not import: devices, sockets, other processes, clocks, chance, the machine.
+# Modules that a pure file must not import: devices, sockets, other processes, clocks, random numbers, the machine.
 IMPURE = frozenset(
     (
         *("torch", "triton", "transformers", "numpy", "ray", "zmq", "psutil", "ctypes"),
@@ -115,7 +115,7 @@ MUTABLE_CALLS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file. `module` is its import name, None for a script."""
+    """One Python file. `module` is its import name, or None for a script."""
 
     path: Path
     module: str | None
@@ -133,12 +133,12 @@ class Source:
 
     @cached_property
     def for_types(self) -> set[ast.AST]:
-        """What stands under `if TYPE_CHECKING`: never run, so nothing is loaded by it."""
+        """Nodes under `if TYPE_CHECKING`, which never run and load nothing."""
         blocks = (n for n in self.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
         return {node for block in blocks for node in ast.walk(block)}
 
     def imports(self) -> Iterator[tuple[str, ast.stmt]]:
-        """Absolute name of everything imported, at any depth; `from a import b` gives a.b, b a module or not."""
+        """Absolute names of all imports at any depth; `from a import b` gives a.b, whether or not b is a module."""
         package = (self.module or "").split(".")
         if self.path.name != "__init__.py":
             package = package[:-1]
@@ -165,7 +165,7 @@ MODULES = {source.module: source for source in SOURCES if source.module}
 
 
 def pure_modules() -> list[str]:
-    """The list that mypy is strict on, in pyproject.toml."""
+    """Return the list of pure files, on which mypy is strict, from pyproject.toml."""
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     [strict] = [table for table in overrides if table.get("disallow_untyped_defs")]
     return list(strict["module"])
@@ -180,12 +180,12 @@ def run_python(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
-def test_there_is_something_to_check() -> None:
+def test_files_are_found() -> None:
     assert {name.split(".")[0] for name in MODULES} == set(PACKAGES)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_folder_is_no_package_and_holds_no_python_file(folder: str) -> None:
+def test_folder_is_not_a_package(folder: str) -> None:
     assert list((ROOT / folder).glob("*.py")) == []
     code = "from importlib.util import find_spec; s = find_spec(sys.argv[1]); print(s.origin if s else None)"
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['']; {code}", folder]
@@ -193,7 +193,7 @@ def test_folder_is_no_package_and_holds_no_python_file(folder: str) -> None:
     assert found == "None", f"`import {folder}` at the root finds {found}"
 
 
-def test_packages_import_one_way() -> None:
+def test_packages_import_in_one_direction() -> None:
     wrong = [
         f"{source.where(node)} imports {name}"
         for module, source in MODULES.items()
@@ -207,26 +207,24 @@ def test_packages_import_one_way() -> None:
 
 
 def room_of(name: str) -> str:
-    """The part of a module's name behind its package: a room of the worker, a folder or file of the kernels."""
+    """Return the rest of a module's name after its package: a room of the worker, a folder or file of the kernels."""
     return name.split(".")[1] if "." in name else ""
 
 
-def test_the_worker_has_rooms_and_one_boundary() -> None:
+def test_worker_has_rooms_and_one_boundary() -> None:
     found = {room_of(name) for name in MODULES if name.startswith("moeyard_worker.")}
-    assert found == {*(name for name in ROOMS if "." not in name), *BOUNDARY}, (
-        "a new part of the worker finds its room, or a reason to be one"
-    )
+    assert found == {*(name for name in ROOMS if "." not in name), *BOUNDARY}, "a new part of the worker needs a room"
     loose = sorted(path.name for path in (ROOT / "worker/moeyard_worker").glob("*.py"))
     assert loose == sorted(["__init__.py", *(f"{name}.py" for name in BOUNDARY)])
 
 
 def worker_room(name: str) -> str:
-    """The room of a module of the worker: a folder, or one inside a folder that ROOMS names apart."""
+    """Return the room of a module of the worker: a folder, or one inside a folder that ROOMS lists separately."""
     inner = ".".join(name.split(".")[1:3])
     return inner if inner in ROOMS else room_of(name)
 
 
-def test_rooms_import_along_allowed_edges() -> None:
+def test_rooms_of_the_worker_import_along_allowed_edges() -> None:
     wrong = []
     for module, source in MODULES.items():
         if not module.startswith("moeyard_worker."):
@@ -267,7 +265,7 @@ def test_rooms_of_the_engine_import_along_allowed_edges() -> None:
             if name.startswith(engine) and name.removeprefix(engine).split(".")[0] not in allowed
         ]
     assert wrong == []
-    assert rooms == set(ENGINE_ROOMS), "a new file of the engine finds its room"
+    assert rooms == set(ENGINE_ROOMS), "a new file of the engine needs a room"
 
 
 def test_rooms_of_the_exchange_import_along_allowed_edges() -> None:
@@ -276,7 +274,7 @@ def test_rooms_of_the_exchange_import_along_allowed_edges() -> None:
         own = module.removeprefix(package).split(".")[0]
         if not module.startswith(package) or own == "factory":
             continue
-        assert own in (*EXCHANGE_ROOMS, *EXCHANGE_FILES, ""), f"{module}: a new file of the exchange finds its room"
+        assert own in (*EXCHANGE_ROOMS, *EXCHANGE_FILES, ""), f"{module}: a new file of the exchange needs a room"
         allowed = {own, *EXCHANGE_ROOMS.get(own, ()), *EXCHANGE_FILES}
         wrong += [
             f"{source.where(node)}: {own} imports {name}"
@@ -299,7 +297,7 @@ def test_transports_with_a_folder_are_known_to_the_factory_only() -> None:
 
 
 def check_rooms(package: str, rooms: dict[str, tuple[str, ...]], files: tuple[str, ...], other: str | None) -> None:
-    """Assert that a package's rooms import along allowed edges. `other`: the room of modules that are in none."""
+    """Assert that a package's rooms import along allowed edges. `other` is the room of modules outside all rooms."""
 
     def place(name: str) -> str | None:
         part = room_of(name)
@@ -329,12 +327,12 @@ def test_rooms_of_the_launcher_import_along_allowed_edges() -> None:
 
 
 def kernel_rank(name: str) -> int | None:
-    """The place of a module of the kernels in KERNEL_ORDER."""
+    """Return the index of a module of the kernels in KERNEL_ORDER."""
     part = room_of(name)
     return next((i for i, each in enumerate(KERNEL_ORDER) if part == each or (part in each and each != part)), None)
 
 
-def test_kernels_import_one_way() -> None:
+def test_kernels_import_in_one_direction() -> None:
     wrong = []
     for module, source in MODULES.items():
         own = kernel_rank(module) if module.startswith("moeyard_kernels.") else None
@@ -349,7 +347,7 @@ def test_kernels_import_one_way() -> None:
 
 
 def test_layers_know_no_device() -> None:
-    """Above the seam nobody asks where a tensor lies, and no description of a layer loads torch."""
+    """Code above the seam never asks for a tensor's device, and no description of a layer loads torch."""
     wrong = [
         f"{source.where(node)}: {node.attr}"
         for module, source in MODULES.items()
@@ -362,7 +360,7 @@ def test_layers_know_no_device() -> None:
     assert run_python(f"import {modules}\nprint('torch' in sys.modules)") == "False"
 
 
-def test_nothing_is_imported_late_without_a_reason() -> None:
+def test_late_imports_have_a_reason() -> None:
     assert len(IMPORT_LATE) <= 3
     wrong, late = [], set()
     for source in SOURCES:
@@ -386,13 +384,13 @@ def test_no_import_cycles() -> None:
         }
         for module, source in MODULES.items()
     }
-    # Remove leaves until nothing changes; what stays imports itself in a circle.
+    # Remove leaves until nothing changes; the remaining modules form cycles.
     while leaves := {module for module, targets in graph.items() if not targets & graph.keys()}:
         graph = {module: targets for module, targets in graph.items() if module not in leaves}
     assert graph == {}
 
 
-def test_kernel_references_know_no_kernel() -> None:
+def test_kernel_references_import_no_kernel() -> None:
     allowed = ("moeyard_kernels.types", "moeyard_kernels.ops", "moeyard_kernels.common.checks")
     wrong = [
         f"{source.where(node)} imports {name}"
@@ -410,7 +408,7 @@ def test_router_and_protocol_load_no_torch() -> None:
     assert run_python(f"import {modules}\n{heavy}") == "[]"
     code = "before = set(sys.modules); import moeyard_worker.wire; new = set(sys.modules) - before\n"
     code += "print(*sorted({n.split('.')[0] for n in new} - set(sys.stdlib_module_names)))"
-    # msgpack is compiled by Cython, which leaves two modules of its own.
+    # msgpack is compiled by Cython, which leaves two modules.
     loaded = {name for name in run_python(code).split() if "cython" not in name}
     assert loaded == {"moeyard_worker", "msgpack"}
 
@@ -452,29 +450,29 @@ def is_mutable(value: ast.expr | None) -> bool:
 
 
 def test_no_mutable_state_in_modules() -> None:
-    """A constant table is a tuple, a frozenset or a MappingProxyType. (Of classes, ruff's RUF012 says the same.)"""
+    """A constant table is a tuple, a frozenset or a MappingProxyType. (ruff's RUF012 checks classes.)"""
     wrong = []
     for source in SOURCES:
         wrong += [source.where(node) for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
         for node in source.tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             name = getattr(targets[0], "id", "")
-            # Scripts are run once and imported by nobody: a table of theirs is a literal like any other.
+            # Scripts run once and are never imported, so their tables are ordinary literals.
             if source.module and name != "__all__" and is_mutable(getattr(node, "value", None)):
                 wrong.append(source.where(node))
     assert wrong == []
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
-    """Catches everything and does not pass it on."""
+    """Return whether a handler catches everything without raising it again."""
     names = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     broad = any(name is None or getattr(name, "id", "") in ("Exception", "BaseException") for name in names)
     last = handler.body[-1]
     return broad and not (isinstance(last, ast.Raise) and last.exc is None)
 
 
-def test_no_error_is_swallowed_without_a_reason() -> None:
-    """A broad `except` that does not re-raise, and `suppress`, say why on their line: `# boundary: ...`."""
+def test_swallowed_errors_have_a_reason() -> None:
+    """A broad `except` that does not re-raise, and `suppress`, give their reason on the line: `# boundary: ...`."""
     wrong = []
     for source in SOURCES:
         lines = source.text.splitlines()
@@ -499,7 +497,7 @@ def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called == "torch.load" or (called in ("eval", "exec") and source.module not in MAY_COMPILE):
                 wrong.append(source.where(node))
-            # pyzmq's way of unpickling what came through a socket, and multiprocessing's connections between strangers.
+            # pyzmq can unpickle messages from a socket, and multiprocessing has connections between strangers.
             if isinstance(node, ast.Attribute) and node.attr in ("recv_pyobj", "recv_serialized"):
                 wrong.append(source.where(node))
         wrong += [
@@ -512,5 +510,5 @@ def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
 
 
 def test_planted_faults_have_their_old_text() -> None:
-    """A change that moves the text of a fault moves the fault too: `make mutants` runs too seldom to tell."""
+    """A change that moves a fault's text moves the fault too: `make mutants` runs too rarely to notice."""
     assert len(read_faults()) >= 60

@@ -1,4 +1,4 @@
-"""A run of tests that is cut says what failed and what still ran."""
+"""A cut test run reports its failures and the tests that still ran."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_long():
 """
 
 
-# The process that the user started has heard that a test began: this hook runs behind the plugin's own.
+# The user's process knows that a test began: this hook runs after the plugin's own.
 CONFTEST = """
 import os
 
@@ -52,7 +52,7 @@ def pytest_runtest_logstart(nodeid):
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failures_are_named_at_once_and_what_ran_at_the_end(workers: int, tmp_path: Path) -> None:
+def test_failures_are_reported_at_once_and_running_tests_at_the_end(workers: int, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -61,7 +61,7 @@ def test_failures_are_named_at_once_and_what_ran_at_the_end(workers: int, tmp_pa
     environment.pop("PYTEST_XDIST_WORKER", None)
     said = tmp_path / "said"
     with said.open("w") as file:
-        # A group of its own, which gets the signal whole, as from `timeout`; and the first process gets it twice.
+        # A separate group gets the signal as a whole, like from `timeout`, and the first process gets it twice.
         run = subprocess.Popen(
             [*command, "-n", str(workers), "--tb=no"],
             cwd=tmp_path,

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.http_fleet import engine_config
 from tests.fleet import Fleet, ProcessPool, start_fleet
 from tests.limits import HANG_SECONDS
-from tests.strangers import one_byte_and_gone, rubbish, say, try_key
+from tests.strangers import bad_messages, one_byte_and_gone, say, try_key
 
 from moeyard_worker.protocol import Done
 
@@ -43,7 +43,7 @@ def test_strangers_at_every_door_of_a_fleet_that_serves(fleet: Fleet) -> None:
     for address, kind in doors:
         for _ in range(STRANGERS):
             one_byte_and_gone(address, kind)
-        for parts in rubbish(kind):
+        for parts in bad_messages(kind):
             say(address, *parts)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context:

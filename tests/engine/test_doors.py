@@ -14,7 +14,7 @@ import msgpack
 import pytest
 import zmq
 from tests.limits import HANG_SECONDS
-from tests.strangers import one_byte_and_gone, rubbish, say, try_key
+from tests.strangers import bad_messages, one_byte_and_gone, say, try_key
 
 from moeyard_worker.engine.loop import frontend
 from moeyard_worker.engine.loop.frontend import Frontend
@@ -89,7 +89,7 @@ def door() -> Iterator[Door]:
 def test_a_stranger_is_turned_away_and_counted(door: Door) -> None:
     client = door.router()
     door.serves(client)
-    tries = rubbish(b"DEALER")
+    tries = bad_messages(b"DEALER")
     for parts in tries:
         say(door.frontend.endpoint, *parts)
     for _ in range(5):

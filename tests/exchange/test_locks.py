@@ -11,7 +11,7 @@ import pytest
 import zmq
 from tests.exchange.meshes import connect_all
 from tests.limits import HANG_SECONDS
-from tests.strangers import mechanism, one_byte_and_gone, rubbish, say, try_key
+from tests.strangers import bad_messages, mechanism, one_byte_and_gone, say, try_key
 
 from moeyard_worker.exchange.membership.frames import Phase, pack_tag
 from moeyard_worker.exchange.membership.mesh import Mesh
@@ -81,7 +81,7 @@ def drill(encryption: str) -> dict[str, int]:
     for _ in range(STRANGERS):
         one_byte_and_gone(pair.address)
         pair.exchange()
-    for parts in rubbish(b"PAIR"):
+    for parts in bad_messages(b"PAIR"):
         say(pair.address, *parts)
         pair.exchange()
     # Wait for a heartbeat of the peers: one without a connection once aborted a rank.

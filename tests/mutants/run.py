@@ -1,8 +1,8 @@
-"""Plant faults one at a time and show that the fast tier sees them: `python -m tests.mutants.run [NAME ...]`.
+"""Plant faults one at a time and show that the fast tier detects them: `python -m tests.mutants.run [NAME ...]`.
 
-The YAML files beside this one hold the faults: a file, a text that it has once, and the text that replaces it.
-Each fault is planted in a copy of the tree. Then the tests of the fast tier run that import the changed file, nearest
-first, until one fails. The table says which test that was. A fault whose old text is not found once is an error.
+The YAML files in this folder hold the faults: a file, a text that it has exactly once, and the replacement. Each fault
+is planted in a copy of the tree. Then the fast tier's tests that import the changed file run, nearest first, until one
+fails. The table shows that test. A fault whose old text does not occur exactly once is an error.
 """
 
 import argparse
@@ -36,18 +36,18 @@ class Fault:
     breaks: str
     old: str
     new: str
-    # Why the fast tier may miss it, if it may.
+    # The reason why the fast tier may miss it, if it may.
     missed: str = ""
 
     def planted(self, text: str) -> str:
-        """The text of the file with the fault. Raises ValueError where `old` does not stand in it exactly once."""
+        """Return the text with the fault. Raise ValueError unless `old` occurs exactly once."""
         if self.old == self.new or text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} has the old text {text.count(self.old)} times, not once")
         return text.replace(self.old, self.new)
 
 
 def read_faults() -> list[Fault]:
-    """All faults, checked against this tree. Raises ValueError."""
+    """Return all faults, checked against this tree. Raise ValueError for a bad one."""
     faults = [
         Fault(**row)
         for file in sorted(Path(__file__).parent.glob("*.yaml"))
@@ -61,7 +61,7 @@ def read_faults() -> list[Fault]:
 
 
 def tests_of(file: str) -> list[str]:
-    """The test files that import a file directly or through others, nearest first."""
+    """Return the test files that import a file directly or indirectly, nearest first."""
     start = ROOT / file
     distance, queue = {start: 0}, deque([start])
     while queue:
@@ -93,7 +93,7 @@ def copy_tree(to: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str]) -> tuple[str, float]:
-    """Run tests in a tree until one fails. Returns that test (or "") and the seconds."""
+    """Run tests in a tree until one fails. Return that test (or "") and the seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in (*PACKAGES, "bench"))
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-rfE", "--tb=no", *tests]
@@ -108,7 +108,7 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[str, float]:
 
 
 def main() -> int:
-    """Print the table. Returns 1 where a fault was missed that does not say why it may be."""
+    """Print the table. Return 1 if a fault without an excuse was missed."""
     parser = argparse.ArgumentParser(description="plant faults and see which tests of the fast tier fail")
     parser.add_argument("names", nargs="*", help="faults to plant (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trees to work in at once")

@@ -1,14 +1,13 @@
 """A fake device: a model whose state is a hash, over real page tables and slots.
 
-The fake state of a position is a hash of all earlier states, read through the page table of the chunk, of its own token
-and of its formula (prompt or decode). Pages are blank when they are handed out. So a lost, shared, stale or skipped
-position, or one computed with the wrong formula, changes all that follows; what each chunk reads is compared with the
-states of its request alone, which `states_alone` computes without pages. A slot holds the states of all positions, and
-so does that of a snapshot.
+The fake state of a position is a hash of all earlier states (read through the chunk's page table), its own token and
+its formula (prompt or decode). Newly allocated pages are blank. So a lost, shared, stale or skipped position, or one
+computed with the wrong formula, changes everything after it. Each chunk's inputs are compared with the states of its
+request alone, which `states_alone` computes without pages. A slot or a snapshot holds the states of all positions.
 
-A prompt of which a part is kept leaves the states that a hash of them prefers, and its window, in pages of their own.
+A compressed prompt leaves the states that a hash of them prefers, and its window, in separate pages.
 
-It feeds the rows whose tokens the host does not know, and proposes drafts: true ones, wrong ones, fewer than asked for.
+The device supplies tokens that the host does not know, and proposes drafts: right, wrong, or too few.
 """
 
 from functools import lru_cache
@@ -19,12 +18,12 @@ from moeyard_worker.scheduling.request import Accepted, accept
 from moeyard_worker.scheduling.step import Chunk, Step
 
 Cell = int | None
-# Of a prompt's states how many are kept, and how many of its last positions always are; None: all are.
+# How many states of a prompt are kept, and how many of its last positions always are; None keeps all.
 Kept = tuple[int, int] | None
 
 
 def kept_of(params: SamplingParams, prompt: tuple[int, ...]) -> Kept:
-    """What a request for tokens wants kept of its prompt, if that is not all."""
+    """Return the kept part that a request for tokens asks for, or None for all."""
     asked = params.kv_compression
     if asked is None or not params.max_tokens or asked.budget >= len(prompt):
         return None
@@ -32,7 +31,7 @@ def kept_of(params: SamplingParams, prompt: tuple[int, ...]) -> Kept:
 
 
 def compacted(states: list[Cell], kept: tuple[int, int]) -> list[Cell]:
-    """What is kept of a prompt's states, in order."""
+    """Return the kept states of a prompt, in order."""
     count, window = kept
     before = range(len(states) - window)
     best = sorted(before, key=lambda i: (hash((states[i], 3)), i))[: count - window]
@@ -40,14 +39,14 @@ def compacted(states: list[Cell], kept: tuple[int, int]) -> list[Cell]:
 
 
 def state_of(earlier: list[Cell], token_id: int, *, prompt: bool) -> int:
-    """The fake state of the position after `earlier`."""
-    assert None not in earlier, "a position reads a state that nobody computed"
+    """Return the fake state of the position after `earlier`."""
+    assert None not in earlier, "a position reads a state that was never computed"
     return hash((*earlier, token_id, prompt))
 
 
 @lru_cache(maxsize=256)
 def states_alone(prompt: tuple[int, ...], vocab_size: int, length: int, kept: Kept = None) -> list[Cell]:
-    """The fake states of the first `length` positions of a request that nothing else touches, and nothing stops."""
+    """Return the fake states of the first `length` positions of a request that runs alone without a stop."""
     states: list[Cell] = []
     seen = states
     for position in range(length):
@@ -61,14 +60,14 @@ def states_alone(prompt: tuple[int, ...], vocab_size: int, length: int, kept: Ke
 
 
 def places_alone(states: list[Cell], num_prompt: int, kept: Kept) -> list[Cell]:
-    """What is in a request's places once it has these states."""
+    """Return the contents of a request's places once it has these states."""
     if kept is None or len(states) < num_prompt:
         return states
     return compacted(states[:num_prompt], kept) + states[num_prompt:]
 
 
 def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], str]:
-    """Output tokens and finish reason of a request that nothing else touches."""
+    """Return output tokens and finish reason of a request that runs alone."""
     states = states_alone(prompt, config.vocab_size, config.max_model_len, kept_of(params, prompt))
     output: list[int] = []
     for state in states[len(prompt) - 1 :] if params.max_tokens else ():
@@ -84,7 +83,7 @@ def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: Sampl
 
 
 def score_alone(config: SchedulerConfig, prompt: tuple[int, ...], position: int, num_top: int) -> TokenLogprob:
-    """The fake score of the prompt token at `position`, from the state before it."""
+    """Return the fake score of the prompt token at `position`, from the state before it."""
     state = states_alone(prompt, config.vocab_size, config.max_model_len)[position - 1]
     assert state is not None
     return TokenLogprob(logprob=-float(state % 997), rank=1 + prompt[position], top=((state % 7, -0.5),) * num_top)
@@ -99,11 +98,11 @@ class Device:
         self.slots: list[list[Cell]] = [
             [] for _ in range(config.num_state_slots * config.state_ring + config.num_snapshots)
         ]
-        # Of each sampled chunk of the latest step: where its last accepted token sits, the token, drafts behind it.
+        # For each sampled chunk of the latest step: position and id of its last accepted token, next drafts.
         self.latest: list[tuple[int, int, tuple[int, ...]]] = []
 
     def run(self, step: Step, prompts: list[tuple[tuple[int, ...], Kept]], fresh: list[list[int]]) -> list[Accepted]:
-        """Compute a step: `prompts[i]` is that of chunk i's request, `fresh[i]` the pages it is the first to name."""
+        """Compute a step: `prompts[i]` belongs to chunk i's request, `fresh[i]` are the pages that it names first."""
         fed, self.latest = self.latest, []
         results = []
         for chunk, prompt, pages in zip(step.chunks, prompts, fresh, strict=True):
@@ -114,7 +113,7 @@ class Device:
                 start, token_id, drafts = fed[chunk.fed]
                 assert chunk.start <= start <= chunk.max_start
                 assert set(token_ids) == {0}
-                # A row without a draft gets any token: what is accepted is right whoever guessed it.
+                # A row without a draft gets any token, because the accepted tokens do not depend on it.
                 token_ids = (token_id, *drafts, *(0,) * self.config.num_drafts)[: chunk.num_tokens]
             states = self._compute(chunk, start, token_ids, prompt)
             if chunk.num_sampled:
@@ -124,17 +123,17 @@ class Device:
     def _compute(
         self, chunk: Chunk, start: int, token_ids: tuple[int, ...], asked: tuple[tuple[int, ...], Kept]
     ) -> list[Cell]:
-        """States in all places of the chunk's request up to its last row, and behind it."""
+        """Return the states in all places of the chunk's request up to and including its rows."""
         config, size, (prompt, kept) = self.config, self.config.page_size, asked
-        assert start + chunk.num_tokens <= config.max_model_len, "a position that the model does not have"
+        assert start + chunk.num_tokens <= config.max_model_len, "the position exceeds the model's length"
         states = [self.cells[chunk.pages[i // size]][i % size] for i in range(start - chunk.dropped)]
         alone = states_alone(prompt, config.vocab_size, config.max_model_len, kept)[:start]
-        assert states == places_alone(alone, len(prompt), kept), "others' states are read"
+        assert states == places_alone(alone, len(prompt), kept), "the chunk reads other states"
         if chunk.state_slot >= 0:
             assert chunk.state_ring == config.state_ring
             read = chunk.state_slot + (start - 1) % config.state_ring if chunk.restored < 0 else chunk.restored
-            # A slot is of all positions, also where places are of some.
-            assert start == 0 or self.slots[read] == alone, "the slot is another's, or stale, or of another position"
+            # A slot covers all positions, even where places cover a part.
+            assert start == 0 or self.slots[read] == alone, "the slot has the wrong owner, age or position"
         for place, token_id in enumerate(token_ids, start=len(states)):
             states.append(state_of(states, token_id, prompt=chunk.prompt))
             self.cells[chunk.pages[place // size]][place % size] = states[-1]
@@ -147,7 +146,7 @@ class Device:
         if chunk.compaction is None:
             return states
         assert kept is not None
-        assert chunk.num_tokens >= chunk.compaction.window, "what chooses is not in the chunk"
+        assert chunk.num_tokens >= chunk.compaction.window, "the window must be in the chunk"
         states = compacted(states, kept)
         for place, state in enumerate(states):
             self.cells[chunk.compaction.pages[place // size]][place % size] = state
@@ -163,7 +162,7 @@ class Device:
         return Accepted(tuple(sampled[:count]), drafts=drafts)
 
     def _propose(self, states: list[Cell], token_id: int) -> tuple[int, ...]:
-        """Drafts behind `token_id` at position len(states): two of three are right, and the last may be missing."""
+        """Return drafts after `token_id` at position len(states): two of three are right, the last may be missing."""
         drafts: list[int] = []
         for j in range(self.config.num_drafts):
             states.append(state_of(states, token_id, prompt=False))

@@ -1,7 +1,7 @@
-"""A scheduler with a fake device behind it, and every promise of the scheduler checked at every event.
+"""A scheduler with a fake device, and checks of every promise of the scheduler at every event.
 
-The device runs planned steps in order, at once when they are planned (`eager`) or as late as it can. Every request's
-tokens are compared with those of the request alone.
+The device runs planned steps in order, at once (`eager`) or as late as possible. Every request's tokens are compared
+with those of the request alone.
 """
 
 from collections import deque
@@ -28,15 +28,15 @@ BEGUN = 1_000_000
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """What the harness knows of an accepted request from the outside."""
+    """The harness' record of an accepted request."""
 
     submit: Submit
     arrival: int
     output: list[int] = field(default_factory=list)
     computed: int | None = None  # positions with a state; None while it holds none
-    scored: int = 0  # prompt tokens of which a log-probability was told
+    scored: int = 0  # prompt tokens with a reported log-probability
     pages: tuple[int, ...] = ()
-    # Those that what is kept of its prompt is copied to; they are its `pages` once that is done.
+    # Pages that the kept part of its prompt is copied to; afterwards they are its `pages`.
     compact: tuple[int, ...] = ()
     first_start: int | None = None
     in_flight: list[Chunk] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Live:
         return 0 if self.kept is None else len(self.prompt) - self.kept[0]
 
     def pages_to_start(self, size: int) -> int:
-        """Pages of all that is known, and of the whole prompt beside what is kept of it."""
+        """Return the pages for all known tokens, plus the whole prompt if only a part of it is kept."""
         return -(-(len(self.known) - self.dropped) // size) + (-(-len(self.prompt) // size) if self.dropped else 0)
 
     @property
@@ -64,7 +64,7 @@ class Live:
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """A step in flight: its chunks' requests, the pages each is the first to name, and its results once it ran."""
+    """A step in flight: its chunks' requests, the pages that each names first, and its results once it ran."""
 
     step: Step
     requests: list[Live]
@@ -73,7 +73,7 @@ class Planned:
 
 
 class Harness:
-    """A scheduler, the fake device, and the terminal replies that each accepted request got."""
+    """A scheduler, the fake device, and the terminal replies of each accepted request."""
 
     def __init__(self, config: SchedulerConfig, *, eager: bool = True) -> None:
         self.config = config
@@ -89,7 +89,7 @@ class Harness:
         self.num_steps = 0
 
     def expected_refusal(self, submit: Submit, client: bytes) -> str | None:
-        """The reason by the contract's words, for submits whose sampling parameters are in range."""
+        """Return the refusal reason by the contract, for submits with valid sampling parameters."""
         config = self.config
         prompt, total = submit.prompt_token_ids, len(submit.prompt_token_ids) + submit.sampling.max_tokens
         if (client, submit.request_id) in self.live:
@@ -113,7 +113,7 @@ class Harness:
         return "queue_full" if excess > 0 and not self._can_start(waiting[:excess], excess) else None
 
     def _can_start(self, first: list[Live], count: int) -> bool:
-        """Whether `count` waiting requests, these among them, find places, slots and pages."""
+        """Return whether `count` waiting requests, including these, find places, slots and pages."""
         config = self.config
         running = sum(1 for r in self.live.values() if r.computed is not None)
         holders = [r for r in (*self.live.values(), *self.leaving) if r.computed is not None]
@@ -132,7 +132,7 @@ class Harness:
         assert (rejected.reason if isinstance(rejected, Rejected) else rejected) == expected
         if rejected is None:
             begun = list(submit.output_token_ids)
-            # What was begun goes before all that is new.
+            # Requests that had begun precede all new ones.
             arrival = self.num_accepted - (BEGUN if begun else 0)
             self.live[client, submit.request_id] = Live(submit, arrival, output=begun, scored=submit.num_scored)
             self.num_accepted += 1
@@ -154,14 +154,14 @@ class Harness:
         return done
 
     def abort_client(self, client: bytes) -> None:
-        """A client left: its requests end without a reply."""
+        """Disconnect a client: its requests end without a reply."""
         self.scheduler.abort_client(client)
         for key in [key for key in self.live if key[0] == client]:
             self._leave(self.live.pop(key))
         self.check()
 
     def roll_back(self) -> None:
-        """A peer was lost: nothing is in flight any more, and every request goes on from what was completed."""
+        """Lose a peer: nothing is in flight any more, and every request resumes after its completed steps."""
         self.scheduler.roll_back(now=float(self.num_steps))
         for request in self.live.values():
             if request.in_flight and self.config.num_state_slots:
@@ -173,7 +173,7 @@ class Harness:
         assert not self.scheduler._flights
 
     def carry(self, request_id: str, client: bytes = b"a") -> None:
-        """A request was cut off here and goes on, as one that was begun at another rank."""
+        """Interrupt a request and resume it like one that began at another rank."""
         request = self.live.get((client, request_id))
         if request is None:
             return
@@ -182,7 +182,7 @@ class Harness:
         self.submit(submit, client)
 
     def fail(self, request_id: str, client: bytes = b"a") -> None:
-        """One request is to blame for a fault: it ends by name, alone."""
+        """Fail one request because of an error; only it ends, with its name."""
         others = {key for key in self.live if key[1] != request_id}
         for reply in self.scheduler.fail([request_id], "not finite"):
             assert isinstance(reply.message, Done)
@@ -192,7 +192,7 @@ class Harness:
         assert set(self.live) == others
 
     def step(self) -> Step:
-        """Plan until the pipeline is full, then finish the oldest step. Returns what was planned last."""
+        """Plan until the pipeline is full, then finish the oldest step. Return the last plan."""
         self.num_steps += 1
         step = Step.empty()
         while len(self.flights) < self.config.max_in_flight:
@@ -208,13 +208,13 @@ class Harness:
         had_work = scheduler.has_work()
         assert had_work == bool(self.live)
         step = scheduler.schedule(now=float(self.num_steps))
-        assert step.num_tokens > 0 or self.flights or not had_work, "a step with work computes something"
+        assert step.num_tokens > 0 or self.flights or not had_work, "a step with work must compute rows"
         assert step.num_tokens <= config.max_batch_tokens
-        assert len({c.key for c in step.chunks}) == len(step.chunks), "one chunk per request"
+        assert len({c.key for c in step.chunks}) == len(step.chunks), "a request may have one chunk per step"
         running = {r.key for r in scheduler._roster.running}
         for key, request in self.live.items():
             if key not in running:
-                assert not request.in_flight, "a request yields what a step in flight names"
+                assert not request.in_flight, "a request yields pages that a step in flight names"
                 request.computed, request.pages, request.compact = None, (), ()
         planned = Planned(step, [self.live[chunk.key] for chunk in step.chunks], [])
         for chunk, request in zip(step.chunks, planned.requests, strict=True):
@@ -232,31 +232,31 @@ class Harness:
         return step
 
     def _check_chunk(self, chunk: Chunk, request: Live, *, prompt: bool) -> list[int]:
-        """Check one planned chunk by what is known; returns the pages that it is the first to name."""
+        """Check one planned chunk against the record; return the pages that it names first."""
         config, size, num_prompt = self.config, self.config.page_size, len(request.prompt)
         limit = num_prompt + max(request.submit.sampling.max_tokens, 1) - 1
         started = self._check_start(chunk, request) if request.computed is None else None
         kept = bool(chunk.dropped and request.compact)
         table = request.compact if kept else request.pages
         num_old = len(table) if started is None else started
-        assert chunk.pages[:num_old] == table[:num_old], "a page table only grows"
+        assert chunk.pages[:num_old] == table[:num_old], "a page table must only grow"
         assert chunk.prompt == prompt == (chunk.start < num_prompt)
         assert (chunk.state_slot >= 0) == bool(config.num_state_slots)
-        assert (chunk.restored >= 0) == bool(started and config.num_state_slots), "state is restored once, at the start"
+        assert (chunk.restored >= 0) == bool(started and config.num_state_slots), "state is restored only at the start"
         self._check_snapshots(chunk)
         before = request.in_flight[-1] if request.in_flight else None
         start = request.computed if before is None else request.computed + before.num_tokens
         if before is not None and before.num_sampled:
             self._check_fed(chunk, before, end=start, limit=limit)
         else:
-            assert (chunk.start, chunk.max_start, chunk.fed) == (start, start, None), "once each, in order"
+            assert (chunk.start, chunk.max_start, chunk.fed) == (start, start, None), "scored out of order"
             known = request.known[chunk.start : chunk.end]
             num_drafts = chunk.num_tokens - len(known)
             assert chunk.token_ids[: len(known)] == known
             sampled = chunk.end >= len(request.known) and request.submit.sampling.max_tokens
             assert chunk.num_sampled == (num_drafts + 1 if sampled else 0)
             assert 0 <= num_drafts <= config.num_drafts
-            assert num_drafts == 0 or len(known) == 1, "drafts are verified behind the last token"
+            assert num_drafts == 0 or len(known) == 1, "drafts must be verified after the last token"
             assert 0 < len(known) <= config.prefill_chunk
             assert chunk.end <= limit
         if prompt:
@@ -275,7 +275,7 @@ class Harness:
         return fresh
 
     def _check_snapshots(self, chunk: Chunk) -> None:
-        """Between whole pages of the prompt, on the way, each in a slot that no sequence has."""
+        """Check that snapshots lie between whole pages of the prompt, each in a slot that no sequence uses."""
         config, before = self.config, chunk.start
         for position, slot in chunk.snapshots:
             assert before < position <= chunk.end
@@ -285,25 +285,25 @@ class Harness:
         assert not chunk.snapshots or chunk.prompt
 
     def _check_compaction(self, chunk: Chunk, request: Live) -> list[int]:
-        """What the end of a prompt keeps of it, in pages of its own, which it is the first to name."""
+        """Check the part of a prompt that its last chunk keeps, in separate pages that the chunk names first."""
         found, num_prompt = chunk.compaction, len(request.prompt)
         if request.kept is None or chunk.end != num_prompt or not chunk.prompt:
             assert found is None
             return []
         assert found is not None
         assert (found.kept, found.dropped, found.window) == (request.kept[0], request.dropped, request.kept[1])
-        assert chunk.num_tokens >= found.window, "what chooses is not in the chunk"
+        assert chunk.num_tokens >= found.window, "the window must be in the chunk"
         assert len(found.pages) * self.config.page_size >= found.kept
         fresh = [page for page in found.pages if page not in request.compact]
         request.compact = found.pages
         return fresh
 
     def _reserved(self) -> set[int]:
-        """Pages for what will be kept of prompts, which no step names yet."""
+        """Return the pages for kept parts of prompts that no step names yet."""
         return {page for request in self.scheduler._roster.holders() for page in request.compact}
 
     def _expected_scoring(self, chunk: Chunk, request: Live) -> Scoring | None:
-        """Every prompt token but the first is told of once, whatever is computed again."""
+        """Every prompt token but the first is reported once, whatever is recomputed."""
         num_top = request.submit.sampling.prompt_logprobs
         first = max(chunk.start, request.scored)
         targets = request.prompt[first + 1 : chunk.end + 1] if chunk.prompt else ()
@@ -322,7 +322,7 @@ class Harness:
         return found
 
     def _check_scores(self, message: PromptLogprobs, request: Live) -> None:
-        """In order, each token once, before all output."""
+        """Scores come in order, each token once, before all output."""
         num_top = request.submit.sampling.prompt_logprobs
         assert num_top is not None
         assert not request.output
@@ -333,7 +333,7 @@ class Harness:
         request.scored += len(message.logprobs)
 
     def _check_start(self, chunk: Chunk, request: Live) -> int:
-        """A new one begins behind whole reused pages, and at least its last prompt position is computed."""
+        """A new request begins after whole reused pages and computes at least its last prompt position."""
         size = self.config.page_size
         assert chunk.start % size == chunk.start % self.config.chunk_alignment == 0
         assert chunk.start < len(request.prompt)
@@ -342,7 +342,7 @@ class Harness:
         assert request.submit.sampling.prompt_logprobs is None or chunk.start <= request.scored
         reused = [cell for page in chunk.pages[: chunk.start // size] for cell in self.device.cells[page]]
         assert reused == states_alone(request.prompt, self.config.vocab_size, chunk.start), (
-            "a prefix hit on other tokens"
+            "the prefix hit has other tokens"
         )
         if request.first_start is None:
             request.first_start = chunk.start
@@ -350,16 +350,16 @@ class Harness:
         return chunk.start // size
 
     def _check_fed(self, chunk: Chunk, before: Chunk, *, end: int, limit: int) -> None:
-        """The rows behind a sampled chunk in flight, whose last row is at end - 1."""
+        """Check rows after a sampled chunk in flight, whose last row is at end - 1."""
         assert chunk.fed is not None
         assert self.flights[-1].step.sampled[chunk.fed] is before
         assert (chunk.start, chunk.max_start) == (end - before.num_sampled + 1, end)
         assert 1 <= chunk.num_tokens == chunk.num_sampled <= 1 + self.config.num_drafts
-        assert chunk.start < limit, "it is certain to end with the step in flight"
+        assert chunk.start < limit, "the request ends with the step in flight"
         assert chunk.max_start + chunk.num_tokens <= max(limit, chunk.max_start + 1)
 
     def _check_tables(self) -> None:
-        """Two holders share a page only as the same full, already computed page of the same prompt prefix."""
+        """Two holders share a page only as the same full, computed page of the same prompt prefix."""
         holders: dict[int, list[tuple[Live, int]]] = {}
         for request in (*self.live.values(), *self.leaving):
             for index, page in enumerate(request.pages):
@@ -387,7 +387,7 @@ class Harness:
         return []
 
     def finish(self, step: Step) -> list[Reply]:
-        """Run the oldest planned step, unless it has run, and hand its tokens back."""
+        """Run the oldest planned step, unless it has run, and return its tokens to the scheduler."""
         planned = self.flights.popleft()
         assert planned.step is step
         if planned.results is None:
@@ -412,7 +412,7 @@ class Harness:
         self._check_replies(replies, expected)
         for request in self.live.values():
             if self.config.num_drafts and not request.in_flight:
-                # What was reserved for refused drafts is given back.
+                # Reservations for refused drafts are released.
                 length = len(request.known) - (request.dropped if (request.computed or 0) >= len(request.prompt) else 0)
                 request.pages = request.pages[: -(-length // self.config.page_size)]
         self.check()
@@ -423,7 +423,7 @@ class Harness:
         planned.results = self.device.run(planned.step, prompts, planned.fresh)
 
     def _check_replies(self, replies: list[Reply], expected: list[tuple[Live, tuple[int, ...]]]) -> None:
-        """One `Tokens` per request that goes on living, in order of rows, each followed by its end if it ends."""
+        """Expect one `Tokens` per living request, in order of rows, each followed by its end if it ends."""
         for reply in replies:
             message = reply.message
             if isinstance(message, PromptLogprobs):
@@ -457,7 +457,7 @@ class Harness:
     def drain(self) -> None:
         """Run until all requests ended, within a number of steps that only starvation would exceed."""
         bound = 2 * sum(len(r.prompt) + r.submit.sampling.max_tokens for r in self.live.values())
-        # A request may have to wait a step for what is in flight, each time it needs a page.
+        # Each time it needs a page, a request may have to wait a step for others in flight.
         bound *= self.config.max_in_flight
         while self.live:
             assert bound > 0, f"starving: {[r.submit.request_id for r in self.live.values()]}"
@@ -472,7 +472,7 @@ class Harness:
         assert self.scheduler.schedule(now=0.0) == Step.empty()
 
     def check(self) -> None:
-        """Invariants that hold between events."""
+        """Check invariants that hold between events."""
         scheduler = self.scheduler
         scheduler.validate()
         roster = scheduler._roster
@@ -480,7 +480,7 @@ class Harness:
         assert len(scheduler._flights) == len(self.flights)
         if self.config.max_in_flight == 1:
             order = [self.live[r.key].arrival for r in (*roster.running, *roster.waiting)]
-            assert order == sorted(order), "first come is not first served"
+            assert order == sorted(order), "requests must start in order of arrival"
         used = {page for request in (*self.live.values(), *self.leaving) for page in request.pages} | self._reserved()
         assert scheduler.pool.num_free == self.config.num_pages - len(used)
         slots = [

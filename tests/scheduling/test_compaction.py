@@ -1,4 +1,4 @@
-"""A prompt of which a part is kept: two lengths of one sequence, pages that come and go, what can be found again."""
+"""Compressed prompts: a sequence with two lengths, pages that are allocated and freed, and reusable prefixes."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ def submit(name: str, budget: int | None = 10, window: int = 3, **sampling: Any)
     return Submit(request_id=name, prompt_token_ids=PROMPT, sampling=params)
 
 
-def test_places_go_by_what_is_kept_and_rows_by_their_position() -> None:
+def test_places_follow_the_kept_part_and_rows_their_position() -> None:
     harness = Harness(CONFIG)
     harness.submit(submit("r"))
     first, last = harness.step(), harness.plan()
@@ -37,7 +37,7 @@ def test_places_go_by_what_is_kept_and_rows_by_their_position() -> None:
     assert (chunk.start, chunk.num_tokens, len(chunk.pages), chunk.dropped) == (16, 14, 8, 0)
     assert chunk.compaction == Compaction(kept=10, dropped=20, window=3, pages=chunk.compaction.pages)
     assert len(chunk.compaction.pages) == 3
-    # Both are held until the copy is made, and then the prompt's are free.
+    # Both are held until the copy is made, and then the prompt's pages are free.
     assert harness.scheduler.pool.num_free == 32 - 8 - 3
     assert harness.scheduler.stats.dropped_tokens == 0
     harness.finish(last)
@@ -52,8 +52,8 @@ def test_places_go_by_what_is_kept_and_rows_by_their_position() -> None:
     harness.drain()
 
 
-def test_the_window_is_never_cut() -> None:
-    """Behind a full chunk of 16 there would be 2 rows left: a window of 5 takes rows from it."""
+def test_window_is_never_split() -> None:
+    """After a full chunk of 16 only 2 rows would be left, so a window of 5 takes rows from it."""
     harness = Harness(CONFIG)
     harness.submit(replace(submit("r", window=5, max_tokens=1), prompt_token_ids=PROMPT[:18]))
     found = []
@@ -62,20 +62,20 @@ def test_the_window_is_never_cut() -> None:
     assert found == [13, 5]
 
 
-def test_found_prefixes_leave_the_window_to_be_computed_and_what_is_kept_is_never_found() -> None:
+def test_prefix_hits_exclude_the_window_and_kept_parts() -> None:
     harness = Harness(CONFIG)
     harness.submit(submit("plain", None))
     harness.drain()
     harness.submit(submit("kept", window=5))
     assert [(c.start, c.num_tokens) for c in harness.step().prefill] == [(24, 6)]
     harness.drain()
-    # The pages of its prompt stay where all can find them; those it was copied to are nobody's now.
+    # The pages of its prompt stay reusable; the pages of the kept part have no owner now.
     harness.submit(submit("plain", None))
     assert [(c.start, c.num_tokens) for c in harness.step().prefill] == [(28, 2)]
     harness.drain()
 
 
-def test_a_lost_step_and_a_lost_rank_compact_again() -> None:
+def test_lost_step_and_lost_rank_compress_again() -> None:
     harness = Harness(CONFIG)
     harness.submit(submit("r", max_tokens=9))
     harness.step()
@@ -91,12 +91,12 @@ def test_a_lost_step_and_a_lost_rank_compact_again() -> None:
         step = harness.step()
         again += [(c.start, c.num_tokens, c.prompt, c.dropped) for c in step.chunks]
     assert harness.scheduler.stats.dropped_tokens == 40
-    # Its whole pages were found again; its output runs as output, behind what is kept.
+    # Its whole pages are found again; its output runs as output, after the kept part.
     assert again[:2] == [(24, 6, True, 0), (30, 4, False, 20)]
 
 
 @pytest.mark.parametrize(("budget", "sampling"), [(30, {}), (31, {}), (10, {"max_tokens": 0})], ids=str)
-def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[str, Any]) -> None:
+def test_nothing_happens_if_nothing_is_dropped(budget: int, sampling: dict[str, Any]) -> None:
     plain, asked = Harness(CONFIG), Harness(CONFIG)
     plain.submit(submit("r", None, **sampling))
     asked.submit(submit("r", budget, **sampling))
@@ -118,14 +118,14 @@ def test_nothing_happens_where_nothing_is_dropped(budget: int, sampling: dict[st
         ({"num_pages": 11}, submit("r"), "the request needs 12 KV pages, this worker has 11"),
     ],
 )
-def test_refusals_say_both_numbers(changes: dict[str, Any], request_: Submit, words: str) -> None:
+def test_refusals_have_both_numbers(changes: dict[str, Any], request_: Submit, words: str) -> None:
     rejected = Harness(replace(CONFIG, **changes)).scheduler.add(request_, b"a", 0.0)
     assert isinstance(rejected, Rejected)
     assert words in rejected.message
 
 
-def test_a_window_of_all_that_is_left_beside_others_is_let_in() -> None:
-    """Three outputs run without end; a window of more than the 13 rows beside them had waited for one, all with it."""
+def test_window_of_all_remaining_rows_is_accepted() -> None:
+    """Three outputs run for long. A window above the 13 remaining rows would wait for one, with all behind it."""
     harness = Harness(replace(CONFIG, max_model_len=400, num_pages=256))
     for i in range(3):
         harness.submit(replace(submit(f"long{i}", None, max_tokens=300), prompt_token_ids=PROMPT[:2]))
@@ -137,7 +137,7 @@ def test_a_window_of_all_that_is_left_beside_others_is_let_in() -> None:
     assert "wide" not in harness.live
 
 
-def test_an_unknown_method_is_named() -> None:
+def test_unknown_method_is_named() -> None:
     asked = replace(submit("r").sampling, kv_compression=KvCompression(method="h2o", budget=4, window=2))
     rejected = Harness(CONFIG).scheduler.add(replace(submit("r"), sampling=asked), b"a", 0.0)
     assert isinstance(rejected, Rejected)

@@ -1,4 +1,4 @@
-"""The depth of drafts that pays: found, kept, found again when it changes; whatever a busy machine does meanwhile."""
+"""The best depth of drafts: found, kept, and found again after a change, even on a busy machine."""
 
 import random
 
@@ -12,7 +12,7 @@ from moeyard_worker.scheduling.step import Chunk, Step
 def live(
     depth: Depth, chance: random.Random, *, right: float, seconds: dict[int, float], sequences: int, steps: int
 ) -> list[int]:
-    """So many steps: drafts are right with probability `right`, `seconds` is by depth, one step in ten takes thrice."""
+    """Run steps: drafts are right with probability `right`, `seconds` is by depth, every tenth step takes thrice."""
     chosen, before = [], 0
     for _ in range(steps):
         k = depth.choose(sequences)
@@ -39,18 +39,18 @@ DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7}
         (0.8, {**DEAR, 1: 1.2}, 1),
     ],
 )
-def test_finds_what_gives_most_tokens_a_second(right: float, seconds: dict[int, float], best: int, seed: int) -> None:
+def test_finds_the_fastest_depth(right: float, seconds: dict[int, float], best: int, seed: int) -> None:
     depth = Depth(3)
     chosen = live(depth, random.Random(seed), right=right, seconds=seconds, sequences=4, steps=1500)
-    assert {0, 1, 2, 3}.intersection((best - 1, best, best + 1)) <= set(chosen[:60]), "those beside it are tried"
+    assert {0, 1, 2, 3}.intersection((best - 1, best, best + 1)) <= set(chosen[:60]), "must try neighbours"
     late = chosen[500:]
     assert late.count(best) > 0.9 * len(late)
-    assert len(set(late)) > 1, "others are tried again"
+    assert len(set(late)) > 1, "other depths must be tried again"
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_where_drafts_never_pay_finding_that_costs_little(begun: bool, seed: int) -> None:
-    """A burst of short answers at eight streams, as their number falls; with or without a single one before."""
+def test_search_is_cheap_if_drafts_never_pay(begun: bool, seed: int) -> None:
+    """A burst of short answers starts with eight streams and shrinks, with or without a single stream before it."""
     depth, chance, plain = Depth(3), random.Random(seed), 0.0
     if begun:
         live(depth, chance, right=0.8, seconds=CHEAP, sequences=1, steps=100)
@@ -69,18 +69,18 @@ def test_where_drafts_never_pay_finding_that_costs_little(begun: bool, seed: int
     assert tokens / seconds > 0.97 * plain / 100
 
 
-def test_follows_what_changes(seed: int) -> None:
+def test_follows_changes(seed: int) -> None:
     depth, chance = Depth(3), random.Random(seed)
     live(depth, chance, right=0.9, seconds=CHEAP, sequences=1, steps=600)
-    # Another text, of which nothing is guessed.
+    # Another text, whose tokens are never guessed.
     chosen = live(depth, chance, right=0.05, seconds=CHEAP, sequences=1, steps=600)
     assert chosen[300:].count(0) > 0.9 * 300
-    # Drafts are made in trials only, and these tell that they are right again.
+    # Drafts are made only in trials, which show that they are right again.
     chosen = live(depth, chance, right=0.95, seconds=CHEAP, sequences=1, steps=9000)
     assert chosen[-1000:].count(0) < 0.1 * 1000
 
 
-def test_every_number_of_sequences_has_a_depth_of_its_own(seed: int) -> None:
+def test_depth_depends_on_the_number_of_sequences(seed: int) -> None:
     depth, chance = Depth(2), random.Random(seed)
     for _ in range(3):
         one = live(depth, chance, right=0.8, seconds=CHEAP, sequences=1, steps=200)
@@ -89,7 +89,7 @@ def test_every_number_of_sequences_has_a_depth_of_its_own(seed: int) -> None:
     assert many[50:].count(0) > 0.9 * 150
 
 
-def test_without_a_choice_it_is_the_most() -> None:
+def test_fixed_depth_is_the_maximum() -> None:
     drafting = Drafting(2, adaptive=False)
     assert [drafting.wish(n) for n in (0, 1, 9)] == [1, 2, 2]
     assert Drafting(0, adaptive=True).wish(3) == 0
@@ -101,8 +101,8 @@ def row(num_sampled: int) -> Chunk:
     )
 
 
-def test_a_step_with_prompts_says_nothing_of_time() -> None:
-    """Nor does the step behind it, which verifies what another depth has drafted."""
+def test_steps_with_prompts_are_not_timed() -> None:
+    """The step after it does not count either, because it verifies drafts of another depth."""
     drafting = Drafting(1, adaptive=True)
     result = [Accepted((7,), drafts=(8,))]
     decode, prompt = Step(decode=(row(1),)), Step(prefill=(row(1),))

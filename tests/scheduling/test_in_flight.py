@@ -17,7 +17,7 @@ DEEP = replace(CONFIG, max_in_flight=2)
 
 
 def said(replies: list[Reply]) -> list[Any]:
-    """Tokens as a tuple, an end as its reason."""
+    """Return tokens as a tuple, and an end as its reason."""
     return [r.message.token_ids if isinstance(r.message, Tokens) else r.message.finish_reason for r in replies]
 
 
@@ -26,7 +26,7 @@ def row(chunk: Chunk) -> tuple[int, int, tuple[int, ...], int, int | None]:
 
 
 def one(config: SchedulerConfig, **options: Any) -> Scheduler:
-    """A scheduler with one request "p" of four prompt tokens and ten output tokens."""
+    """Return a scheduler with one request "p" of four prompt tokens and ten output tokens."""
     scheduler = Scheduler(config)
     assert scheduler.add(submit("p", 4, **{"max_tokens": 10, **options}), b"a", now=0.0) is None
     return scheduler
@@ -58,12 +58,12 @@ def test_rows_behind_a_step_in_flight_are_fed() -> None:
     assert [(c.key[1], *row(c)) for c in third.chunks] == [("p", 12, 12, (0,), 1, 0), ("q", 6, 6, (0,), 1, 1)]
     assert said(scheduler.complete(second, [Accepted((8,)), Accepted((9,))], now=0.0)) == [(8,), (9,)]
     scheduler.complete(third, [Accepted((1,)), Accepted((2,))], now=0.0)
-    # Nothing is in flight: the host knows the tokens again.
+    # Nothing is in flight, so the host knows the tokens again.
     assert [row(c) for c in scheduler.schedule(now=0.0).chunks] == [(13, 13, (1,), 1, None), (7, 7, (2,), 1, None)]
     scheduler.validate()
 
 
-def test_a_step_more_than_may_be_in_flight_is_refused() -> None:
+def test_step_above_the_limit_in_flight_is_refused() -> None:
     scheduler = one(DEEP)
     first, second = scheduler.schedule(now=0.0), scheduler.schedule(now=0.0)
     with pytest.raises(AssertionError, match="not completed"):
@@ -74,14 +74,14 @@ def test_a_step_more_than_may_be_in_flight_is_refused() -> None:
         scheduler.complete(first, [Accepted((1, 2))], now=0.0)
 
 
-def test_a_stop_is_seen_one_step_late() -> None:
+def test_stop_is_seen_one_step_late() -> None:
     scheduler = one(DEEP, stop_token_ids=(9,))
     first, second = scheduler.schedule(now=0.0), scheduler.schedule(now=0.0)
     assert said(scheduler.complete(first, [Accepted((9,))], now=0.0)) == [(9,), "stop"]
     assert not scheduler.has_work()
     assert scheduler.schedule(now=0.0) == Step.empty()
     scheduler.validate()
-    # Its id is free again, its pages are not.
+    # Its id is free again; its pages are not.
     assert scheduler.add(submit("p", 4), b"a", now=0.0) is None
     assert scheduler.pool.num_free == DEEP.num_pages - 2
     third = scheduler.schedule(now=0.0)
@@ -92,7 +92,7 @@ def test_a_stop_is_seen_one_step_late() -> None:
     scheduler.validate()
 
 
-def test_a_request_certain_to_end_is_not_planned_again() -> None:
+def test_request_certain_to_end_is_not_planned_again() -> None:
     scheduler = one(DEEP, max_tokens=2)
     first, second = scheduler.schedule(now=0.0), scheduler.schedule(now=0.0)
     scheduler.complete(first, [Accepted((1,))], now=0.0)
@@ -101,7 +101,7 @@ def test_a_request_certain_to_end_is_not_planned_again() -> None:
     assert said(scheduler.complete(second, [Accepted((2,))], now=0.0)) == [(2,), "length"]
 
 
-def test_an_aborted_request_keeps_what_the_steps_in_flight_name() -> None:
+def test_aborted_request_keeps_pages_of_steps_in_flight() -> None:
     scheduler = one(replace(DEEP, num_state_slots=2))
     first, second = scheduler.schedule(now=0.0), scheduler.schedule(now=0.0)
     done = scheduler.abort(b"a", "p")
@@ -127,8 +127,8 @@ def test_pages_are_findable_when_their_step_is_completed() -> None:
     assert [(c.key[1], c.start) for c in scheduler.schedule(now=0.0).prefill] == [("q", 8), ("r", 8)]
 
 
-def test_nobody_yields_what_a_step_in_flight_names() -> None:
-    """p needs a page while q, the later one, is in flight: both wait a step, though q need not, and then q yields."""
+def test_pages_of_a_step_in_flight_are_not_yielded() -> None:
+    """p needs a page while q, the later one, is in flight: both wait a step, though q could run, and then q yields."""
     harness = Harness(replace(DEEP, num_pages=4, prefix_caching=False))
     harness.submit(submit("p", 7, 8))
     harness.submit(submit("q", 5, 6))
@@ -142,8 +142,8 @@ def test_nobody_yields_what_a_step_in_flight_names() -> None:
     harness.drain()
 
 
-def test_nobody_yields_while_pages_are_on_their_way_back() -> None:
-    """p waits for the pages of q, which was aborted in flight, rather than take those of r, which waits too."""
+def test_no_request_yields_while_pages_are_being_freed() -> None:
+    """p waits for the pages of q, which was aborted in flight, and takes none of r, which waits too."""
     harness = Harness(replace(DEEP, num_pages=6, max_batch_tokens=32, prefix_caching=False))
     for name, length in (("p", 7), ("q", 5), ("r", 5)):
         harness.submit(submit(name, length, 8))
@@ -167,10 +167,10 @@ def test_nobody_yields_while_pages_are_on_their_way_back() -> None:
 
 
 @pytest.mark.parametrize(("p", "x", "later", "max_tokens"), [(20, 24, "yz", 20), (3, 17, "y", 12)])
-def test_who_yields_before_later_ones_keeps_its_place(p: int, x: int, later: str, max_tokens: int) -> None:
-    """x, whose prompt gets no rows beside others with drafts, is the only one that can yield its pages to p.
+def test_first_preempted_request_keeps_its_place(p: int, x: int, later: str, max_tokens: int) -> None:
+    """x, whose prompt gets no rows next to others with drafts, is the only one that can yield its pages to p.
 
-    Then others yield as well and queue up behind it; or it starts again before they end.
+    Then others yield too and queue behind it, or it starts again before they end.
     """
     config = replace(DEEP, num_drafts=1, chunk_alignment=8, prefix_caching=False)
     num_pages, num_rows = 1 + -(-x // 4) + len(later), 10 + len(later)
@@ -186,7 +186,7 @@ def test_who_yields_before_later_ones_keeps_its_place(p: int, x: int, later: str
             harness.finish_oldest()
     assert planned == [f"px{later}", f"p{later}", f"p{later}"]
     assert harness.scheduler.stats.num_preemptions == 1
-    # The harness sees to it that both queues stay in order of arrival, and that all end.
+    # The harness checks that both queues stay in order of arrival, and that all requests end.
     harness.drain()
 
 
@@ -197,9 +197,9 @@ def test_drafts_are_verified_and_rolled_back_by_length() -> None:
     step = scheduler.schedule(now=0.0)
     assert [row(c) for c in step.chunks] == [(4, 4, (1, 2, 3, 4), 4, None)]
     assert step.sample_rows == (0, 1, 2, 3)
-    # Of the next three drafts, all but the first are read by rows of their own, at positions 8 and 9.
+    # All but the first of the next three drafts are read by separate rows, at positions 8 and 9.
     assert len(step.chunks[0].pages) == 3
-    # d_1 is right: t_0 and t_1 are taken, in one message, and position 6 is written again.
+    # d_1 is right: t_0 and t_1 come in one message, and position 6 is written again.
     assert said(scheduler.complete(step, [Accepted((2, 7), drafts=(8,))], now=0.0)) == [(2, 7)]
     step = scheduler.schedule(now=0.0)
     assert [row(c) for c in step.chunks] == [(6, 6, (7, 8), 2, None)]
@@ -209,7 +209,7 @@ def test_drafts_are_verified_and_rolled_back_by_length() -> None:
     assert scheduler.stats.generation_tokens == 5
 
 
-def test_pages_for_refused_drafts_are_given_back() -> None:
+def test_pages_for_refused_drafts_are_freed() -> None:
     scheduler = one(replace(CONFIG, num_drafts=3, page_size=2))
     scheduler.complete(scheduler.schedule(now=0.0), [Accepted((1,), drafts=(2, 3, 4))], now=0.0)
     step = scheduler.schedule(now=0.0)
@@ -219,7 +219,7 @@ def test_pages_for_refused_drafts_are_given_back() -> None:
     scheduler.validate()
 
 
-def test_drafts_end_where_the_request_does() -> None:
+def test_drafts_end_with_the_request() -> None:
     scheduler = one(replace(CONFIG, num_drafts=3), max_tokens=3)
     scheduler.complete(scheduler.schedule(now=0.0), [Accepted((1,), drafts=(2, 3, 4))], now=0.0)
     step = scheduler.schedule(now=0.0)
@@ -227,15 +227,15 @@ def test_drafts_end_where_the_request_does() -> None:
     assert said(scheduler.complete(step, [Accepted((2, 3))], now=0.0)) == [(2, 3), "length"]
 
 
-@pytest.mark.parametrize(("min_tokens", "told"), [(0, [(2, 9), "stop"]), (4, [(2, 9, 9), "stop"]), (6, [(2, 9, 9, 9)])])
-def test_a_stop_among_accepted_tokens_cuts_them(min_tokens: int, told: list[Any]) -> None:
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, [(2, 9), "stop"]), (4, [(2, 9, 9), "stop"]), (6, [(2, 9, 9, 9)])])
+def test_stop_among_accepted_tokens_truncates_them(min_tokens: int, kept: list[Any]) -> None:
     scheduler = one(replace(CONFIG, num_drafts=3), stop_token_ids=(9,), min_tokens=min_tokens)
     scheduler.complete(scheduler.schedule(now=0.0), [Accepted((1,), drafts=(2, 9, 9))], now=0.0)
-    assert said(scheduler.complete(scheduler.schedule(now=0.0), [Accepted((2, 9, 9, 9))], now=0.0)) == told
+    assert said(scheduler.complete(scheduler.schedule(now=0.0), [Accepted((2, 9, 9, 9))], now=0.0)) == kept
 
 
-def test_a_draft_takes_no_page_from_another() -> None:
-    """Two requests fill the pool: with drafts they would need a page more, without they do not."""
+def test_draft_takes_no_page_from_another_request() -> None:
+    """Two requests fill the pool: with drafts they would need another page."""
     config = replace(CONFIG, num_pages=4, num_drafts=3, prefix_caching=False)
     scheduler = Scheduler(config)
     for name, length in (("p", 6), ("q", 7)):
@@ -246,11 +246,11 @@ def test_a_draft_takes_no_page_from_another() -> None:
     assert scheduler.stats.num_preemptions == 0
 
 
-def test_the_start_of_fed_drafts_is_a_range() -> None:
+def test_start_of_fed_drafts_is_a_range() -> None:
     scheduler = one(replace(DEEP, num_drafts=2))
     first = scheduler.schedule(now=0.0)
     second = scheduler.schedule(now=0.0)
-    # A step with a prompt drafts one token, and as many are verified behind it.
+    # A step with a prompt drafts one token, and the next step verifies as many.
     assert first.num_drafts == 1
     assert row(second.chunks[0]) == (4, 4, (0, 0), 2, 0)
     scheduler.complete(first, [Accepted((1,), drafts=(2,))], now=0.0)
@@ -258,13 +258,13 @@ def test_the_start_of_fed_drafts_is_a_range() -> None:
     assert row(third.chunks[0]) == (5, 6, (0, 0, 0), 3, 0)
     assert len(third.chunks[0].pages) * DEEP.page_size >= 10
     scheduler.complete(second, [Accepted((2, 3), drafts=(7, 7))], now=0.0)
-    # Seven tokens are known, the chunk in flight starts at 6 and yields one to three.
+    # Seven tokens are known; the chunk in flight starts at 6 and yields one to three.
     assert row(scheduler.schedule(now=0.0).chunks[0]) == (7, 9, (0, 0, 0), 3, 0)
     scheduler.validate()
 
 
 def test_fed_drafts_stay_within_the_request() -> None:
-    """Of 4 + 5 tokens all may be known after the second step; then the third has one row, which comes to nothing."""
+    """All 4 + 5 tokens may be known after the second step; then the third has one row, whose token is dropped."""
     scheduler = one(replace(DEEP, num_drafts=3), max_tokens=5)
     scheduler.complete(scheduler.schedule(now=0.0), [Accepted((1,), drafts=(2, 3, 4))], now=0.0)
     second = scheduler.schedule(now=0.0)
@@ -276,7 +276,7 @@ def test_fed_drafts_stay_within_the_request() -> None:
     scheduler.validate()
 
 
-def test_a_request_waits_for_a_slot() -> None:
+def test_request_waits_for_a_slot() -> None:
     harness = Harness(replace(CONFIG, num_state_slots=1, prefix_caching=False))
     harness.submit(submit("p", 3, 2))
     harness.submit(submit("q", 3, 2))
@@ -295,8 +295,8 @@ def test_prompt_chunks_end_at_multiples_of_the_alignment() -> None:
     harness.drain()
 
 
-def test_a_prompt_that_needs_more_rows_than_are_left_is_not_passed() -> None:
-    """r would fit into the three rows left beside p; then q might never get its four."""
+def test_prompt_that_needs_more_rows_is_not_overtaken() -> None:
+    """r would fit into the three rows left by p, but then q might never get its four."""
     harness = Harness(replace(CONFIG, chunk_alignment=4, prefill_chunk=4, max_batch_tokens=4, prefix_caching=False))
     harness.submit(submit("p", 3, 3))
     harness.submit(submit("q", 9, 2))
@@ -305,8 +305,8 @@ def test_a_prompt_that_needs_more_rows_than_are_left_is_not_passed() -> None:
     harness.drain()
 
 
-def test_a_running_prompt_that_needs_more_rows_is_not_passed_either() -> None:
-    """Beside p with its draft seven rows are left: x waits for eight, and r does not make p's company larger."""
+def test_running_prompt_that_needs_more_rows_is_not_overtaken() -> None:
+    """p with its draft leaves seven rows: x waits for eight, so r must not take rows as well."""
     harness = Harness(replace(CONFIG, chunk_alignment=8, max_batch_tokens=9, num_drafts=1, prefix_caching=False))
     harness.submit(submit("p", 1, 8))
     harness.submit(submit("x", 20, 2))

@@ -1,4 +1,4 @@
-"""The page pool against a naive model that keeps lists, and the hashes of page-sized prefixes."""
+"""The page pool compared with a naive model of lists, and the hashes of page-sized prefixes."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ NUM_PAGES = 6
 
 
 class NaivePool:
-    """What the pool promises, in plain lists: holders per page, and the index with its pages in order of release."""
+    """The pool's promises in plain lists: holders per page, and the index with its pages in order of release."""
 
     def __init__(self) -> None:
         self.held: list[list[int]] = []
@@ -35,12 +35,12 @@ class NaivePool:
         return pages
 
     def take(self, pages: list[int]) -> None:
-        """New holder of `pages`; those idle until now leave the queue for reuse."""
+        """Add a holder of `pages`; idle pages leave the reuse queue."""
         self.idle = [p for p in self.idle if p not in pages]
         self.held.append(pages)
 
     def evict(self, pages: list[int]) -> None:
-        """`pages` were handed out: blank ones go first, then the longest idle ones, which the index forgets."""
+        """Check allocated `pages`: blank ones go first, then the longest idle ones, which the index forgets."""
         num_blank = self.num_free() - len(self.idle)
         num_evicted = max(0, len(pages) - num_blank)
         assert sorted(p for p in pages if p in self.idle) == sorted(self.idle[:num_evicted])
@@ -65,12 +65,12 @@ operations = st.lists(
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(operations)
-def test_pool_is_the_naive_one(operations: list[tuple[str, object]]) -> None:
+def test_pool_equals_the_naive_one(operations: list[tuple[str, object]]) -> None:
     pool, naive = PagePool(NUM_PAGES), NaivePool()
     hashes_of: dict[int, list[bytes]] = {}  # id of a naive table -> its hashes
     for name, argument in operations:
         if name == "start":
-            # As the scheduler does: reuse the known prefix, then allocate the rest, or do not start at all.
+            # Like the scheduler: reuse the known prefix and allocate the rest, or do not start.
             assert isinstance(argument, list)
             hashes = page_hashes(argument, 1)
             cached = pool.match(hashes)
@@ -94,7 +94,7 @@ def test_pool_is_the_naive_one(operations: list[tuple[str, object]]) -> None:
                     pool.allocate(argument)
                 continue
             new = pool.allocate(argument)
-            assert all(naive.refs(p) == 0 for p in new), "a held page was handed out"
+            assert all(naive.refs(p) == 0 for p in new), "a held page was allocated"
             assert len(set(new)) == len(new) == argument
             naive.evict(new)
             naive.take(new)
@@ -126,7 +126,7 @@ def test_oldest_idle_tail_is_forgotten_first() -> None:
             pool.register(page, digest)
         pool.release(pages)
     assert pool.num_free == 4
-    # Used again, the first prefix is now the younger one.
+    # The first prefix is now the younger one.
     again = pool.match(first)
     pool.acquire(again)
     pool.release(again)
@@ -154,7 +154,7 @@ def test_first_page_of_equal_content_stays_known() -> None:
     assert (pool.num_free, pool.match([digest])) == (3, one)
 
 
-def test_a_second_release_is_noticed() -> None:
+def test_second_release_is_detected() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
     pool.release(pages)
@@ -162,7 +162,7 @@ def test_a_second_release_is_noticed() -> None:
         pool.release(pages)
 
 
-def test_validate_notices_wrong_holders() -> None:
+def test_validate_detects_wrong_holders() -> None:
     pool = PagePool(3)
     pages = pool.allocate(2)
     pool.validate([pages])
@@ -182,6 +182,6 @@ def test_hashes_are_equal_exactly_when_prefixes_are(one: list[int], two: list[in
     assert len({*hashes[0]}) == len(hashes[0]), "equal pages at different positions hash alike"
 
 
-def test_hashes_tell_large_token_ids_apart() -> None:
+def test_hashes_distinguish_large_token_ids() -> None:
     assert page_hashes([1], 1) != page_hashes([1 + 2**32], 1)
     assert page_hashes((5, 6), 2) == page_hashes([5, 6], 2)

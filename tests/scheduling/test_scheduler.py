@@ -1,4 +1,4 @@
-"""The scheduler's single promises, one by one; `test_scheduler_properties.py` plays random lives."""
+"""The scheduler's single promises, one by one; `test_scheduler_properties.py` plays random histories."""
 
 import re
 from dataclasses import replace
@@ -19,14 +19,14 @@ CONFIG = SchedulerConfig(
 
 
 def submit(request_id: str, prompt: tuple[int, ...] | int, max_tokens: int = 4, **sampling: Any) -> Submit:
-    """A request; an int prompt is a length, of tokens that no other length shares."""
+    """Return a request; an int prompt is a length, with tokens that no other length shares."""
     tokens = prompt if isinstance(prompt, tuple) else tuple((prompt * 7 + i) % 100 for i in range(prompt))
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     return Submit(request_id=request_id, prompt_token_ids=tokens, sampling=params)
 
 
 def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
-    """(request, start, rows, sampled) of each chunk."""
+    """Return (request, start, rows, sampled) of each chunk."""
     return [(c.key[1], c.start, c.num_tokens, c.num_sampled > 0) for c in chunks]
 
 
@@ -66,7 +66,7 @@ def shapes(chunks: tuple[Chunk, ...]) -> list[tuple[str, int, int, bool]]:
     ],
     ids=str,
 )
-def test_refusals_say_both_numbers(request_: Submit, reason: str, numbers: str) -> None:
+def test_refusals_have_both_numbers(request_: Submit, reason: str, numbers: str) -> None:
     scheduler = Scheduler(CONFIG)
     rejected = scheduler.add(request_, b"a", now=0.0)
     assert isinstance(rejected, Rejected)
@@ -76,8 +76,8 @@ def test_refusals_say_both_numbers(request_: Submit, reason: str, numbers: str) 
     scheduler.validate()
 
 
-def test_a_request_that_fits_exactly_is_run() -> None:
-    """The last output token is never fed back: 4 pages of 4 hold 13 + 4 tokens, and 13 + 5 need a fifth."""
+def test_request_that_fits_exactly_runs() -> None:
+    """The last output token is never an input: 4 pages of 4 hold 13 + 4 tokens, and 13 + 5 need a fifth."""
     harness = Harness(replace(CONFIG, num_pages=4))
     rejected = harness.submit(submit("large", 13, 5))
     assert rejected is not None
@@ -89,7 +89,7 @@ def test_a_request_that_fits_exactly_is_run() -> None:
     assert Scheduler(CONFIG).add(submit("longest", 60, 4), b"a", now=0.0) is None
 
 
-def test_a_full_queue_asks_to_come_back() -> None:
+def test_full_queue_refuses_until_there_is_room() -> None:
     harness = Harness(replace(CONFIG, max_waiting=2, max_num_seqs=1))
     assert harness.submit(submit("o", 5)) is None
     harness.step()
@@ -103,8 +103,8 @@ def test_a_full_queue_asks_to_come_back() -> None:
     harness.drain()
 
 
-def test_only_what_cannot_start_counts_as_waiting() -> None:
-    """Nobody runs: 4 places and 2 waiting are 6; with pages for 3 prompts, 3 and 2 are 5."""
+def test_only_requests_that_cannot_start_count_as_waiting() -> None:
+    """Nothing runs: 4 places and 2 waiting make 6; with pages for 3 prompts, 3 and 2 make 5."""
     harness = Harness(replace(CONFIG, max_waiting=2))
     assert [harness.submit(submit(name, 5)) is None for name in "opqrstu"] == [True] * 6 + [False]
     harness.drain()
@@ -113,7 +113,7 @@ def test_only_what_cannot_start_counts_as_waiting() -> None:
     harness.drain()
 
 
-def test_a_request_that_waits_too_long_ends_by_name() -> None:
+def test_request_that_waits_too_long_is_refused() -> None:
     config = replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0)
     scheduler = Scheduler(config)
     assert [scheduler.add(submit(name, 5), b"a", now=now) for name, now in (("p", 0.0), ("q", 1.0), ("r", 5.0))] == [
@@ -128,12 +128,12 @@ def test_a_request_that_waits_too_long_ends_by_name() -> None:
     assert isinstance(reply.message, Rejected)
     assert (reply.message.request_id, reply.message.reason) == ("q", "queue_timeout")
     assert reply.message.message == "the request waited 10.0 s and did not start; the limit is 10 s"
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1), "what runs is not waiting, however old"
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1), "a running request must not count as waiting"
     scheduler.validate()
     assert Scheduler(CONFIG).expire(now=1e9) == []
 
 
-def test_a_request_that_waited_for_its_grammar_expires_behind_one_that_came_later() -> None:
+def test_request_with_a_compiled_grammar_expires_by_its_arrival() -> None:
     scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=3.0))
     for name, arrived in (("runs", 0.0), ("later", 2.0), ("compiled", 1.0)):
         assert scheduler.add(submit(name, 5), b"a", now=arrived) is None
@@ -142,8 +142,8 @@ def test_a_request_that_waited_for_its_grammar_expires_behind_one_that_came_late
     assert [reply.message.request_id for reply in scheduler.expire(now=5.0)] == ["later"]
 
 
-def test_nobody_expires_for_the_time_in_which_nothing_runs() -> None:
-    """A peer was lost, and another takes its place: who waits has waited for as long as there were steps."""
+def test_queue_time_pauses_while_nothing_runs() -> None:
+    """A peer is lost and replaced; requests wait only while there are steps."""
     scheduler = Scheduler(replace(CONFIG, max_num_seqs=1, max_queue_seconds=10.0))
     for name, now in (("p", 0.0), ("q", 1.0)):
         assert scheduler.add(submit(name, 5), b"a", now=now) is None
@@ -162,7 +162,7 @@ def test_nobody_expires_for_the_time_in_which_nothing_runs() -> None:
     scheduler.validate()
 
 
-def test_a_preempted_request_has_started_and_does_not_expire() -> None:
+def test_preempted_request_does_not_expire() -> None:
     harness = Harness(replace(CONFIG, num_pages=4, max_queue_seconds=1.0))
     for name in "pq":
         assert harness.submit(submit(name, (1, 2, 3, 4) if name == "p" else (5, 6, 7, 8), 12)) is None
@@ -173,7 +173,7 @@ def test_a_preempted_request_has_started_and_does_not_expire() -> None:
     harness.drain()
 
 
-def test_a_request_preempted_within_its_prompt_has_started_too() -> None:
+def test_request_preempted_in_its_prompt_does_not_expire() -> None:
     harness = Harness(replace(CONFIG, num_pages=8, max_batch_tokens=2, max_num_seqs=2, max_queue_seconds=1.0))
     for request in (submit("p", 4, 12), submit("q", 24, 1)):
         assert harness.submit(request) is None
@@ -185,7 +185,7 @@ def test_a_request_preempted_within_its_prompt_has_started_too() -> None:
     harness.drain()
 
 
-def test_an_id_is_taken_per_client_while_it_lives() -> None:
+def test_ids_are_unique_per_client_while_they_live() -> None:
     harness = Harness(CONFIG)
     assert harness.submit(submit("r", 5), b"a") is None
     rejected = harness.submit(submit("r", 6), b"a")
@@ -204,7 +204,7 @@ def test_prompt_chunks_then_single_rows() -> None:
     harness.submit(submit("p", 10, 3))
     assert shapes(harness.step().prefill) == [("p", 0, 8, False)]
     harness.submit(submit("q", 20, 3))
-    # 16 rows: p's last two, then as much of q as a chunk may hold.
+    # 16 rows: the last two of p, then as many of q as a chunk may hold.
     assert shapes(harness.step().prefill) == [("p", 8, 2, True), ("q", 0, 8, False)]
     step = harness.step()
     assert shapes(step.decode) == [("p", 10, 1, True)]
@@ -229,7 +229,7 @@ def test_prefix_hits_are_whole_pages_short_of_the_last_position() -> None:
     harness = Harness(CONFIG)
     text = tuple(range(17))
     cached: dict[str, int] = {}
-    told: dict[str, tuple[int | None, ...]] = {}
+    seen: dict[str, tuple[int | None, ...]] = {}
     for name, prompt in (
         ("miss", text[:16]),
         ("same", text[:16]),
@@ -243,17 +243,17 @@ def test_prefix_hits_are_whole_pages_short_of_the_last_position() -> None:
                 if isinstance(reply.message, Done):
                     cached[name] = reply.message.cached_tokens
                 if isinstance(reply.message, Tokens):
-                    told[name] = (*told.get(name, ()), reply.message.cached_tokens)
+                    seen[name] = (*seen.get(name, ()), reply.message.cached_tokens)
     # Page 4 of "same" holds the position whose logits are needed, so it is computed again.
     assert cached == {"miss": 0, "same": 12, "longer": 16, "other": 8, "tail": 0}
-    assert all(told[name][0] == cached[name] and set(told[name][1:]) <= {None} for name in cached), "with the first"
+    assert all(seen[name][0] == cached[name] and set(seen[name][1:]) <= {None} for name in cached), "in the first"
     assert harness.scheduler.stats.prefix_hit_tokens == 36
     assert harness.scheduler.stats.prefix_query_tokens == 16 + 16 + 17 + 13 + 13
     assert harness.scheduler.stats.prefill_tokens == 75 - 36
 
 
 def test_output_pages_are_never_reused() -> None:
-    """The outputs of one request as the prompt of the next: only pages computed as prompt are found."""
+    """The output of one request is the next one's prompt: only pages computed as prompt are found."""
     harness = Harness(replace(CONFIG, vocab_size=100))
     harness.submit(submit("p", 6, 12))
     request = harness.live[b"a", "p"]
@@ -271,7 +271,7 @@ def test_prefix_caching_can_be_off() -> None:
     assert harness.scheduler.stats.prefix_hit_tokens == 0
 
 
-def test_the_latest_yields_and_keeps_its_place() -> None:
+def test_latest_request_yields_and_keeps_its_place() -> None:
     """Three sequences of 8 + 12 tokens, 5 pages each at the end, on 9 pages."""
     harness = Harness(replace(CONFIG, num_pages=9, prefix_caching=False))
     for name in "pqr":
@@ -285,13 +285,13 @@ def test_the_latest_yields_and_keeps_its_place() -> None:
         after = {s.request_id for s in harness.scheduler._roster.running}
         preempted += [name for name in reversed(before) if name not in after]
         ended += [r.message.request_id for r in harness.finish(step) if isinstance(r.message, Done)]
-    assert preempted == ["r", "q"], "the latest yields first, and nobody yields twice here"
+    assert preempted == ["r", "q"], "the latest must yield first, and none twice"
     assert "p" not in preempted
     assert harness.scheduler.stats.num_preemptions == len(preempted) > 0
     assert ended.index("p") < ended.index("q") < ended.index("r")
 
 
-def test_a_recompute_runs_outputs_as_outputs_and_lets_others_go_first() -> None:
+def test_recompute_runs_outputs_as_outputs_after_other_rows() -> None:
     harness = Harness(replace(CONFIG, num_pages=11, prefix_caching=False, max_batch_tokens=6, prefill_chunk=4))
     harness.submit(submit("p", 4, 28))
     harness.submit(submit("q", 5, 28))
@@ -302,13 +302,13 @@ def test_a_recompute_runs_outputs_as_outputs_and_lets_others_go_first() -> None:
         assert all(c.start >= 5 for c in several)
         if len(step.decode) > 1:
             sizes = [c.num_tokens for c in step.decode]
-            assert sizes == sorted(sizes), "a recompute is planned before single rows"
+            assert sizes == sorted(sizes), "a recompute must not precede single rows"
     assert harness.scheduler.stats.num_preemptions > 0
     assert several, "nothing was recomputed in chunks"
 
 
 def test_single_rows_come_before_an_older_recompute() -> None:
-    """An older sequence that recomputes 8 outputs must not take the step from a newer one's next token."""
+    """An older sequence that recomputes 8 outputs must not delay a newer one's next token."""
     scheduler = Scheduler(replace(CONFIG, max_batch_tokens=4, max_num_seqs=2))
     scheduler.add(submit("old", 4, 20), b"a", now=0.0)
     scheduler.add(submit("new", 4, 20), b"a", now=0.0)
@@ -352,14 +352,14 @@ def test_abort_of_one_holder_leaves_the_shared_pages_to_the_other() -> None:
     harness.drain()
 
 
-def test_a_step_that_is_lost_costs_nothing_but_its_time() -> None:
+def test_lost_step_costs_only_time() -> None:
     harness = Harness(CONFIG)
     for name in "pqrstu":
         harness.submit(submit(name, ord(name) - 100))
     harness.step()
     step = harness.plan()
     harness.roll_back()
-    assert harness.scheduler.num_running, "who ran, runs"
+    assert harness.scheduler.num_running, "running requests must continue"
     again = harness.plan()
     assert [(c.key, c.start, c.token_ids, c.pages) for c in again.chunks] == [
         (c.key, c.start, c.token_ids, c.pages) for c in step.chunks
@@ -368,7 +368,7 @@ def test_a_step_that_is_lost_costs_nothing_but_its_time() -> None:
     harness.drain()
 
 
-def test_a_lost_client_takes_only_its_own_requests() -> None:
+def test_lost_client_ends_only_its_own_requests() -> None:
     harness = Harness(CONFIG)
     for client in (b"a", b"b"):
         for name in "pqr":
@@ -380,7 +380,7 @@ def test_a_lost_client_takes_only_its_own_requests() -> None:
 
 
 def run_tokens(request: Submit, tokens: list[int], eos: tuple[int, ...] = ()) -> Done:
-    """Feed `tokens` to a request alone until it ends."""
+    """Run `tokens` through a request alone until it ends."""
     scheduler = Scheduler(replace(CONFIG, eos_token_ids=eos))
     assert scheduler.add(request, b"a", now=0.0) is None
     for token_id in tokens:
@@ -423,7 +423,7 @@ def test_times_are_from_arrival_to_start_to_first_token() -> None:
     assert [(d.queue_seconds, d.prefill_seconds) for d in dones] == [(9.0, 5.0), (18.0, 15.0)]
     assert scheduler.stats.queue_seconds == [9.0, 18.0]
     assert scheduler.stats.prefill_seconds == [5.0, 15.0]
-    assert scheduler.stats.token_seconds == [10.0], "p has a single token, so no time between tokens"
+    assert scheduler.stats.token_seconds == [10.0], "p has one token and no time between tokens"
     assert (scheduler.stats.prefill_tokens, scheduler.stats.generation_tokens) == (11, 3)
 
 
@@ -454,8 +454,8 @@ def test_a_step_must_be_completed_before_the_next() -> None:
         scheduler.complete(step, [], now=0.0)
 
 
-def test_prompts_beside_output_take_few_rows() -> None:
-    """Alone they take the step; beside output rows all of them together take `mixed_prefill_tokens`."""
+def test_prompts_with_output_take_few_rows() -> None:
+    """Alone they fill the step; with output rows they share `mixed_prefill_tokens`."""
     harness = Harness(replace(CONFIG, mixed_prefill_tokens=5))
     for name, length in (("a", 7), ("b", 9)):
         harness.submit(submit(name, length))
@@ -467,7 +467,7 @@ def test_prompts_beside_output_take_few_rows() -> None:
     assert shapes(step.decode) == [("a", 7, 1, True)]
 
 
-def test_prompts_beside_output_of_other_ranks_take_few_rows() -> None:
+def test_prompts_with_output_of_other_ranks_take_few_rows() -> None:
     scheduler = Scheduler(replace(CONFIG, mixed_prefill_tokens=5))
     scheduler.add(submit("a", 9), b"a", 0.0)
     assert shapes(scheduler.schedule(0.0, beside_output=True).prefill) == [("a", 0, 5, False)]

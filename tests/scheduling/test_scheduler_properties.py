@@ -1,4 +1,4 @@
-"""Random lives of a scheduler: whatever the interleaving, every request yields what it yields alone."""
+"""Random histories of a scheduler: for any interleaving every request gives the tokens that it gives alone."""
 
 import random
 from typing import Any
@@ -12,7 +12,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import KvCompression, SamplingParams, Submit
 
 VOCAB = 11
-# Prompts are cut from few texts, so that many share a prefix of whole pages.
+# Prompts are parts of few texts, so that many share a prefix of whole pages.
 TEXTS = tuple(tuple(random.Random(i).choices(range(VOCAB), k=30)) for i in range(2))
 
 
@@ -90,7 +90,7 @@ def play(harness: Harness, event: tuple[Any, ...]) -> None:
             for _ in range(count):
                 harness.step()
         case ("finish",):
-            # Nothing is planned behind the step in flight: as when a rank is idle for a while.
+            # Nothing is planned after the step in flight, as when a rank is idle for a while.
             harness.finish_oldest()
         case ("abort", request_id, client):
             harness.abort(request_id, client)
@@ -103,7 +103,7 @@ def play(harness: Harness, event: tuple[Any, ...]) -> None:
         case ("lose_peer", _):
             harness.roll_back()
         case ("lose_step", _):
-            # The exchange failed in the middle of a step: what was planned is never completed.
+            # The exchange failed in the middle of a step, so the plan is never completed.
             if len(harness.flights) < harness.config.max_in_flight:
                 harness.plan()
             harness.roll_back()
@@ -113,19 +113,19 @@ def play(harness: Harness, event: tuple[Any, ...]) -> None:
 
 @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(configs(), st.booleans(), st.lists(events, min_size=3, max_size=25))
-def test_any_life_of_a_scheduler(config: SchedulerConfig, eager: bool, life: list[tuple[Any, ...]]) -> None:
+def test_any_history_of_a_scheduler(config: SchedulerConfig, eager: bool, life: list[tuple[Any, ...]]) -> None:
     harness = Harness(config, eager=eager)
     for event in life:
         play(harness, event)
     harness.drain()
 
 
-def random_life(
+def random_run(
     rng: random.Random, *, max_in_flight: int, num_drafts: int, compressed: bool = False, num_snapshots: int = 0
 ) -> Harness:
-    """A busy life over a pool that holds about two of the requests; runs to the end."""
+    """A busy history on a pool that holds about two of the requests; it runs to the end."""
     page_size = rng.choice((1, 2, 4))
-    # Behind an aligned position a window has less room.
+    # After an aligned position a window has less room.
     windows = int(compressed and num_snapshots > 0)
     config = SchedulerConfig(
         num_pages=(40 if compressed else 48) // page_size,
@@ -146,7 +146,7 @@ def random_life(
     for i in range(12):
         prompt = rng.choice(TEXTS)[: rng.randint(1, 12 if compressed else 20)]
         sampling = SamplingParams(
-            # Prompts give pages back, so outputs are what makes them scarce.
+            # Prompts free pages, so outputs must make pages scarce.
             max_tokens=rng.randint(14, 24) if compressed else rng.randint(5, 20),
             prompt_logprobs=rng.choice((None, None, 1)),
             kv_compression=KvCompression(method="snapkv", budget=rng.randint(2, 9), window=2) if compressed else None,
@@ -162,11 +162,10 @@ def random_life(
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_busy_lives_preempt_and_reuse(seed: int, compressed: bool, max_in_flight: int, num_drafts: int) -> None:
-    """What holds is worth something only if meanwhile pools are tight, prompts are reused, ends are seen late, and
-    drafts are right and wrong."""
+def test_busy_histories_preempt_and_reuse(seed: int, compressed: bool, max_in_flight: int, num_drafts: int) -> None:
+    """Histories must have full pools, reused prompts, late ends, and both right and wrong drafts."""
     lives = [
-        random_life(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts, compressed=compressed)
+        random_run(random.Random(seed + i), max_in_flight=max_in_flight, num_drafts=num_drafts, compressed=compressed)
         for i in range(25)
     ]
     stats = [harness.scheduler.stats for harness in lives]
@@ -181,12 +180,12 @@ def test_busy_lives_preempt_and_reuse(seed: int, compressed: bool, max_in_flight
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize(("num_snapshots", "compressed"), [(1, False), (3, False), (12, False), (12, True)])
-def test_busy_lives_with_state_per_sequence(
+def test_busy_histories_with_state_per_sequence(
     seed: int, num_snapshots: int, compressed: bool, max_in_flight: int
 ) -> None:
-    """The same where a prefix is reused only behind a snapshot, of which there are few."""
+    """A prefix is reused only after a snapshot, and there are few."""
     kind = {"max_in_flight": max_in_flight, "num_snapshots": num_snapshots, "compressed": compressed}
-    lives = [random_life(random.Random(seed + i), num_drafts=0, **kind) for i in range(25)]
+    lives = [random_run(random.Random(seed + i), num_drafts=0, **kind) for i in range(25)]
     stats = [harness.scheduler.stats for harness in lives]
     snapshots = [harness.scheduler.snapshots for harness in lives]
     assert sum(1 for s in stats if s.num_preemptions > 0) > 12

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, and requests for no tokens: what is scored, what is told, what pages spare."""
+"""Log-probabilities of prompts, and requests without output: scores, messages, and reuse of pages."""
 
 import math
 
@@ -26,7 +26,7 @@ def submit(request_id: str, length: int, max_tokens: int, prompt_logprobs: int |
 
 
 def run(harness: Harness) -> list[object]:
-    """Plan and finish one step; its messages."""
+    """Plan and finish one step; return its messages."""
     replies: list[Reply] = harness.finish(harness.plan())
     return [reply.message for reply in replies]
 
@@ -42,7 +42,7 @@ def test_scores_come_in_messages_of_bounded_size_before_the_first_token() -> Non
     assert isinstance(done, Done)
 
 
-def test_no_tokens_are_asked_for() -> None:
+def test_request_without_output() -> None:
     """The prompt is computed whole, may be as long as the model, and ends its request."""
     harness = Harness(CONFIG)
     harness.submit(submit("r", 400, 0))
@@ -58,15 +58,15 @@ def test_no_tokens_are_asked_for() -> None:
     *_, done = (reply.message for reply in harness.finish(step))
     assert isinstance(done, Done)
     assert (done.finish_reason, done.prompt_tokens, done.completion_tokens) == ("length", 400, 0)
-    # Where nothing is to be told either, the prompt is in the pages for others to use.
+    # Without any score to report, other requests can still reuse the prompt's pages.
     harness.submit(submit("warm", 41, 0, None))
     assert [type(m) for m in run(harness)] == [Done]
     harness.submit(submit("one", 1, 0))
     assert [type(m) for m in run(harness)] == [Done], "the first token has no log-probability"
 
 
-def test_pages_spare_only_what_was_told() -> None:
-    """A scored prompt is found by others and finds nothing itself, until it had to yield what it had told of."""
+def test_reuse_skips_only_reported_scores() -> None:
+    """Others reuse a scored prompt's pages; it reuses none itself, unless it was preempted after scores were sent."""
     harness = Harness(CONFIG)
     harness.submit(submit("first", 41, 1, None))
     harness.step()

@@ -17,7 +17,7 @@ def test_each_slot_has_one_owner() -> None:
     assert pool.allocate() == held[1]
 
 
-def test_wrong_releases_and_holders_are_noticed() -> None:
+def test_wrong_releases_and_holders_are_detected() -> None:
     pool = SlotPool(2)
     slot = pool.allocate()
     for held in ([], [1 - slot], [slot, slot]):
@@ -30,7 +30,7 @@ def test_wrong_releases_and_holders_are_noticed() -> None:
         pool.release(-1)
 
 
-def test_a_model_without_such_state_has_none() -> None:
+def test_model_without_such_state_has_no_slots() -> None:
     pool = SlotPool(0)
     assert pool.num_free == 0
     pool.validate([])

@@ -1,4 +1,4 @@
-"""Snapshots of state per sequence: where prompts leave them, who starts behind them, which goes first."""
+"""Snapshots of state per sequence: where prompts leave them, which requests use them, and which is evicted first."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ SHARED = tuple(range(10))
 
 
 def ask(harness: Harness, name: str, prompt: tuple[int, ...], max_tokens: int = 2) -> list[tuple[int, int, list[int]]]:
-    """Run a request to its end: (start, end, positions of snapshots) of each of its prompt chunks."""
+    """Run a request to its end; return (start, end, positions of snapshots) of each of its prompt chunks."""
     harness.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens)))
     found = []
     while harness.live:
@@ -42,8 +42,8 @@ def harness() -> Harness:
     return Harness(CONFIG)
 
 
-def test_a_conversation_goes_on_where_its_last_prompt_had_whole_pages(harness: Harness) -> None:
-    """Not behind the answer: output positions have state that no prompt would leave there."""
+def test_conversation_resumes_at_the_last_whole_page(harness: Harness) -> None:
+    """It does not resume after the answer: output positions have a state that no prompt would leave."""
     assert ask(harness, "first", SHARED) == [(0, 8, [8]), (8, 10, [])]
     longer = (*SHARED, *range(20, 33))
     assert ask(harness, "second", longer) == [(8, 16, []), (16, 23, [20])]
@@ -52,24 +52,24 @@ def test_a_conversation_goes_on_where_its_last_prompt_had_whole_pages(harness: H
     assert (harness.scheduler.snapshots.num_taken, harness.scheduler.snapshots.num_used) == (3, 2)
 
 
-def test_the_second_with_a_beginning_leaves_a_snapshot_for_the_third(harness: Harness) -> None:
-    """The first cannot know where others will leave it; pages tell the second."""
+def test_second_request_leaves_a_snapshot_for_the_third(harness: Harness) -> None:
+    """The first request cannot know where others will branch off; pages tell the second."""
     ask(harness, "p", (*SHARED, *range(20, 30)))
     assert ask(harness, "q", (*SHARED, *range(30, 39))) == [(0, 8, [8]), (8, 16, [16]), (16, 19, [])]
     assert ask(harness, "r", (*SHARED, *range(40, 49))) == [(8, 16, [16]), (16, 19, [])]
     assert ask(harness, "r again", (*SHARED, *range(40, 49))) == [(16, 19, [])]
 
 
-def test_a_prompt_of_whole_pages_is_found_by_longer_ones_and_by_its_twin_but_for_its_end(harness: Harness) -> None:
+def test_prompt_of_whole_pages_is_reused(harness: Harness) -> None:
     prompt = tuple(range(12))
     assert ask(harness, "p", prompt) == [(0, 8, []), (8, 12, [12])]
     assert ask(harness, "longer", (*prompt, 1)) == [(12, 13, [])]
-    assert ask(harness, "twin", prompt) == [(0, 8, [8]), (8, 12, [])], "its last position is computed, behind 8"
+    assert ask(harness, "twin", prompt) == [(0, 8, [8]), (8, 12, [])], "the last position must be computed, from 8 on"
     assert ask(harness, "triplet", prompt) == [(8, 12, [])]
 
 
-def test_pages_of_a_chunk_that_ends_with_its_prompt_are_not_handed_on(harness: Harness) -> None:
-    """Bits of 8 and 9, computed by themselves, may be others than computed with 10 and 11 (`delta_scores.py`)."""
+def test_pages_of_a_prompts_last_chunk_are_not_shared(harness: Harness) -> None:
+    """Bits of positions 8 and 9, computed alone, may differ from those computed with 10 and 11 (`delta_scores.py`)."""
     ask(harness, "short", SHARED)
     longer, pages = (*SHARED, *range(20, 31)), []
     for name in ("long", "long again"):
@@ -82,12 +82,12 @@ def test_pages_of_a_chunk_that_ends_with_its_prompt_are_not_handed_on(harness: H
     assert pages[0][1] == pages[1][1]
 
 
-def test_pages_without_room_for_a_snapshot_are_no_use() -> None:
+def test_pages_without_a_snapshot_are_not_reused() -> None:
     harness = Harness(replace(CONFIG, num_snapshots=0))
     assert ask(harness, "p", SHARED) == ask(harness, "q", SHARED) == [(0, 8, []), (8, 10, [])]
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     harness = Harness(replace(CONFIG, num_snapshots=2))
     first, second = tuple(range(5)), tuple(range(10, 15))
     ask(harness, "p", first)
@@ -99,7 +99,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert harness.scheduler.snapshots.num_evicted == 2
 
 
-def test_a_snapshot_goes_with_the_page_that_leads_to_it() -> None:
+def test_snapshot_is_evicted_with_its_page() -> None:
     harness = Harness(replace(CONFIG, num_pages=8))
     ask(harness, "p", SHARED)
     ask(harness, "all pages", tuple(range(20, 33)))
@@ -109,8 +109,8 @@ def test_a_snapshot_goes_with_the_page_that_leads_to_it() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_what_a_lost_step_was_taking_cannot_be_found(harness: Harness, after: int) -> None:
-    """A peer is lost while the step that takes one is in flight: another takes it."""
+def test_snapshot_of_a_lost_step_is_not_found(harness: Harness, after: int) -> None:
+    """A peer is lost while a step that takes a snapshot is in flight; a later step takes it."""
     prompt = (*SHARED, *range(20, 26))
     harness.submit(Submit(request_id="p", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2)))
     for _ in range(after - 1):
@@ -120,10 +120,10 @@ def test_what_a_lost_step_was_taking_cannot_be_found(harness: Harness, after: in
     harness.roll_back()
     assert harness.scheduler.snapshots.num_held == 0
     harness.drain()
-    assert harness.scheduler.snapshots.num_held == 1 + (after == 2), "the pages of the first step are known"
+    assert harness.scheduler.snapshots.num_held == 1 + (after == 2), "the pages of the first step must be known"
 
 
-def test_a_preempted_request_goes_on_from_its_own_snapshot() -> None:
+def test_preempted_request_resumes_from_its_snapshot() -> None:
     """Its prompt is not computed again; its output is, by the output's formula."""
     harness = Harness(replace(CONFIG, num_pages=14))
     for name, prompt in (("p", SHARED), ("q", tuple(range(20, 30)))):
@@ -135,7 +135,7 @@ def test_a_preempted_request_goes_on_from_its_own_snapshot() -> None:
     assert stats.prefill_tokens < 2 * len(SHARED) + stats.num_preemptions * 3
 
 
-def test_one_that_ends_while_it_takes_one_leaves_none(harness: Harness) -> None:
+def test_request_that_ends_during_a_snapshot_leaves_none(harness: Harness) -> None:
     harness.submit(Submit(request_id="p", prompt_token_ids=SHARED, sampling=SamplingParams(max_tokens=2)))
     harness.plan()
     harness.abort("p")
@@ -144,8 +144,8 @@ def test_one_that_ends_while_it_takes_one_leaves_none(harness: Harness) -> None:
     assert harness.scheduler.snapshots.num_held == 0
 
 
-def test_two_at_once_take_one_snapshot() -> None:
-    """And one whose slot is the only one takes it from another, even from the one that it starts behind."""
+def test_concurrent_requests_take_one_snapshot() -> None:
+    """With a single slot, a request takes it over, even from the snapshot that it starts from."""
     harness = Harness(replace(CONFIG, num_snapshots=1))
     for name in "pq":
         harness.submit(Submit(request_id=name, prompt_token_ids=SHARED, sampling=SamplingParams(max_tokens=1)))
@@ -158,7 +158,7 @@ def test_two_at_once_take_one_snapshot() -> None:
     harness.drain()
 
 
-def test_the_pool_notices_what_is_wrong() -> None:
+def test_pool_detects_errors() -> None:
     pool = SnapshotPool(range(4, 6))
     assert [pool.reserve(name) for name in (b"a", b"b", b"c")] == [4, 5, None]
     assert pool.reserve(b"a") is None
@@ -183,7 +183,7 @@ def test_numbers_of_slots_are_at_least_zero() -> None:
 
 
 def fill(pool: SnapshotPool, uses: dict[bytes, int]) -> list[bytes]:
-    """Keep snapshots one after the other and use each so often; those that are left."""
+    """Keep snapshots in order and use each `uses` times; return those that are left."""
     for name, times in uses.items():
         assert pool.reserve(name) is not None
         pool.keep(name)
@@ -192,22 +192,22 @@ def fill(pool: SnapshotPool, uses: dict[bytes, int]) -> list[bytes]:
     return [name for name in uses if pool.reach([name], 1)]
 
 
-def test_what_is_used_often_stays_until_it_is_old() -> None:
-    """Each that goes makes those behind worth one more: after three, what was used four times goes before a new one."""
+def test_often_used_snapshot_stays_until_it_is_old() -> None:
+    """Each eviction makes the others worth less: after three, one used four times goes before a new one."""
     uses, pool = {b"liked": 4, b"a": 0, b"b": 0, b"c": 0, b"d": 0}, SnapshotPool(range(2))
     assert fill(pool, uses) == [b"liked", b"d"]
     pool.validate([], dict.fromkeys((b"liked", b"d")).keys())
     assert fill(SnapshotPool(range(2)), {**uses, b"e": 0}) == [b"d", b"e"]
 
 
-def test_one_use_is_as_good_as_none() -> None:
-    """A conversation's next turn has begun behind it, and has left its own."""
+def test_one_use_counts_as_none() -> None:
+    """The next turn of a conversation starts from it, and leaves a new one."""
     assert fill(SnapshotPool(range(2)), {b"once": 1, b"a": 0, b"b": 0}) == [b"a", b"b"]
     assert fill(SnapshotPool(range(2)), {b"twice": 2, b"a": 0, b"b": 0}) == [b"twice", b"b"]
 
 
 @pytest.mark.parametrize(("rule", "left"), [("served", b"liked"), ("lru", b"b")])
-def test_the_bench_compares_two_rules(rule: str, left: bytes) -> None:
+def test_bench_compares_two_rules(rule: str, left: bytes) -> None:
     with loaded(Path(__file__).resolve().parents[2] / "bench" / "snapshots.py") as bench:
         assert fill(bench.RULES[rule](range(2)), {b"liked": 2, b"b": 0, b"c": 0}) == [left, b"c"]
         done = bench.run(iter((*range(200), name) for name in range(6)), pages=200, snapshots=2, rule=rule)
