@@ -11,6 +11,8 @@ PLACES = (
     ("deploy",),
     ("bench",),
     ("examples",),
+    (":(glob)tests/*.py",),
+    ("tests/clients", "tests/deploy", "tests/exchange", "tests/mutants", "tests/router", "tests/scheduling"),
     (
         "README.md",
         "CONTRIBUTING.md",
