@@ -194,7 +194,7 @@ def listen(mesh: Mesh) -> str:
     return raised(check_until_failure)
 
 
-class FakeDevice:
+class FakeGpu:
     """A fake GPU: rows are in flight until the group is ended, and begin when the device reaches them."""
 
     host_waits = captures = False
@@ -231,10 +231,10 @@ class FakeDevice:
 
 
 @pytest.fixture
-def on_devices() -> Iterator[tuple[list[NcclExchange], list[FakeDevice], list[Mesh]]]:
+def on_devices() -> Iterator[tuple[list[NcclExchange], list[FakeGpu], list[Mesh]]]:
     """Three connected ranks whose rows never arrive. A rank that compiles has four seconds."""
     meshes = open_meshes(3, deadline=1.0, stall=4.0)
-    devices = [FakeDevice() for _ in meshes]
+    devices = [FakeGpu() for _ in meshes]
     exchanges = [make_exchange(mesh, device, seconds=2.0) for mesh, device in zip(meshes, devices, strict=True)]
     attach(exchanges, meshes, Placement.of_shards((2,), partition(6, 3)))
     for exchange, mesh, device in zip(exchanges, meshes, devices, strict=True):
@@ -248,7 +248,7 @@ def on_devices() -> Iterator[tuple[list[NcclExchange], list[FakeDevice], list[Me
         mesh.close()
 
 
-Ranks = tuple[list[NcclExchange], list[FakeDevice], list[Mesh]]
+Ranks = tuple[list[NcclExchange], list[FakeGpu], list[Mesh]]
 
 
 def delayed(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -259,7 +259,7 @@ def delayed(seconds: float, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def end_all(devices: Sequence[FakeDevice]) -> None:
+def end_all(devices: Sequence[FakeGpu]) -> None:
     """Let all rows arrive."""
     for device in devices:
         device.ended = True

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from tests.exchange.test_nccl_exchange import CPU, Device, launch_one, make_exchange, open_meshes, raised, round_trip
+from tests.exchange.test_nccl_exchange import CPU, FakeGpu, launch_one, make_exchange, open_meshes, raised, round_trip
 from tests.exchange.test_nvlink_exchange import attach, together
 
 from moeyard_worker.config.placement import Placement, partition
@@ -70,7 +70,7 @@ def test_buffers_hold_all_possible_results(monkeypatch: pytest.MonkeyPatch) -> N
     assert held.traits.graphs_per_epoch
 
 
-class Replays(Device):
+class Replays(FakeGpu):
     """A GPU that has passed a set number of starts and ends of its graph's exchanges."""
 
     captures = True
