@@ -1,4 +1,4 @@
-"""Headless Chromium over its debugging pipe: no driver, no port, no package beside the browser itself."""
+"""Headless Chromium over its debugging pipe: no driver, no port, no other package."""
 
 import base64
 import contextlib
@@ -25,7 +25,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One browser process; `page` opens a window of its own size and colours in it."""
+    """One browser process; `page` opens a window with its own size and colours."""
 
     def __init__(self, program: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="moeyard-browser-")

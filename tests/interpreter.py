@@ -22,7 +22,7 @@ class LanguagePatches:
         scope.restore()
 
     def __call__(self, fn: Any) -> Any:
-        """Return the scope that the launch restores; a device function in it needs no scope of its own."""
+        """Return the scope that the launch restores; a device function in it needs no other scope."""
         if self._active is not None:
             return SimpleNamespace(restore=lambda: None)
         self._active = self._interpreter._LangPatchScope()

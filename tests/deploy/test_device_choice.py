@@ -46,7 +46,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> N
     monkeypatch.setattr(subprocess, "run", run)
 
 
-def test_without_a_driver_torch_is_not_asked(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_torch_is_not_queried(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("torch was queried"))
     assert chosen() == ("cpu", "auto: no NVIDIA driver here")
     assert chosen("--device", "cpu") == ("cpu", None)
@@ -59,7 +59,7 @@ def test_without_a_driver_torch_is_not_asked(driver: Path, monkeypatch: pytest.M
     assert "no GPUs of a Ray cluster; --device cuda" in str(why)
 
 
-def test_gpus_are_chosen_where_each_worker_has_one(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_chosen_if_each_worker_has_one(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.touch()
     probed(monkeypatch, (9, 0), (9, 0))
     assert chosen() == ("cuda", "auto: NVIDIA H100")

@@ -33,7 +33,7 @@ class Running:
         folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
         self.log = log
         with log.open("wb") as output:
-            # A session of its own makes a group that can be killed whole if it does not stop.
+            # A separate session makes a group that can be killed whole if it does not stop.
             self.process = subprocess.Popen(
                 command,
                 stdout=output,

@@ -37,7 +37,7 @@ actors = [places.actor(rank) for rank in range(2)]
 gpus = ray.get([actor.seat.remote() for actor in actors])
 for actor in actors:
     ray.kill(actor)
-# The first process would have the first GPU, if places had none of their own.
+# Without assigned places the first process would get the first GPU.
 again = [ray.get(actor.seat.remote()) for actor in [places.actor(rank) for rank in (1, 0)]]
 print(json.dumps({"gpus": gpus, "again": again[::-1]}))
 places.close()

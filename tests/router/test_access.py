@@ -40,7 +40,7 @@ def bearer(key):
 # Keys
 
 
-def test_without_keys_any_key_will_do(service):
+def test_without_keys_any_key_is_accepted(service):
     """Clients must send some key, and many send nonsense."""
     assert service.client.get("/v1/models", headers=bearer("EMPTY")).status_code == 200
 
@@ -105,7 +105,7 @@ def test_changed_key_file_is_read_again(key_file, caplog):
             keys.refresh()
             keys.refresh()
             assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1, bad
-            assert keys.name_of(b"new-key") == "team-a", "a slip of the operator must not lock everybody out"
+            assert keys.name_of(b"new-key") == "team-a", "a bad key file must leave the old keys valid"
         caplog.clear()
         key_file.unlink()
         keys.refresh()
@@ -231,8 +231,8 @@ def test_tls_with_client_certificates(start, authority, tmp_path, wait_for):
         httpx.get(f"{url}/livez", verify=trusting(authority), timeout=HANG_SECONDS)
 
 
-def test_another_authority_of_clients_takes_effect(authority, tmp_path, caplog):
-    """The server's own certificate stays the same. A file that is half written changes nothing."""
+def test_new_client_authority_takes_effect(authority, tmp_path, caplog):
+    """The server's own certificate stays the same. A half-written file changes nothing."""
     first, second = trustme.CA(), trustme.CA()
     clients = [trusting(authority, each.issue_cert("client@example.org")) for each in (first, second)]
     ca = tmp_path / "ca.pem"
@@ -291,7 +291,7 @@ def test_encrypted_key_does_not_ask_at_the_terminal(authority, tmp_path):
         open_certificate(AccessConfig(**files))
 
 
-def test_half_a_renewal_changes_nothing(authority, tmp_path, caplog):
+def test_partial_renewal_changes_nothing(authority, tmp_path, caplog):
     files = write_certificate(authority, tmp_path)
     certificate = open_certificate(AccessConfig(**files))
     key = files["ssl_keyfile"].read_bytes()
@@ -307,7 +307,7 @@ def test_half_a_renewal_changes_nothing(authority, tmp_path, caplog):
 
 
 def handshake(server, client, name):
-    """The serial number of the certificate that `client` is shown; both ends in memory."""
+    """Return the serial number of the certificate that `client` receives; both ends are in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     shown = None
     ends = [client.wrap_bio(back, there, server_hostname=name), server.wrap_bio(there, back, server_side=True)]
@@ -321,7 +321,7 @@ def handshake(server, client, name):
 
 
 def test_handshakes_during_renewals_succeed(authority, tmp_path):
-    """OpenSSL is given certificate and key one after the other; no connection may come in between."""
+    """OpenSSL gets certificate and key one after the other; no connection may fall in between."""
     files = write_certificate(authority, tmp_path)
     certificate = open_certificate(AccessConfig(**files))
     context, nameless = trusting(authority), trusting(authority)
@@ -342,15 +342,15 @@ def test_handshakes_during_renewals_succeed(authority, tmp_path):
         renewing.result()
     assert len(set(renewed)) > 2
     newest = handshake(certificate.context, context, "localhost")
-    assert newest == handshake(certificate.context, nameless, None), "a client that names no server sees it too"
+    assert newest == handshake(certificate.context, nameless, None), "must be new without a server name, too"
     assert newest != renewed[0]
 
 
 # Web pages
 
 
-def test_a_page_of_another_site_runs_nothing(service):
-    """Before, text/plain ran: a browser sends it without asking."""
+def test_page_of_another_site_runs_nothing(service):
+    """A browser sends text/plain without a preflight, so text/plain must not run."""
     body = json.dumps({"prompt": "x", "max_tokens": 1})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
         headers = {"origin": "https://evil.example", "content-type": kind}
@@ -366,7 +366,7 @@ def test_a_page_of_another_site_runs_nothing(service):
     assert service.submits == []
 
 
-def test_a_post_is_json(service):
+def test_post_requires_json(service):
     body = json.dumps({"prompt": "x", "max_tokens": 1})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json"):
         answer = service.client.post(COMPLETIONS, content=body, headers={"content-type": kind})
@@ -374,7 +374,7 @@ def test_a_post_is_json(service):
         assert "application/json" in answer.json()["error"]["message"]
     for kind in ("application/json", "Application/JSON; charset=utf-8"):
         assert service.client.post(COMPLETIONS, content=body, headers={"content-type": kind}).status_code == 200
-    assert service.client.post(COMPLETIONS, content=body).status_code == 200  # no type at all: scripts do that
+    assert service.client.post(COMPLETIONS, content=body).status_code == 200  # scripts send no type at all
 
 
 def test_names_of_other_servers_are_refused_on_loopback(service):
@@ -418,7 +418,7 @@ def test_allowed_origins(start):
         assert service.client.post(COMPLETIONS, json=body, headers={"origin": origin}).status_code == 403
 
 
-def test_preflight_needs_no_key_and_an_allowed_page_sees_its_401(start, key_file):
+def test_preflight_needs_no_key_and_allowed_pages_see_a_401(start, key_file):
     service = start(1, access=AccessConfig(api_key_file=key_file, allowed_origins=("*",)))
     origin = {"origin": "https://anybody.example"}
     ask = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "bad/header"}
@@ -430,7 +430,7 @@ def test_preflight_needs_no_key_and_an_allowed_page_sees_its_401(start, key_file
     assert service.client.get("/v1/models", headers={**origin, **bearer(KEY)}).status_code == 200
 
 
-def test_what_is_an_origin():
+def test_valid_origins():
     assert parse_origins(["https://A.example/", '["*", "http://b:1"]']) == ["https://a.example", "*", "http://b:1"]
     assert parse_origins(["app://obsidian.md", "null"]) == ["app://obsidian.md", "null"]
     for bad in ("a.example", "https://a/b", "https://u@a", "[1]", "[]", "[", ""):
@@ -438,13 +438,13 @@ def test_what_is_an_origin():
             parse_origins([bad])
     assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "127.9.9.9")] == [True] * 4
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == [False] * 4
-    # Reached from elsewhere, a server does not know all its names; a page's origin must still be an address or known.
+    # A server cannot know all its external names; a page's origin must still be an address or a known name.
     wide = Origins([], host="0.0.0.0", needs_key=False)
     assert wide.is_ours(b"whatever.example:8000")
     assert wide.permits(b"http://10.0.0.1:8000", b"10.0.0.1:8000")
     assert not wide.permits(b"http://evil.example:8000", b"evil.example:8000")
     guarded = Origins([], host="0.0.0.0", needs_key=True)
-    assert guarded.permits(b"https://api.example", b"api.example"), "our own page, behind a proxy"
+    assert guarded.permits(b"https://api.example", b"api.example"), "own page behind a proxy"
     assert not guarded.permits(b"https://evil.example", b"api.example")
 
 
@@ -494,7 +494,7 @@ def test_access_log(start, key_file, lines, wait_for, caplog):
     service.client.get("/livez")
     service.client.get("/metrics")
     service.client.get("/v1/models", headers=bearer("wrong-key"))
-    line = written(2)  # probes and scrapes are no news
+    line = written(2)  # probes and scrapes are not logged
     assert (line["path"], line["status"]) == ("/v1/models", 401)
     assert "key" not in line
     service.client.get("/a%0Ab/" + "x" * 500 + "?key=in-the-query")
@@ -527,7 +527,7 @@ def test_access_log_of_streams_that_end_early(start, lines, wait_for):
     assert (lines()[-1]["status"], lines()[-1]["failure"]) == (200, 503)
 
 
-def test_no_access_log_without_being_asked(service, lines):
+def test_access_log_is_off_by_default(service, lines):
     service.complete(prompt="x", max_tokens=1)
     assert lines() == []
 
@@ -547,7 +547,7 @@ def test_docs_need_no_other_server(service):
     page = service.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "//" not in page.text.replace("// Everything", ""), "no address of another server"
+    assert "//" not in page.text.replace("// Everything", ""), "the page must name no other server"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert sink not in page.text
 
@@ -574,7 +574,7 @@ def test_tokenize(service, codec):
 
 
 @pytest.mark.parametrize("extra", [{}, {"add_generation_prompt": False}, {"add_special_tokens": True}])
-def test_tokenize_counts_what_a_chat_costs(service, extra):
+def test_tokenize_counts_the_tokens_of_a_chat(service, extra):
     tokens = service.post("/tokenize", messages=HELLO, **extra).json()
     service.chat(messages=HELLO, max_tokens=1, **extra)
     assert tuple(tokens["tokens"]) == service.submits[0].prompt_token_ids
@@ -607,14 +607,14 @@ def test_bad_tokenize(service, path, body, status, param):
     assert answer.json()["error"]["param"] == param
 
 
-def test_tokenize_reads_no_more_than_could_be_run(service):
+def test_tokenize_refuses_prompts_that_are_too_long(service):
     most = 64 * 1024 + 32 * 256
     for path, body in (("/tokenize", {"prompt": "x" * most}), ("/detokenize", {"tokens": [1] * most})):
         assert service.post(path, **body).status_code == 413
     assert service.post("/tokenize", prompt="x" * 60_000).status_code in (200, 400)  # by length, or counted
 
 
-def test_without_a_tokenizer_nothing_has_text(start):
+def test_without_a_tokenizer_tokenize_is_refused(start):
     service = start(1, model_path=None)
     for path, body in (("/tokenize", {"prompt": "x"}), ("/tokenize", {"prompt": ""}), ("/detokenize", {"tokens": [1]})):
         answer = service.post(path, **body)

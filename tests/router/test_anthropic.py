@@ -95,7 +95,7 @@ def test_thinking_text_and_calls_whole_and_streamed(model, client):
     assert counted == len(model.worker.submits[-1].prompt_token_ids)
 
 
-def test_anthropic_client_calls_a_tool_and_goes_on(model, tool_service):
+def test_anthropic_client_calls_a_tool_and_continues(model, tool_service):
     model.says(THOUGHT + CALL, "It is sunny in Köln.")
 
     async def run():

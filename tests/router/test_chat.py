@@ -115,7 +115,7 @@ def test_template_without_the_message_cannot_continue():
     ],
     ids=["jinja file first", "json file", "string in the config", "named ones in the config"],
 )
-def test_where_templates_are_found(directory, files):
+def test_template_locations(directory, files):
     for name, text in files.items():
         (directory / name).write_text(text)
     assert render(TextCodec(directory).template) == "found"

@@ -177,7 +177,7 @@ def test_offered_upgrade_is_declined_and_the_request_answered(service, upgrade, 
             assert headers.get("connection") != "close"
 
 
-def test_an_upgrade_with_a_chunked_body_and_a_request_behind_it(service):
+def test_upgrade_with_a_chunked_body_and_a_pipelined_request(service):
     """Java's client sends its body in chunks if it does not know the length."""
     chunks = b"%x\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
     with connect(service) as sock:

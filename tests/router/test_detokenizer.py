@@ -88,7 +88,7 @@ def test_byte_fallback_decodes_valid_text(text, cuts):
     assert "w" + "".join(pieces_of(FALLBACK_BYTES, ids, cuts)) == FALLBACK.decode([first, *ids])
 
 
-def test_characters_are_sent_as_soon_as_they_are_whole():
+def test_complete_characters_are_sent_at_once():
     detokenizer = Detokenizer(FALLBACK_BYTES)
     ids = [FALLBACK.token_to_id(f"<0x{b:02X}>") for b in "🙂é".encode()]
     assert [detokenizer.push([i]) for i in ids] == ["", "", "", "🙂", "", "é"]

@@ -49,7 +49,7 @@ def test_answers_are_read_whole(service: Service) -> None:
     asyncio.run(run())
 
 
-def test_rough_clients_leave_nothing_behind(service: Service) -> None:
+def test_disconnecting_clients_leave_nothing_behind(service: Service) -> None:
     for worker in service.workers:
         worker.pace = 0.01
 

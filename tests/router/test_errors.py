@@ -154,7 +154,7 @@ def each_endpoint(service, field, value):
 
 
 @pytest.mark.parametrize(("field", "value"), ASKING, ids=str)
-def test_field_that_is_not_served_is_named(service, field, value):
+def test_unsupported_field_is_named(service, field, value):
     for answer in each_endpoint(service, field, value):
         assert f"'{field}'" in check_error(answer, 400, field)
 

@@ -97,7 +97,7 @@ def events(formats, text, *, inside):
     return joined([event for piece in text for event in extractor.push(piece)] + extractor.finish())
 
 
-def test_parsers_are_picked_and_read_what_the_template_writes(published):
+def test_parsers_read_the_templates_output(published):
     codec, parsers, inside = published
     formats = answer_formats(codec)
     assert formats.describe() == parsers
@@ -124,7 +124,7 @@ def test_parsers_are_picked_and_read_what_the_template_writes(published):
     assert "sunny" in render(codec, ASK, CALLS, result)
 
 
-def test_thinking_is_switched_off_where_the_template_has_a_switch(published):
+def test_thinking_switch_of_the_template(published):
     codec, parsers, inside = published
     formats, prompt = answer_formats(codec), render(codec, ASK, enable_thinking=False)
     switched = "qwen3_coder" in parsers

@@ -79,7 +79,7 @@ def make(bodies, body, *, chat=False):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_same_job(bodies, config, codec, name):
+def test_process_makes_the_same_job(bodies, config, codec, name):
     chat, body = name == "chat", json.dumps(REQUESTS[name]).encode()
     assert len(body) > LARGE_BODY
     intake = Intake(config, codec)
@@ -99,7 +99,7 @@ def test_the_same_job(bodies, config, codec, name):
     ],
     ids=["auto", "required", "named", "json", "thinking", "not thinking"],
 )
-def test_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extra):
+def test_process_makes_the_same_tools_and_reasoning(tool_config, tool_bodies, tool_codec, extra):
     """The parsing setup of an answer survives the process; the seed of call ids is random."""
     body = json.dumps({"messages": [{"role": "user", "content": TEXT}], "seed": 1, **extra}).encode()
     there = make(tool_bodies, body, chat=True)
@@ -152,7 +152,7 @@ def test_types_of_bare_arguments(tool_config, tool_codec):
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_the_same_errors(bodies, config, codec, name):
+def test_process_gives_the_same_errors(bodies, config, codec, name):
     body, status, param = ERRORS[name]
     with pytest.raises(ApiError) as here:
         asyncio.run(Intake(config, codec).completion(parse(body, CompletionRequest)))

@@ -113,7 +113,7 @@ def test_blocks_are_full_pages_with_their_history():
     assert blocks([1], 2) == blocks([], 2) == []
 
 
-def test_blocks_grow_with_the_prompt_and_do_not_depend_on_what_follows():
+def test_blocks_depend_on_earlier_tokens_only():
     prompt = list(range(131_072))
     found = blocks(prompt, 16)
     assert len(found) == 288

@@ -40,7 +40,7 @@ def test_accept(drafts: tuple[int, ...], sampled: tuple[int, ...], count: int) -
     assert accept(drafts, sampled) == count
 
 
-def test_rows_behind_a_step_in_flight_are_fed() -> None:
+def test_rows_after_a_step_in_flight_are_fed() -> None:
     scheduler = Scheduler(DEEP)
     scheduler.add(submit("p", 12, 4), b"a", now=0.0)
     scheduler.add(submit("q", 5, 4), b"a", now=0.0)
