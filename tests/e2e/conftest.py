@@ -13,7 +13,7 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[ProcessPool]:
-    """Rank processes, started when first asked for."""
+    """Rank processes, started on first use."""
     pool = ProcessPool()
     yield pool
     pool.close()
@@ -21,12 +21,12 @@ def processes() -> Iterator[ProcessPool]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One checkpoint per attention kind and dtype, with 8 experts each, and the bundled one.
+    """Return one checkpoint per attention kind and dtype, with 8 experts each, and the bundled model.
 
-    mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer; mla_bf16 is DeepSeek-V3 again,
-    gqa_bf16 Mixtral with a window that is shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, with state
-    per sequence in two layers of three; hybrid_mla is Kimi-Linear, whose third has latent attention. demo is the
-    bundled model, whose layer for multi-token prediction is right as a rule, as is that of hybrid_drafts, Qwen3.5.
+    mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer. mla_bf16 is DeepSeek-V3 too, and
+    gqa_bf16 is Mixtral with a window shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, where two of
+    three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention. demo is the bundled model. Its
+    MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16

@@ -1,20 +1,20 @@
-"""The whole matrix of one answer on a GPU, in one command that prints a table and fails on any difference.
+"""The whole matrix of one answer on a GPU: one command that prints a table and fails on any difference.
 
     python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no]
     python -m tests.e2e.gpu_matrix --ranks 1 2 4 [--exchange nvlink nccl zmq] [--placement shards shuffled copied]
 
-Of a random small checkpoint of each family and of the demo model: {alone, mixed} x {prefix missed, hit} x {graphs on,
-off} x {one deep, two deep} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one slot, a quarter, all} x
-{slru, lru}, requests that are greedy, seeded and penalised. Token ids, log-probability bits and ends are those of each
-request alone, launched kernel by kernel, one deep, with all experts in slots. Of the demo model and Qwen3-Next the same
-once more over {1 draft, 2, as many as each step likes}, by a rank that has its layer for multi-token prediction. And of
-every model the first product with 40 tokens of each prompt kept (`--kept`), which has answers of its own; of those two
-with drafts.
+Models are a small random checkpoint of each family and the demo model. The product is {alone, mixed} x {prefix miss,
+hit} x {graphs, eager} x {one, two steps in flight} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one
+slot, a quarter, all} x {slru, lru}. Requests are greedy, seeded and penalised. Token ids, log-probability bits and ends
+equal those of each request alone, eager, one step in flight, with all experts in slots.
+The demo model and Qwen3-Next repeat this over {1 draft, 2, adaptive} on a rank that loads the MTP layer. Every model
+repeats the first product with prompts compressed to 40 tokens (`--kept`), which has its own answers. The two models
+with drafts repeat that with drafts.
 
-A worker is loaded once for its slots and policy, and steps by hand under a scheduler of each other kind; that it ran
-as the axis says (replays, preemptions, found prefixes) is asserted too. Run it on each kind of GPU: bytes are of one.
-On a CPU it compares the same without graphs. With `--ranks` it is fleets of several GPUs that are compared with one
-rank (gpu_matrix_ranks.py), as many as there are.
+A worker is loaded once for its slots and policy. A scheduler of each other kind then steps it by hand. Assertions check
+that it ran as the axis says (replays, preemptions, prefix hits). Run this on each kind of GPU, because bytes differ
+between kinds. On a CPU it compares the same without graphs. `--ranks` compares fleets of several GPUs with one rank
+(gpu_matrix_ranks.py).
 """
 
 import argparse
@@ -48,7 +48,7 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-# Family, dtype and what else differs from `make_checkpoint`'s; the demo model is as it is.
+# Family, dtype and overrides of `make_checkpoint`. The demo model is unchanged.
 MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", torch.bfloat16, MLA),
     "deepseek_v3-fp32": ("deepseek_v3", torch.float32, MLA),
@@ -70,9 +70,9 @@ PAGES = {"ample": 64, "scarce": 10}
 CHUNKS = (16, 64, 2048)
 SLOTS = ("all", "quarter", "one")
 KEPT = tuple(POLICIES)
-# Which models draft.
+# Models that draft.
 DRAFTING = ("demo", "qwen3_next")
-# Drafts behind every token; auto: as many as each step likes.
+# Drafts per token. auto: adaptive, at most the model's limit.
 DRAFTS = ("1", "2", "auto")
 Answers = dict[str, Told]
 
@@ -94,8 +94,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker: what it serves, how many experts have slots, what they are kept by, whether it can draft, and whether
-    it is asked to keep a part of prompts only."""
+    """A worker: model, experts with slots, policy, whether it loads the MTP layer, whether prompts are compressed."""
 
     model: str
     slots: str = "all"
@@ -106,8 +105,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One worker's line of the table; `differing` names courses and requests whose bytes were others, `failed` why it
-    has not run to its end."""
+    """One worker's line of the table. `differing` names courses and requests with other bytes, `failed` the error."""
 
     worker: Loaded
     courses: int = 0
@@ -137,7 +135,7 @@ HEADER = (
 
 
 def courses(device: str, *, drafts: bool = False, only: str = "") -> list[Course]:
-    """The product of what one worker can do, as far as `only` is in its name; a CPU has no graphs."""
+    """Return the product of what one worker can run, filtered by `only` in the name. A CPU has no graphs."""
     eager, depths = (True,) if device == "cpu" else (False, True), DRAFTS if drafts else ("off",)
     found = [Course(*values) for values in itertools.product(eager, (1, 2), CHUNKS, PAGES, depths)]
     return [course for course in found if only in str(course)]
@@ -145,7 +143,7 @@ def courses(device: str, *, drafts: bool = False, only: str = "") -> list[Course
 
 @cache
 def checkpoint(name: str) -> Path:
-    """Each process makes its own: the same bytes."""
+    """Return the model's checkpoint. Each process makes its own with the same bytes."""
     if name == "demo":
         return DEMO
     family, dtype, overrides = MODELS[name]
@@ -156,14 +154,14 @@ def checkpoint(name: str) -> Path:
 
 
 def wanted(*, compressed: bool) -> Requests:
-    """Those of the CPU's product, and one that begins as "c" does, behind the state there if state is kept."""
+    """Return the requests of test_one_answer.py and one that shares a prefix of "c", behind a snapshot of state."""
     asked = requests(compressed=compressed)
     asked["e"] = (asked["c"][0][:70] + asked["d"][0][:60], asked["d"][1])
     return {name: (prompt, SamplingParams(**params)) for name, (prompt, params) in asked.items()}
 
 
 def load(worker: Loaded, device: str) -> Rank:
-    """A worker that launches either way."""
+    """Load a worker that can replay graphs and run eager."""
     model = checkpoint(worker.model)
     read = load_model_config(model)
     read = read.with_drafts() if worker.drafts else read
@@ -186,15 +184,14 @@ def load(worker: Loaded, device: str) -> Rank:
 
 
 def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
-    """An empty one, by which the rank's steps are planned as the course says; they are launched so, too."""
+    """Return an empty scheduler that plans as the course says, and set the rank to launch likewise."""
     if hasattr(rank.worker.runner, "eager"):
         rank.worker.runner.eager = course.eager
     most, together = rank.worker.scheduler.config.num_drafts, rank.worker.scheduler.config.chunk_alignment
     return rank.scheduler(
         num_pages=min(PAGES[course.pages] + MORE_PAGES * compressed, PAGES["ample"]),
         max_in_flight=course.deep,
-        # Fewer positions than the chunk formula takes together are no chunk where state is kept per sequence, and
-        # behind them comes the window.
+        # With state, a chunk has at least the positions that the chunk formula takes together. The window follows them.
         prefill_chunk=max(course.chunk, together + KEPT_IN_PART.window * (compressed and together > 1)),
         num_snapshots=min(SNAPSHOTS[course.pages], rank.worker.scheduler.config.num_snapshots),
         adaptive_drafts=course.drafts == "auto",
@@ -203,7 +200,7 @@ def scheduler(rank: Rank, course: Course, *, compressed: bool) -> Scheduler:
 
 
 def references(rank: Rank, *, compressed: bool = False) -> Answers:
-    """Each request alone, kernel by kernel, one deep, in one chunk."""
+    """Answer each request alone, eager, one step in flight, in one chunk."""
     course, asked = Course(True, 1, 2048, "ample"), wanted(compressed=compressed)
     return {
         name: rank.serve(scheduler(rank, course, compressed=compressed), {name: request})[name]
@@ -212,7 +209,7 @@ def references(rank: Rank, *, compressed: bool = False) -> Answers:
 
 
 def counts(rank: Rank) -> tuple[int, int]:
-    """Steps that were replayed and launched kernel by kernel so far, where there are graphs."""
+    """Return the numbers of replayed and eager steps so far, if the device has graphs."""
     runner = rank.worker.runner
     return getattr(runner, "num_replayed", 0), getattr(runner, "num_eager", 0)
 
@@ -220,7 +217,7 @@ def counts(rank: Rank) -> tuple[int, int]:
 def check(
     rank: Rank, course: Course, expected: Answers, *, compressed: bool = False
 ) -> tuple[list[str], SchedulerStats]:
-    """A miss alone, all at once with a hit among them, a hit alone; what differs, and the scheduler's counts."""
+    """Run a miss alone, all at once with a hit, and a hit alone. Return the differences and the scheduler's counts."""
     found, asked = scheduler(rank, course, compressed=compressed), wanted(compressed=compressed)
     before = counts(rank)
     told = [rank.serve(found, {name: asked[name] for name in some}) for some in ("c", tuple(asked), "d")]
@@ -234,22 +231,22 @@ def check(
     assert found.pool.num_free == found.config.num_pages, course
     assert found.stats.prefix_hit_tokens > 0, course
     assert (found.stats.dropped_tokens > 0) == compressed, course
-    # With drafts, or where the prompt's pages come back, a request may have ended before pages run out.
+    # With drafts or compression a request may end before pages run out.
     unusual = course.drafts != "off" or compressed
     assert (found.stats.num_preemptions > 0) == (course.pages == "scarce") or unusual, course
     assert course.drafts in ("off", "auto") or found.stats.accepted[0] > 0, course
     if course.eager:
         assert replayed == 0, course
     else:
-        # What is scored or recomputed is launched, as is the end of a prompt kept in part; prompts are while not all
-        # experts have slots, or beside drafts.
+        # Steps that score or recompute run eager, as does the end of a compressed prompt. Prompts run eager if some
+        # experts have no slot, or beside drafts.
         usual = rank.worker.experts.all_resident and not (rank.worker.scheduler.config.num_drafts or compressed)
         assert replayed > (launched if usual else 0), (course, replayed, launched)
     return differing, found.stats
 
 
 def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tuple[Row, Answers]:
-    """The courses of one worker; without `expected`, which all experts resident give, it makes that itself."""
+    """Run the courses of one worker. Without `expected` the worker has all experts resident and makes the reference."""
     begun = time.perf_counter()
     rank = load(worker, device)
     try:
@@ -288,7 +285,7 @@ def run(worker: Loaded, device: str, only: str, expected: Answers | None) -> tup
 
 
 def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded]:
-    """The workers of a model beside the one that makes its reference; `speculation`: yes, no or only."""
+    """Return the other workers of a model besides the one that makes its reference. `speculation`: yes, no or only."""
     model = first.model
     if first.compressed:
         return [Loaded(model, "all", KEPT[-1], True, True)] if model in DRAFTING and speculation != "no" else []
@@ -300,8 +297,8 @@ def others(first: Loaded, slots: Sequence[str], speculation: str) -> list[Loaded
 def rows(
     names: Sequence[str], slots: Sequence[str], device: str, processes: int, *, speculation: str, kept: str, only: str
 ) -> Iterator[Row]:
-    """As they are known. A model's other workers follow the one that makes its reference; one that fails is named, with
-    its traceback among the errors, and the others are run."""
+    """Yield rows as they complete. A model's other workers follow the one that makes its reference. A failed worker
+    yields its error, its traceback goes to stderr, and the others still run."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         parts = {"yes": (False, True), "no": (False,), "only": (True,)}[kept]
         first = [Loaded(name, compressed=part) for name, part in itertools.product(names, parts)]
@@ -313,8 +310,8 @@ def rows(
             following = others(worker, slots, speculation) if worker in first else []
             if (error := done.exception()) is not None:
                 traceback.print_exception(error)
-                yield Row(worker=worker, failed=gpu_matrix_ranks.told(error))
-                yield from (Row(worker=each, failed="there is nothing to compare with") for each in following)
+                yield Row(worker=worker, failed=gpu_matrix_ranks.one_line(error))
+                yield from (Row(worker=each, failed="no reference") for each in following)
                 continue
             row, answers = done.result()
             waiting |= {pool.submit(run, each, device, only, answers): each for each in following}
@@ -322,30 +319,30 @@ def rows(
 
 
 def where(device: str) -> str:
-    """What the bytes are of: revision, devices, torch."""
+    """Return what the bytes depend on: revision, devices, torch."""
     asked = ("git", "-C", str(DEMO), "describe", "--always", "--dirty", "--abbrev=12")
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        described = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
-        said = ""
+        described = ""
     names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())] if device != "cpu" else []
     each = ", ".join(f"{len([*same])} x {name}" for name, same in itertools.groupby(names))
-    return f"revision {said or 'unknown: no git here'}, {each or 'CPU'}, torch {torch.__version__}"
+    return f"revision {described or 'unknown: no git here'}, {each or 'CPU'}, torch {torch.__version__}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 when an answer differs or a worker fails."""
+    """Run the command line. Return 1 if an answer differs or a worker fails."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, help="all; with --ranks five of them")
     parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
-    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="of those that draft")
-    parser.add_argument("--kept", choices=("yes", "no", "only"), default="yes", help="prompts in part")
+    parser.add_argument("--speculation", choices=("yes", "no", "only"), default="yes", help="models with drafts")
+    parser.add_argument("--kept", choices=("yes", "no", "only"), default="yes", help="compressed prompts")
     parser.add_argument("--only", default="", help="part of a course's name, for example graphs-2deep")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=8)
     few, exchanges, placements = gpu_matrix_ranks.MODELS, gpu_matrix_ranks.EXCHANGES, tuple(gpu_matrix_ranks.COURSES)
     several = parser.add_argument_group("several GPUs (of the above --models and --device only)")
-    several.add_argument("--ranks", nargs="+", type=int, metavar="N", help="fleets of so many, each with these:")
+    several.add_argument("--ranks", nargs="+", type=int, metavar="N", help="fleets of N ranks with each of these:")
     several.add_argument("--exchange", nargs="+", choices=exchanges, default=list(exchanges))
     several.add_argument("--placement", nargs="+", choices=placements, default=list(placements))
     args = parser.parse_args(argv)

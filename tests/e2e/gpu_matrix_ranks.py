@@ -1,10 +1,10 @@
-"""The matrix of one answer over several GPUs: what `gpu_matrix --ranks` runs, a fleet for each line of its table.
+"""The matrix of one answer over several GPUs (`gpu_matrix --ranks`): one fleet per line of the table.
 
     python -m tests.e2e.gpu_matrix --ranks 1 2 4 --exchange nvlink nccl zmq --placement shards shuffled copied
 
-Of a model each request alone on one rank, launched kernel by kernel, against a request alone beside idle ranks, all of
-them spread over the ranks, and one whose prefix is found again. A line's placement says how its steps are run, too:
-"shards" and "copied" two deep with all experts in slots, "shuffled" one deep with half of them.
+The reference is each request of a model alone on one eager rank. Each fleet answers one request alone beside idle
+ranks, all requests spread over the ranks, and one whose prefix is a cache hit. The placement of a line also sets how
+steps run: "shards" and "copied" have two steps in flight and all experts in slots, "shuffled" one and half of them.
 """
 
 import itertools
@@ -23,18 +23,18 @@ from moeyard_worker.config.engine_config import ExchangeKind
 
 MODELS = ("demo", "qwen3_moe", "deepseek_v3", "qwen3_next", "kimi_linear")
 EXCHANGES: tuple[ExchangeKind, ...] = ("nvlink", "nccl", "zmq")
-# Of a placement: steps in flight, experts in slots.
+# placement: steps in flight, experts in slots
 COURSES: dict[Placed, tuple[int, str]] = {"shards": (2, "all"), "shuffled": (1, "half"), "copied": (2, "all")}
 Expected = dict[str, tuple[Any, ...]]
 
 
-def told(error: BaseException) -> str:
-    """One line of it."""
+def one_line(error: BaseException) -> str:
+    """Return an error in one line."""
     return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:200]}"
 
 
 def verdict(differing: Sequence[str], failed: str) -> str:
-    """How a line of the table ends."""
+    """Return the end of a table line."""
     if failed:
         return f"FAILED: {failed}"
     return f"DIFFERS: {', '.join(differing[:6])}" if differing else "equal"
@@ -42,8 +42,7 @@ def verdict(differing: Sequence[str], failed: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One fleet's line. `differing` names requests whose bits were others, `failed` why it has not run to its end,
-    `left_out` why it was not begun."""
+    """One fleet's line. `differing`: requests with other bits, `failed`: the error, `left_out`: why it did not run."""
 
     model: str
     case: Case
@@ -71,7 +70,7 @@ HEADER = (
 
 
 def cases(ranks: Sequence[int], exchanges: Sequence[ExchangeKind], placements: Sequence[Placed]) -> list[Case]:
-    """The product; of one rank there is one placement."""
+    """Return the product. One rank has one placement."""
     found = [
         Case(count, exchange, COURSES[placed][0], COURSES[placed][1], placed=placed)
         for count, exchange, placed in itertools.product(ranks, exchanges, placements)
@@ -80,7 +79,7 @@ def cases(ranks: Sequence[int], exchanges: Sequence[ExchangeKind], placements: S
 
 
 def missing(case: Case, device: str, num_gpus: int) -> str:
-    """What keeps a case from being run here, or nothing."""
+    """Return why a case cannot run here, or an empty string."""
     if device == "cpu":
         return "" if case.exchange == "zmq" else f"{case.exchange} is of GPUs"
     if case.ranks > num_gpus:
@@ -93,32 +92,32 @@ def missing(case: Case, device: str, num_gpus: int) -> str:
 
 
 def references(model: Path, pool: ProcessPool, device: str) -> Expected:
-    """Each request alone on one rank."""
+    """Answer each request alone on one rank."""
     with start_fleet(pool, replace(config(Case(1, "auto", eager=True), model), device=device)) as fleet:
         return {name: run_alone(fleet, "reference", name, 0) for name in requests()}
 
 
 def run(name: str, model: Path, case: Case, expected: Expected, pool: ProcessPool, device: str) -> Row:
-    """One line. Raises AssertionError where a fleet has not run as its line says."""
+    """Run one line. Raises AssertionError if the fleet did not run as its line says."""
     begun, last = time.perf_counter(), case.ranks - 1
     # One rank has no other placement.
     placed = placement(case, model) if case.ranks > 1 else None
     with start_fleet(pool, replace(config(case, model), device=device), placed) as fleet:
-        told = {"alone": {"c": run_alone(fleet, "alone", "c", last)}}
-        told["mixed"] = run_mixed(fleet, "mixed", {each: i % case.ranks for i, each in enumerate(requests())})
-        told["again"] = {"c": run_alone(fleet, "again", "c", last)}
+        answered = {"alone": {"c": run_alone(fleet, "alone", "c", last)}}
+        answered["mixed"] = run_mixed(fleet, "mixed", {each: i % case.ranks for i, each in enumerate(requests())})
+        answered["again"] = {"c": run_alone(fleet, "again", "c", last)}
         differing = [
-            f"{each} {how}" for how, answers in told.items() for each in answers if answers[each] != expected[each]
+            f"{each} {how}" for how, answers in answered.items() for each in answers if answers[each] != expected[each]
         ]
-        graphs, answers = fleet.call("graphs"), sum(map(len, told.values()))
+        graphs, answers = fleet.call("graphs"), sum(map(len, answered.values()))
         assert {report["exchange"] for report in fleet.reports} == {case.exchange}, fleet.reports
-        assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0, "no prefix was found again"
-        # One that differs may have chosen other experts, but each row has met as many.
+        assert fleet.call("stats")[last]["prefix_hit_tokens"] > 0, "no prefix hit"
+        # A request with different bits may have chosen other experts, but each row has the same number of them.
         check_rows(fleet, answers)
         if case.exchange == "nvlink":
             assert all(each["num_replayed"] > each["num_eager"] for each in graphs), graphs
         else:
-            # Over nccl prompts, half of these requests' steps, are launched; over zmq every step is.
+            # Over nccl prefill steps (half of these) run eager. Over zmq every step does.
             assert all((each["num_replayed"] > 0) == (case.exchange == "nccl") for each in graphs), graphs
     return Row(
         model=name,
@@ -134,7 +133,7 @@ def run(name: str, model: Path, case: Case, expected: Expected, pool: ProcessPoo
 def rows(
     names: Sequence[str], every: Sequence[Case], checkpoint: Callable[[str], Path], *, device: str, num_gpus: int
 ) -> Iterator[Row]:
-    """As they are known; a fleet that fails is named, and the next one has processes of its own."""
+    """Yield rows as they complete. After a failed fleet the next one gets new processes."""
     pool = ProcessPool()
     try:
         for name in names:
@@ -146,8 +145,8 @@ def rows(
                 try:
                     expected = references(checkpoint(name), pool, device) if expected is None else expected
                     row = run(name, checkpoint(name), case, expected, pool, device)
-                except Exception as error:  # boundary: of whatever kind, it is this line's, and the others are run
-                    row = Row(model=name, case=case, failed=told(error))
+                except Exception as error:  # boundary: the error belongs to this line, and the others still run
+                    row = Row(model=name, case=case, failed=one_line(error))
                     pool.close()
                     pool = ProcessPool()
                 yield row
@@ -158,7 +157,7 @@ def rows(
 def table(
     names: Sequence[str], every: Sequence[Case], checkpoint: Callable[[str], Path], *, device: str, num_gpus: int
 ) -> int:
-    """Print it as it is known; 1 when an answer differs, a fleet fails, or nothing could be compared."""
+    """Print rows as they complete. Return 1 if an answer differs, a fleet fails, or nothing was compared."""
     print(HEADER, flush=True)
     begun, found = time.perf_counter(), list[Row]()
     for row in rows(names, every, checkpoint, device=device, num_gpus=num_gpus):

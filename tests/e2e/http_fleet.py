@@ -1,4 +1,4 @@
-"""A fleet as its clients see it: real workers without Ray, the real router before them, plain HTTP."""
+"""A fleet as its clients see it: workers without Ray, the real router, plain HTTP."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ PAGE = 16
 
 
 def engine_config(model: Path, *, num_workers: int, num_pages: int = 128, **overrides: Any) -> EngineConfig:
-    """A small engine: `num_pages` KV pages of 16 tokens in fp32, steps of at most 256 rows."""
+    """Return a small engine: `num_pages` KV pages of 16 tokens in fp32, steps of at most 256 rows."""
     bytes_per_token = load_model_config(model).state_spec(4).bytes_per_token
     options: dict[str, Any] = {"max_batch_tokens": 256, "max_num_seqs": 16, **overrides}
     return EngineConfig(
@@ -42,9 +42,9 @@ def engine_config(model: Path, *, num_workers: int, num_pages: int = 128, **over
 
 @dataclass(slots=True)
 class HttpFleet:
-    """A running fleet behind its router. `failures` are the reasons that the router reported through `on_lost`.
+    """A running fleet behind its router. `failures` are the reasons that the router passed to `on_lost`.
 
-    Nobody starts workers again, so without an override a lost one fails the fleet at once.
+    No launcher replaces a lost worker, so by default a loss fails the fleet at once.
     """
 
     url: str
@@ -53,40 +53,39 @@ class HttpFleet:
     failures: list[str]
 
     def post(self, **body: Any) -> httpx.Response:
-        """POST /v1/completions."""
         return self.client.post("/v1/completions", json=body)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """A completion that must succeed, with its token ids."""
+        """Return a completion with its token ids. It must succeed."""
         answer = self.post(**{"return_token_ids": True, **body})
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     def choice(self, **body: Any) -> dict[str, Any]:
-        """The only choice of a completion."""
+        """Return the only choice of a completion."""
         (choice,) = self.complete(**body)["choices"]
         return dict(choice)
 
     def choices_at_once(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The only choice of each of several requests that are submitted together, one connection each."""
+        """Submit requests together, one connection each, and return the only choice of each."""
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self.choice(**body), bodies))
 
     def snapshots(self) -> list[dict[str, Any]]:
-        """The latest snapshot of every rank, from /v1/fleet."""
+        """Return the latest snapshot of every rank, from /v1/fleet."""
         workers = self.client.get("/v1/fleet").json()["workers"]
         return [dict(worker["snapshot"]) for worker in workers]
 
     def num_running(self) -> int:
-        """Sequences that run now, over all ranks."""
+        """Return the number of running sequences over all ranks."""
         return sum(int(s["num_running"]) for s in self.snapshots())
 
     def samples(self, name: str) -> list[dict[tuple[str, ...], float]]:
-        """Each rank's series of one metric by its label values, in the order of their names, without model and rank."""
+        """Return one metric's values by rank and label values, ordered by label name, without model and rank."""
         return [_series(httpx.get(e["metrics_url"], timeout=HANG_SECONDS).text, name) for e in self.fleet.endpoints]
 
     def total(self, name: str) -> float:
-        """One counter summed over ranks and labels."""
+        """Return one counter summed over ranks and labels."""
         return sum(sum(series.values()) for series in self.samples(name))
 
 
@@ -101,7 +100,7 @@ def _series(page: str, name: str) -> dict[tuple[str, ...], float]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Poll until `condition` holds. Fails with `what`."""
+    """Poll until `condition` holds. Fail with `what` after HANG_SECONDS."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < HANG_SECONDS, f"{what}: not within {HANG_SECONDS} s"
@@ -109,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def wait_until_idle(http: HttpFleet) -> None:
-    """Until every rank runs nothing and has all its pages back."""
+    """Wait until every rank runs nothing and has all its pages back."""
 
     def idle() -> bool:
         return all(
@@ -121,7 +120,7 @@ def wait_until_idle(http: HttpFleet) -> None:
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a streamed answer, without the final [DONE]."""
+    """Yield the events of a streamed answer without the final [DONE]."""
     for line in answer.iter_lines():
         if line and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
@@ -129,7 +128,7 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Iterator[HttpFleet]:
-    """Start workers and a router (`overrides` are fields of RouterConfig); everything is stopped at the end."""
+    """Start workers and a router (`overrides` are fields of RouterConfig), and stop them at the end."""
     model = load_model_config(config.model_path)
     with start_fleet(pool, config) as fleet:
         options: dict[str, Any] = {
@@ -154,7 +153,7 @@ def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Ite
 
 @contextlib.contextmanager
 def _route(config: RouterConfig) -> Iterator[tuple[str, list[str]]]:
-    """Run a router in a thread of its own until the block ends; yields its URL and its list of failures."""
+    """Run a router in its own thread until the block ends. Yields its URL and its list of failures."""
     sock = socket.create_server(("127.0.0.1", 0))
     ready, failures = threading.Event(), list[str]()
     server = RouterServer(config, sock, on_ready=ready.set, on_lost=lambda rank, reason: failures.append(reason))

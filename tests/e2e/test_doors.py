@@ -1,4 +1,4 @@
-"""A fleet that serves while strangers try every door of it: no request fails, no rank dies, all is counted."""
+"""Unauthenticated connections to every port of a serving fleet fail no request, end no rank, and are counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,21 +26,21 @@ def fleet(processes: ProcessPool, checkpoints: dict[str, Path]) -> Iterator[Flee
 
 
 def refused(fleet: Fleet, rank: int) -> dict[tuple[str, str], float]:
-    """What a rank's page says was refused, by door and reason."""
+    """Return a rank's refusals by port and reason, from its metrics page."""
     page = httpx.get(fleet.endpoints[rank]["metrics_url"], timeout=HANG_SECONDS).text
     families = text_string_to_metric_families(page)
     samples = next(family.samples for family in families if family.name == "moeyard_refused")
     return {(sample.labels["door"], sample.labels["reason"]): sample.value for sample in samples}
 
 
-def test_strangers_at_every_door_of_a_fleet_that_serves(fleet: Fleet) -> None:
+def test_strangers_at_every_port_of_a_serving_fleet(fleet: Fleet) -> None:
     client = fleet.client
-    # Of rank 0 both doors are TCP: for routers, and for the higher rank of the mesh.
-    doors = ((fleet.endpoints[0]["frontend"], b"DEALER"), (fleet.endpoints[0]["mesh"]["tcp"][1], b"PAIR"))
+    # Both ports of rank 0 are TCP: one for routers, one for the higher rank of the mesh.
+    ports = ((fleet.endpoints[0]["frontend"], b"DEALER"), (fleet.endpoints[0]["mesh"]["tcp"][1], b"PAIR"))
     for rank in (0, 1):
         client.submit(rank, f"long-{rank}", range(1, 9), max_tokens=200, ignore_eos=True)
     client.wait_for(lambda: all(answer.token_ids for answer in client.answers.values()))
-    for address, kind in doors:
+    for address, kind in ports:
         for _ in range(STRANGERS):
             one_byte_and_gone(address, kind)
         for parts in bad_messages(kind):
@@ -48,7 +48,7 @@ def test_strangers_at_every_door_of_a_fleet_that_serves(fleet: Fleet) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context:
         server = fleet.keys.workers.public
-        assert try_key(context, zmq.DEALER, doors[0][0], server) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        assert try_key(context, zmq.DEALER, ports[0][0], server) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     for rank in (0, 1):
         client.submit(rank, f"after-{rank}", range(1, 9), max_tokens=8, ignore_eos=True)
     for answer in client.wait():
@@ -59,6 +59,6 @@ def test_strangers_at_every_door_of_a_fleet_that_serves(fleet: Fleet) -> None:
     assert counts["router", "handshake"] >= STRANGERS
     assert counts["peer", "handshake"] >= STRANGERS
     assert counts["router", "unknown_key"] == 1
-    # It connects to the other's port of the exchange, and nobody knocked at its own.
+    # Rank 1 connects to rank 0 for the exchange, and no stranger connected to its own ports.
     assert set(refused(fleet, 1).values()) == {0}
     assert all(rank.process.is_alive() for rank in fleet.ranks)

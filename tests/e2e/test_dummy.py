@@ -1,4 +1,4 @@
-"""Weights of chance for a shape: one model whatever the number of ranks, and no file read for it."""
+"""Random weights for a shape: one model for any number of ranks, without reading a file."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PROMPTS = [[(7 * i + j) % 4096 for i in range(5 + 11 * j)] for j in range(4)]
 
 
 def answers(processes: ProcessPool, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What a fleet of the bundled model's shape says to the prompts, spread over its ranks; a rank's report."""
+    """Return the answers of a fleet with the bundled model's shape, spread over its ranks, and one rank's report."""
     config = EngineConfig(
         model_path=None,
         load_format="dummy",
@@ -32,18 +32,18 @@ def answers(processes: ProcessPool, **options: Any) -> tuple[list[Any], dict[str
 
 
 @pytest.mark.slow
-def test_ranks_and_residency_change_nothing(processes: ProcessPool) -> None:
+def test_answers_do_not_depend_on_ranks_or_residency(processes: ProcessPool) -> None:
     alone, report = answers(processes)
     assert report["skipped"] == {}
     assert report["expert_slots"] == report["num_experts"] == 2 * 32
     assert len({tuple(ids) for ids, _ in alone}) == len(PROMPTS)
     assert answers(processes, num_workers=2)[0] == alone
-    # Cold experts are drawn again whenever they are missed.
+    # A miss draws a cold expert again.
     assert answers(processes, num_workers=2, expert_slots=5)[0] == alone
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_progress_adds_up(processes: ProcessPool, dtype: str) -> None:
+def test_load_progress_reaches_its_total(processes: ProcessPool, dtype: str) -> None:
     config = EngineConfig(
         model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, dtype=dtype, kv_memory=1 << 22
     )

@@ -1,8 +1,7 @@
-"""Ranks that die or break in a real fleet: who it was has one name, in time (what follows: test_recovery.py).
+"""Ranks that die or break in a real fleet: one name for the lost rank, in time (test_recovery.py has what follows).
 
-Processes are really killed. What the protocol shows is seen with tests/fleet.py's client, which fails on its own when a
-request is answered twice; what HTTP shows, with a router in front. Ranks that stop, or live and send nothing, are in
-tests/exchange/test_failures.py.
+Processes are really killed. The client of tests/fleet.py shows the protocol and fails if a request is answered twice. A
+router shows HTTP. Ranks that stop, or live but send nothing, are in tests/exchange/test_failures.py.
 """
 
 import contextlib
@@ -27,15 +26,15 @@ from moeyard_worker.engine.loop.faults import RankFault
 from moeyard_worker.exchange.membership.frames import Phase
 from moeyard_worker.protocol import Done, Hello
 
-# A process that a busy machine does not run for a second or two is not lost.
+# A busy machine may pause a process for a second or two without a loss.
 DEADLINE = 2.5
-# A test that waits for it hangs, so a loss that is named meanwhile was noticed at once.
+# A test that waits this long hangs, so a loss reported earlier was noticed at once.
 NEVER = 2 * HANG_SECONDS
 LONG = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
 PER_RANK = 6
-# The lost rank, in the words of the router or of a rank that missed it, whichever come first.
+# The lost rank, as named by the router or by a rank that missed it, whichever comes first.
 GONE = r"(worker 1 at tcp://\S+ is gone|rank 1 (lost|silent) at step)"
-# The step and the place in it where a rank was missed: between the layers, or in one of them.
+# The step, and the place in it, where a rank was missed: between layers or in one.
 PLACE = r"step \d+(, layer \d+, (dispatch|combine)|, plan)"
 
 
@@ -45,12 +44,12 @@ def model(checkpoints: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that no shared memory, socket file or folder of this test's ranks stays behind."""
+def check_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that this test's ranks leave no shared memory, socket file or folder."""
     names, send = set[str](), RankProcess.send
 
     def listen(rank: RankProcess, name: str, *args: Any) -> None:
-        # Ranks that meet are told each other's names.
+        # `connect` carries the names of all ranks.
         names.update(re.findall(r"(?:/[\w.-]+)*/moeyard-[\w-]+", repr(args) if name == "connect" else ""))
         send(rank, name, *args)
 
@@ -66,7 +65,7 @@ def kill(rank: RankProcess) -> None:
 
 
 def submit_everywhere(fleet: Fleet) -> None:
-    """Requests on every rank, all of them decoding when this returns."""
+    """Submit requests to every rank and wait until all of them decode."""
     for rank in range(len(fleet.ranks)):
         for i in range(PER_RANK):
             fleet.client.submit(rank, f"r{rank}-{i}", range(1, 5 + i), **LONG)
@@ -74,7 +73,7 @@ def submit_everywhere(fleet: Fleet) -> None:
 
 
 def failure_of(client: Client, *ranks: int) -> str:
-    """Wait until these ranks have lost a peer; the one name that they give it."""
+    """Wait until these ranks have lost a peer. Return the one name that they give it."""
     client.wait_for(lambda: all(r in client.snapshots and client.snapshots[r].state == "recovering" for r in ranks))
     (failure,) = {client.snapshots[rank].failure for rank in ranks}
     assert failure is not None
@@ -88,17 +87,17 @@ def check_silence(client: Client, *ranks: int) -> None:
     for rank in ranks:
         client.send(rank, Hello())
     client.wait_for(lambda: client.snapshots.keys() == set(ranks))
-    assert [len(answer.token_ids) for answer in client.answers.values()] == counts, "words after the loss"
+    assert [len(answer.token_ids) for answer in client.answers.values()] == counts, "tokens after the loss"
     assert all(answer.end is None for answer in client.answers.values())
 
 
 def test_rank_killed_while_decoding(processes: ProcessPool, model: Path) -> None:
-    """The ranks that live name the dead one and the place where it was missed, and end nothing."""
+    """Survivors name the dead rank and the place where they missed it, and end no request."""
     with start_fleet(processes, engine_config(model, num_workers=3, step_deadline=NEVER)) as fleet:
         fleet.client.hello()
         submit_everywhere(fleet)
         kill(fleet.ranks[2])
-        # One loss has one name, wherever it was seen first.
+        # All ranks name the loss alike, no matter which saw it first.
         assert re.fullmatch(rf"rank 2 lost at {PLACE}", failure_of(fleet.client, 0, 1))
         check_silence(fleet.client, 0, 1)
         losses = [fleet.ranks[rank].call("wait") for rank in (0, 1)]
@@ -108,10 +107,10 @@ def test_rank_killed_while_decoding(processes: ProcessPool, model: Path) -> None
         ]
 
 
-def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
+def test_rank_announces_compilation_within_a_step(
     processes: ProcessPool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU's rank is told before it compiles goes to its peers, who take it for nothing else."""
+    """Before a GPU rank compiles it sends a frame to its peers, and they take it for nothing else."""
     tells: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
@@ -125,11 +124,11 @@ def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
         client,
     ):
         client.hello()
-        wires, run, said = worker._mesh._open_wires(), worker.experts.run, []
+        wires, run, phases = worker._mesh._open_wires(), worker.experts.run, []
         send = wires.send
 
         def spy(peer: int, frame: Any) -> bool:
-            said.append(frame[3])
+            phases.append(frame[3])
             return send(peer, frame)
 
         def compiling(*args: Any) -> Any:
@@ -144,12 +143,12 @@ def test_a_rank_that_compiles_says_so_in_the_midst_of_a_step(
             assert isinstance(answer.end, Done)
             assert answer.end.finish_reason == "length"
         assert len(tells) == 1
-        assert said.count(Phase.BUSY) >= 20, "each frame that is due ends it, so it is said anew"
+        assert phases.count(Phase.BUSY) >= 20, "each due frame ends the state, so the rank sends it again"
         assert {snapshot.failure for snapshot in client.snapshots.values()} == {None}
 
 
 def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
-    """No rank was stepping: the others notice at once."""
+    """The other ranks notice at once, although no rank was stepping."""
     with start_fleet(processes, engine_config(model, num_workers=2, step_deadline=NEVER)) as fleet:
         fleet.client.hello()
         fleet.client.wait_for(lambda: len(fleet.client.snapshots) == 2)
@@ -159,7 +158,7 @@ def test_rank_killed_while_idle(processes: ProcessPool, model: Path) -> None:
 
 @contextlib.contextmanager
 def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[Worker, Client]]:
-    """Rank 0 in this process, where a test can break it, and the other ranks in theirs."""
+    """Run rank 0 in this process, where a test can break it, and the other ranks in theirs."""
     specs = [
         {"config": config, "rank": rank, "epoch": 3, "host": "127.0.0.1", "version": "test"}
         for rank in range(config.num_workers)
@@ -185,8 +184,8 @@ def worker_here(config: Any, others: list[RankProcess]) -> Iterator[tuple[Worker
         call_all(others, "stop", [()] * len(others))
 
 
-def test_broken_invariant_ends_its_rank_alone(processes: ProcessPool, model: Path) -> None:
-    """A bug in one rank: it ends, the others name it in its words, and no request hears of it from them."""
+def test_broken_invariant_ends_only_its_rank(processes: ProcessPool, model: Path) -> None:
+    """A bug ends its rank. The others name that rank with its error and end no request."""
     config = engine_config(model, num_workers=2, step_deadline=NEVER)
     with worker_here(config, processes.take(1)) as (worker, client):
         client.hello()
@@ -207,13 +206,13 @@ def test_broken_invariant_ends_its_rank_alone(processes: ProcessPool, model: Pat
 
 
 def stream(http: HttpFleet, lines: list[str]) -> None:
-    """A streamed completion's data lines, kept as they come."""
+    """Append the data lines of a streamed completion to `lines` as they arrive."""
     with http.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **LONG}) as answer:
         lines.extend(line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
 def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> None:
-    """Streams and whole answers in flight, a loss, and how clients see it."""
+    """Clients of streams and of whole answers in flight see the loss."""
     config = engine_config(model, num_workers=2, step_deadline=NEVER)
     with serve_http(processes, config, step_deadline=NEVER) as http:
         streams: list[list[str]] = [[] for _ in range(8)]
@@ -241,7 +240,7 @@ def test_rank_killed_behind_a_router(processes: ProcessPool, model: Path) -> Non
         assert re.search(GONE, refused.json()["error"]["message"])
         assert re.search(GONE, http.client.get("/readyz").json()["reason"])
         assert http.client.get("/livez").status_code == 200
-        # A router that hears of the loss from a survivor first has failed before it misses the link.
+        # A router that hears of the loss from a survivor fails before it misses the link.
         assert all(re.search(GONE, failure) for failure in http.failures)
         assert len(http.failures) <= 1
         http.failures.clear()

@@ -1,4 +1,4 @@
-"""Logits that are not finite, on every device: a token whose embedding is NaN ends the rank, naming who sent it."""
+"""Logits that are not finite: a token whose embedding is NaN ends the request, whose error names it."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_request_with_logits_that_are_not_finite_is_named(
+def test_request_with_non_finite_logits_is_named(
     device: str, eager: bool, kind: str, spoilt: Path, own_processes: ProcessPool
 ) -> None:
     config = EngineConfig(
@@ -52,7 +52,7 @@ def test_a_request_with_logits_that_are_not_finite_is_named(
         kv_memory=1 << 22,
         max_model_len=512,
         max_batch_tokens=64,
-        # A CPU has no graphs: there the cases are one step in flight and two.
+        # A CPU has no graphs. There the cases are one and two steps in flight.
         max_num_seqs=4,
         prefill_chunk=64,
         async_scheduling=device == "cuda" or eager,
@@ -64,7 +64,7 @@ def test_a_request_with_logits_that_are_not_finite_is_named(
         client.wait_for(lambda: len(client.answers["sound"].token_ids) > 3)
         client.submit(0, "spoilt", (1, BAD), max_tokens=8, ignore_eos=True, **KINDS[kind])
         (spoilt_one,) = client.wait("spoilt")
-        assert client.answers["sound"].end is None, "it goes on elsewhere"
+        assert client.answers["sound"].end is None, "another rank may continue this request"
     end = spoilt_one.end
     assert isinstance(end, Done)
     assert end.finish_reason == "error"

@@ -1,6 +1,6 @@
-"""A fleet's books: prefix hits, expert-cache counters, and what the router says of its ranks.
+"""Counters of a fleet: prefix hits, expert cache, and what the router reports about its ranks.
 
-Two ranks over a tiny pool of pages and few expert slots, recording their routing all the while.
+The fleet has two ranks with few pages and expert slots, and records its routing.
 """
 
 import re
@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the routing is recorded."""
+    """Return the path of the recorded routing."""
     return tmp_path_factory.mktemp("routing") / "trace"
 
 
@@ -36,14 +36,14 @@ def fleet(processes: ProcessPool, checkpoints: dict[str, Path], recording: Path)
         checkpoints["mla"], num_workers=2, num_pages=NUM_PAGES, expert_slots=SLOTS, record_routing=str(recording)
     )
     with pytest.MonkeyPatch.context() as patch, serve_http(processes, config, canary_interval=600.0) as http:
-        # A rank on a busy machine may need more than a second to tell its experts' rows.
+        # A rank on a busy machine may need more than a second to report its experts' rows.
         patch.setattr(loads, "_ANSWER_SECONDS", HANG_SECONDS)
         yield http
 
 
 @pytest.fixture
 def http(fleet: HttpFleet) -> Iterator[HttpFleet]:
-    """The fleet; afterwards nothing may run, wait or hold pages."""
+    """Yield the fleet. Afterwards no request may run, wait or hold pages."""
     yield fleet
     wait_until_idle(fleet)
 
@@ -52,8 +52,8 @@ def test_prefix_hit_is_visible(http: HttpFleet) -> None:
     name = "moeyard_prefix_cache_hit_tokens_total"
     body = {**GREEDY, "prompt": [(31 * i) % VOCAB_SIZE for i in range(70)], "max_tokens": 4}
     before = http.total(name)
-    # A rank still busy with what an earlier test left may send the second request elsewhere; one more than there are
-    # ranks must come back to one of them.
+    # A rank that is busy with an earlier test may send the second request to its peer. Three requests on two ranks
+    # must repeat one.
     answers = [http.complete(**body) for _ in range(len(http.fleet.ranks) + 1)]
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert cached[0] == 0
@@ -71,7 +71,7 @@ def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFle
         for n in range(1, 6)
     ]
     http.choices_at_once(others)
-    # Replies leave before their step is counted, so the sides agree as soon as the last step is over.
+    # Replies leave before their step is counted, so both sides agree once the last step is over.
     for name, sources in {
         "the metrics": lambda: metrics_totals(http),
         "the simulator": lambda: simulated_totals(recording),
@@ -79,13 +79,13 @@ def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFle
         wait_for(equal(sources, lambda: engine_totals(http)), f"{name} and the engine's counters equal")
     for hits, misses, evictions in engine_totals(http):
         assert min(sum(hits.values()), *misses.values()) > 0
-        assert misses["decode",] == sum(evictions.values()) > 0, "slots are full, and only decode's misses take them"
+        assert misses["decode",] == sum(evictions.values()) > 0, "slots are full, and only decode misses take them"
     other = simulate(recording, policy="lru")
-    assert other.total.num_hits != simulate(recording).total.num_hits, "the policies count alike"
+    assert other.total.num_hits != simulate(recording).total.num_hits, "both policies count the same"
 
 
-def test_router_says_of_the_ranks_what_they_say_themselves(http: HttpFleet) -> None:
-    """Also of the rank that only took part in the other one's steps."""
+def test_router_counters_equal_those_of_the_ranks(http: HttpFleet) -> None:
+    """This includes the rank that only took part in the other one's steps."""
     before = rows_per_layer(http)
     http.complete(**GREEDY, max_tokens=12)
     names = ("generation_tokens", "prefill_tokens", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
@@ -97,24 +97,24 @@ def test_router_says_of_the_ranks_what_they_say_themselves(http: HttpFleet) -> N
 
     wait_for(alike, "the router's figures equal the ranks'")
     assert len(fleet_series(http.client.get("/metrics").text, "expert_cache_hits")) == 2
-    # 7 rows of the prompt and 11 of the tokens that were fed back, each to 2 experts of every layer.
+    # 7 prompt rows and 11 rows of generated tokens, each to 2 experts of every layer.
     grown = 2 * (len(PROMPT) + 11)
     wait_for(lambda: rows_per_layer(http) == [rows + grown for rows in before], "the experts' rows")
 
 
 def fleet_series(page: str, name: str) -> dict[str, float]:
-    """A counter of the router's own page by rank."""
+    """Return a counter of the router's own page by rank."""
     found = re.findall(rf'^moeyard_fleet_{name}_total{{.*rank="(\d+)"}} (\S+)$', page, re.M)
     return {rank: float(value) for rank, value in found}
 
 
 def by_rank(http: HttpFleet, name: str) -> dict[str, float]:
-    """The same counter of the ranks' pages, summed over its other labels."""
+    """Return the same counter of the ranks' pages, summed over its other labels."""
     return {str(rank): sum(series.values()) for rank, series in enumerate(http.samples(f"moeyard_{name}_total"))}
 
 
 def rows_per_layer(http: HttpFleet) -> list[int]:
-    """Rows that the experts of all ranks have computed, by layer."""
+    """Return the rows that the experts of all ranks computed, by layer."""
     ranks = http.client.get("/v1/fleet/experts").json()["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
     return [sum(sum(rank["rows"][i]) for rank in ranks) for i in range(len(ranks[0]["layers"]))]
@@ -125,24 +125,24 @@ def equal(one: Callable[[], list[Totals]], other: Callable[[], list[Totals]]) ->
 
 
 def engine_totals(http: HttpFleet) -> list[Totals]:
-    """Per rank, what the expert cache counted: hits, misses, evictions by (phase, segment) or (phase,)."""
+    """Return what each rank's expert cache counted: hits, misses, evictions by (phase, segment) or (phase,)."""
     return [as_totals(*counters) for counters in http.fleet.call("counters")]
 
 
 def simulated_totals(recording: Path) -> list[Totals]:
-    """The same from a replay of the record."""
+    """Return the same from a replay of the recorded routing."""
     return [as_totals(r.counters.hits, r.counters.misses, r.counters.evictions) for r in simulate(recording).ranks]
 
 
 def as_totals(hits: dict[Any, int], misses: dict[Any, int], evictions: dict[Any, int]) -> Totals:
     def by_label(counts: dict[Any, int]) -> dict[tuple[str, ...], float]:
-        # Prometheus' labels in the order of their names: phase before segment.
+        # Prometheus labels in alphabetical order: phase before segment.
         return {(key,) if isinstance(key, str) else tuple(reversed(key)): float(n) for key, n in counts.items()}
 
     return by_label(hits), by_label(misses), by_label(evictions)
 
 
 def metrics_totals(http: HttpFleet) -> list[Totals]:
-    """The same from the pages that Prometheus reads."""
+    """Return the same from the metrics pages."""
     names = [f"moeyard_expert_cache_{what}_total" for what in ("hits", "misses", "evictions")]
     return list(zip(*(http.samples(name) for name in names), strict=True))

@@ -1,7 +1,6 @@
-"""The matrix of one answer (gpu_matrix.py) finds what differs and passes what does not, here on a CPU or a GPU.
+"""The matrix of one answer (gpu_matrix.py) passes equal answers and names different ones, on a CPU or a GPU.
 
-All of it is a command of its own: `python -m tests.e2e.gpu_matrix`; so is that of several GPUs (`--ranks`), whose
-fleets are on CPUs here.
+`python -m tests.e2e.gpu_matrix` runs the whole matrix. Fleets (`--ranks`) are on CPUs here.
 """
 
 import re
@@ -18,8 +17,8 @@ from tests.e2e.gpu_matrix_ranks import Row, cases, missing
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_differs_is_named(device: str, model: str) -> None:
-    """Of pages alone, and of state per sequence, where prefixes begin behind one snapshot at a time."""
+def test_different_answer_is_named(device: str, model: str) -> None:
+    """A model with pages alone, and one with state, whose prefixes are reused from one snapshot at a time."""
     rank = load(Loaded(model), device)
     try:
         expected = references(rank)
@@ -32,10 +31,10 @@ def test_what_differs_is_named(device: str, model: str) -> None:
         rank.worker.stop()
 
 
-def test_a_worker_that_fails_is_named_and_the_others_are_run(
+def test_failed_worker_is_named_and_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a model whose first worker fails have nothing to be compared with."""
+    """The other workers of a model whose first worker fails have no reference."""
 
     def run(worker: Loaded, *_: Any) -> tuple[gpu_matrix.Row, gpu_matrix.Answers]:
         if worker.model == "olmoe" or worker.slots == "one":
@@ -46,11 +45,11 @@ def test_a_worker_that_fails_is_named_and_the_others_are_run(
     monkeypatch.setattr(gpu_matrix, "ProcessPoolExecutor", lambda processes, **_: ThreadPoolExecutor(processes))
     asked = ["--models", "mixtral", "olmoe", "--kept", "no", "--slots", "all", "one", "--device", "cpu"]
     assert gpu_matrix.main(asked) == 1
-    said = capsys.readouterr()
-    _, _, *lines, last = said.out.splitlines()
+    output = capsys.readouterr()
+    _, _, *lines, last = output.out.splitlines()
     verdicts = {tuple(line.split()[:3]): line[line.rindex("  ") :].strip() for line in lines}
     first, other = gpu_matrix.KEPT
-    lost, mixtral = "FAILED: there is nothing to compare with", "FAILED: TypeError: not mixtral"
+    lost, mixtral = "FAILED: no reference", "FAILED: TypeError: not mixtral"
     assert verdicts == {
         ("mixtral", "all", first): "equal",
         ("mixtral", "all", other): "equal",
@@ -62,15 +61,15 @@ def test_a_worker_that_fails_is_named_and_the_others_are_run(
         ("olmoe", "one", other): lost,
     }
     assert re.fullmatch(r"4 answers of 8 workers in \d+ s, 0 differ, 6 workers failed", last)
-    assert said.err.count("raise TypeError") == 3
+    assert output.err.count("raise TypeError") == 3
 
 
 RANKS = ["--ranks", "1", "2", "--exchange", "zmq", "--device", "cpu", "--models", "qwen3_moe"]
 
 
 @pytest.mark.slow
-def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever has which experts. What was not run is said, and revision and devices at its head."""
+def test_equal_fleets_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every placement passes. The output names cases that did not run and starts with revision and devices."""
     assert gpu_matrix.main([*RANKS[:4], "nccl", *RANKS[4:]]) == 0
     head, columns, *lines, last = capsys.readouterr().out.splitlines()
     assert re.match(r"revision \S.*, CPU, torch \d", head)
@@ -87,10 +86,10 @@ def test_fleets_that_answer_alike_pass(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_fleet_that_differs_or_fails_is_named(
+def test_different_or_failed_fleet_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next one is run; one bit of a log-probability is enough."""
+    """The next fleet still runs. One bit of a log-probability is a difference."""
     right, begin = gpu_matrix_ranks.references, gpu_matrix_ranks.start_fleet
 
     def wrong(*given: Any) -> gpu_matrix_ranks.Expected:
@@ -115,7 +114,9 @@ def test_a_fleet_that_differs_or_fails_is_named(
     assert re.fullmatch(r"12 answers of 3 fleets in \d+ s, 2 differ, 1 fleets failed, 0 were not run", last)
 
 
-def test_only_what_there_is_can_be_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_need_enough_gpus_with_peer_access(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {1, 2})
     every = cases((1, 2, 4), ("nvlink", "zmq"), ("shards", "copied"))
     assert [(case.ranks, case.exchange, case.placed) for case in every] == [
@@ -134,12 +135,12 @@ def test_only_what_there_is_can_be_run(monkeypatch: pytest.MonkeyPatch, capsys: 
         "",
         "GPU 1 has no peer access to GPU 2",
     }
-    # Nothing that was compared is nothing that is equal.
+    # A run that compares nothing is not a success.
     assert gpu_matrix.main(["--ranks", "2", "--exchange", "nvlink", "--device", "cpu"]) == 1
     assert "0 answers of 0 fleets in 0 s, 0 differ, 0 fleets failed, 15 were not run" in capsys.readouterr().out
 
 
-def test_a_fleet_that_has_not_run_as_its_line_says_fails(
+def test_fleet_that_did_not_run_as_its_line_says_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: Any) -> Row:

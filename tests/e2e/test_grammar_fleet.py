@@ -1,4 +1,4 @@
-"""Grammars in a real fleet: one answer whatever the ranks and the batch; a bad grammar ends nobody else's request."""
+"""Grammars in a real fleet: one answer for any ranks and batch, and a bad grammar ends only its own request."""
 
 import json
 from pathlib import Path
@@ -45,19 +45,19 @@ def submit(fleet: Fleet, label: str, name: str) -> None:
     fleet.client.submit(rank, f"{label}-{name}", [5, 9, 40, len(name)] * 3 + [7], **sampling)
 
 
-def told(answer: Answer) -> Any:
+def result(answer: Answer) -> Any:
     assert isinstance(answer.end, Done), answer.end
     return answer.token_ids, answer.logprobs, answer.end.finish_reason
 
 
 @pytest.fixture(scope="module")
 def alone(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, Any]:
-    """Each request alone on one rank."""
+    """Answer each request alone on one rank."""
     with start_fleet(processes, config(checkpoints["mla"])) as fleet:
         found = {}
         for name in GRAMMARS:
             submit(fleet, "alone", name)
-            found[name] = told(fleet.client.wait(f"alone-{name}")[0])
+            found[name] = result(fleet.client.wait(f"alone-{name}")[0])
     return found
 
 
@@ -65,7 +65,7 @@ def alone(processes: ProcessPool, checkpoints: dict[str, Path]) -> dict[str, Any
 def test_one_answer_with_grammars(
     case: str, alone: dict[str, Any], processes: ProcessPool, checkpoints: dict[str, Path]
 ) -> None:
-    """All at once, twice over, beside requests whose grammars are refused or given up."""
+    """Run all requests at once, twice, beside requests whose grammars are refused or aborted."""
     with start_fleet(processes, config(checkpoints["mla"], **CASES[case])) as fleet:
         client = fleet.client
         client.submit(0, "bad", [1, 2], max_tokens=4, grammar=Grammar(kind="regex", text="("))
@@ -77,7 +77,7 @@ def test_one_answer_with_grammars(
                 submit(fleet, label, name)
         client.wait()
         for again in range(20):
-            # Whether sequences meet in few pages depends on when their grammars were compiled.
+            # Preemption depends on when the grammars finish compiling, so try again until it happens.
             (stats, *_) = fleet.call("stats")
             if "scarce" not in case or stats["num_preemptions"]:
                 break
@@ -88,7 +88,7 @@ def test_one_answer_with_grammars(
         assert (stats["num_preemptions"] > 0) == ("scarce" in case), stats
         ends = {name: client.answers[name].end for name in ("bad", "long", "gone")}
         for label in ("a", "bb"):
-            assert {name: told(client.answers[f"{label}-{name}"]) for name in GRAMMARS} == alone
+            assert {name: result(client.answers[f"{label}-{name}"]) for name in GRAMMARS} == alone
     bad, long, gone = ends["bad"], ends["long"], ends["gone"]
     assert isinstance(bad, Rejected)
     assert (bad.reason, "the grammar cannot be compiled" in bad.message) == ("bad_request", True)

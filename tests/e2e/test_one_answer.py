@@ -1,10 +1,9 @@
-"""One answer: token ids and log-probability bits of a request do not depend on how it was run.
+"""One answer: token ids and log-probability bits of a request do not depend on how it runs.
 
-Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests, alone and
-in a mixed batch, with prefix misses and hits, and must return what one rank with everything resident returns for each
-request alone. So do placements of experts by chance.
-Preemption comes from a pool of pages too small for the batch. A choice of them runs two steps deep, another speculates,
-a third keeps a part of long prompts only, which has answers of its own.
+Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests. They run
+alone and in a mixed batch, with prefix misses and hits. The answers equal those of one rank with all experts resident
+to each request alone. Random placements of experts are among the cases. Scarce pages cause preemption. Some cases have
+two steps in flight, some speculate, and some compress long prompts, which has its own answers.
 """
 
 import itertools
@@ -27,9 +26,9 @@ from moeyard_worker.protocol import KvCompression
 
 PAGE = 16
 NUM_PAGES = {"ample": 256, "scarce": 10}
-# Where state is kept per sequence.
+# Snapshots of models with state per sequence.
 SNAPSHOTS = {"ample": 16, "scarce": 1}
-# What is kept of the longest prompt has pages of its own while the prompt has.
+# The kept part of the longest prompt has its own pages while the prompt has.
 MORE_PAGES = 3
 VOCAB = 272
 KEPT = KvCompression(method="snapkv", budget=40, window=16)
@@ -61,7 +60,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The whole product; one rank has no exchange to choose. With chunks of 64 any expert lies anywhere."""
+    """Return the whole product. One rank has no exchange to choose. Chunks of 64 go with a random placement."""
     exchanges, slots, policies, chunks = ("shm", "tcp"), ("min", "half", "all"), ("slru", "lru"), (16, 64, 2048)
     product = itertools.product((1, 2, 4), exchanges, slots, policies, chunks, NUM_PAGES)
     return [
@@ -72,9 +71,9 @@ def cases() -> list[Case]:
 
 
 def requests(*, compressed: bool = False) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompts from shorter than a page to longer than two chunks of 64; greedy and seeded, one of them scored.
+    """Prompts from shorter than a page to longer than two chunks of 64: greedy and seeded, one of them scored.
 
-    `compressed`: of each prompt 40 tokens are kept, where it has more.
+    `compressed`: keep 40 tokens of each longer prompt.
     """
     rng = random.Random(7)
     greedy = {"temperature": 0.0, "logprobs": 3}
@@ -86,13 +85,12 @@ def requests(*, compressed: bool = False) -> dict[str, tuple[list[int], dict[str
 
 
 def read_model(case: Case, model: Path) -> ModelConfig:
-    """With the layer that a case drafts with."""
+    """Return the model's config, with the MTP layer if the case drafts."""
     read = load_model_config(model)
     return read.with_drafts() if case.drafts else read
 
 
 def config(case: Case, model: Path) -> EngineConfig:
-    """The engine configuration of a case."""
     read = read_model(case, model)
     total = read.num_experts // case.ranks * len(read.moe_layers)
     state = read.state_spec(DTYPE_BYTES[read.dtype])
@@ -111,25 +109,25 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
         speculate="mtp" if case.drafts else None,
-        # Three: up to three, each rank by its own lights.
+        # 3 stands for adaptive: up to three drafts, chosen by each rank.
         draft_tokens=None if case.drafts == 3 else case.drafts or 1,
     )
 
 
 def placement(case: Case, model: Path) -> Placement | None:
-    """Of a scattered case: each layer's experts dealt by chance, unevenly, half of them twice; or contiguous shards."""
+    """Return a random uneven placement with half of the experts twice for a scattered case, else contiguous shards."""
     return dealt(read_model(case, model), case.ranks, str(case)) if case.scattered else None
 
 
 def dealt(read: ModelConfig, ranks: int, seed: str, *, copied: bool = True, alone: bool = False) -> Placement:
-    """Each layer's experts by chance, unevenly; `alone`: the first layer's are all rank 0's; `copied`: half of them are
-    on another rank, too, where there is one."""
+    """Return a random uneven placement. `alone`: rank 0 has all experts of the first layer. `copied`: half of the
+    experts are also on a second rank, if there is one."""
     chance = random.Random(seed)
     rows = [[chance.randrange(ranks) for _ in range(read.num_experts)] for _ in read.moe_layers]
     if alone:
         rows[0] = [0] * read.num_experts
     for row, rank in zip(itertools.cycle(rows[alone:]), range(ranks), strict=False):
-        row[rank] = rank  # everybody has one somewhere
+        row[rank] = rank  # every rank has an expert in some layer
     copies = []
     for row in rows if copied and ranks > 1 else ():
         some = sorted(chance.sample(range(read.num_experts), read.num_experts // 2))
@@ -138,8 +136,8 @@ def dealt(read: ModelConfig, ranks: int, seed: str, *, copied: bool = True, alon
 
 
 def dealt_evenly(read: ModelConfig, ranks: int, seed: str, *, copied: bool = True) -> Placement:
-    """By chance in parts of one size, as a GPU's slots want that are fewer than experts; `copied`: of each rank's part
-    half is on the next one, too."""
+    """Return a random placement in parts of equal size, which GPUs with fewer slots than experts need. `copied`: half
+    of each rank's part is also on the next rank."""
     chance = random.Random(seed)
     rows = [chance.sample([e % ranks for e in range(read.num_experts)], read.num_experts) for _ in read.moe_layers]
     copies = []
@@ -151,7 +149,7 @@ def dealt_evenly(read: ModelConfig, ranks: int, seed: str, *, copied: bool = Tru
 
 
 def bits(answer: Answer) -> tuple[Any, ...]:
-    """Everything that must not change: ids, and log-probabilities compared as floats without tolerance."""
+    """Return all that must not change: ids, and log-probabilities compared as floats without tolerance."""
     assert getattr(answer.end, "finish_reason", None) == "length", answer.end
     return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs)
 
@@ -159,22 +157,22 @@ def bits(answer: Answer) -> tuple[Any, ...]:
 def run_mixed(
     fleet: Fleet, label: str, ranks: dict[str, int], *, compressed: bool = False
 ) -> dict[str, tuple[Any, ...]]:
-    """All requests at once, each on its rank."""
+    """Run all requests at once, each on its rank."""
     for name, (prompt, sampling) in requests(compressed=compressed).items():
         fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
     return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
 
 def run_alone(fleet: Fleet, label: str, name: str, rank: int, *, compressed: bool = False) -> tuple[Any, ...]:
-    """One request with nothing beside it."""
+    """Run one request with no other beside it."""
     prompt, sampling = requests(compressed=compressed)[name]
     fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
     return bits(fleet.client.wait(f"{label}-{name}")[0])
 
 
 def check_rows(fleet: Fleet, num_answers: int) -> None:
-    """Every layer's experts have had each row once, whoever has them: prompts as far as they were computed, and of each
-    answer all tokens but the last, which nobody reads. Preemption has some computed again."""
+    """Check that each layer's experts computed each row once, on whichever rank. The rows are the computed prompt
+    tokens and all tokens of each answer but the last. Preemption computes some rows again."""
     stats, told, read = fleet.call("stats"), fleet.client.inspect(), load_model_config(fleet.config.model_path or "")
     rows = sum(each["prefill_tokens"] for each in stats) + 11 * num_answers
     layers = zip(*rows_of_ranks(told), strict=True)
@@ -187,7 +185,7 @@ Answers = dict[str, tuple[Any, ...]]
 
 
 class Expected(dict[str, Answers]):
-    """The answers of a kind's checkpoint by request, computed when a test asks for the kind."""
+    """The answers for a checkpoint kind by request, computed when a test needs the kind."""
 
     def __init__(self, compute: Callable[..., Answers]) -> None:
         self.compute = compute
@@ -199,7 +197,7 @@ class Expected(dict[str, Answers]):
 
 @pytest.fixture(scope="session")
 def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> Expected:
-    """Each request alone on one rank, everything resident, whole prompts, no prefix cache."""
+    """Answer each request alone on one rank: all experts resident, whole prompts, no prefix cache."""
 
     def compute(kind: str, *, compressed: bool = False) -> Answers:
         case, answers = Case(1, "shm", "all", "slru", 2048, "ample"), {}
@@ -213,7 +211,7 @@ def expected(processes: ProcessPool, checkpoints: dict[str, Path]) -> Expected:
 
 @pytest.fixture(scope="session")
 def expected_compressed(expected: Expected) -> Expected:
-    """The answers to what is kept of prompts; they differ where something is not kept."""
+    """Return the answers with compressed prompts. They differ if tokens were dropped."""
 
     def compute(kind: str) -> Answers:
         answers = expected.compute(kind, compressed=True)
@@ -225,9 +223,9 @@ def expected_compressed(expected: Expected) -> Expected:
 
 
 def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, tuple[Any, ...]]) -> None:
-    """Run the requests of one case and compare bits."""
+    """Compare the bits of one case."""
     with start_fleet(processes, config(case, model), placement(case, model)) as fleet:
-        # A miss alone, then all at once on one rank ("c" hits its prefix, scarce pages preempt), then hits alone.
+        # A miss alone, then all at once on one rank ("c" is a prefix hit, scarce pages preempt), then a hit alone.
         kept = case.compressed
         assert run_alone(fleet, "alone", "c", 0, compressed=kept) == expected["c"]
         assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept) == expected
@@ -237,9 +235,9 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
             assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
-        # With drafts, or less to keep, a request may have ended before pages run out; tests/engine preempts those.
+        # With drafts or compression a request may end before pages run out. tests/engine preempts those.
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
-        assert stats["num_free"] == stats["num_pages"] == case.num_pages  # so it ran in the checkpoint's dtype
+        assert stats["num_free"] == stats["num_pages"] == case.num_pages  # the pages' size shows the checkpoint's dtype
         if not case.drafts:
             check_rows(fleet, 6 + 4 * (case.ranks > 1 and case.policy == "slru"))
         if case.drafts:
@@ -302,8 +300,8 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
-# Prompts are cut at multiples of 64, and a prefix is found again behind a snapshot of state. No product, but with those
-# in bf16 each value of an axis meets each of another (`test_hybrid_cases_pair_all_values`).
+# Chunks end at multiples of 64, and a prefix hit continues from a snapshot of state. With the bf16 cases each value of
+# an axis meets each value of every other axis (`test_hybrid_cases_pair_all_values`).
 HYBRID_CASES = {
     "hybrid": [
         Case(1, "shm", "min", "slru", 64, "scarce"),
@@ -376,16 +374,16 @@ def test_bf16(
 
 
 def test_hybrid_cases_pair_all_values() -> None:
-    """Of the axes of `cases`, with the two ends of chunks."""
+    """Check the axes of `cases` without the smallest chunk."""
     some = [case for cases in HYBRID_CASES.values() for case in cases] + BF16_CASES["hybrid_bf16"]
     axes = ("ranks", "exchange", "slots", "policy", "chunk", "pages")
     wanted = [case for case in cases() if case.chunk > 16]
     for pair in itertools.combinations(axes, 2):
-        of = operator.attrgetter(*pair)
-        assert set(map(of, wanted)) <= set(map(of, some)), pair
+        axis_values = operator.attrgetter(*pair)
+        assert set(map(axis_values, wanted)) <= set(map(axis_values, some)), pair
 
 
-# Beside state per sequence a chunk has room for a window behind the multiple of 64 that it begins at.
+# With state, a chunk needs room for a window behind the multiple of 64 where it begins.
 COMPRESSED_CASES = {
     "demo": [
         Case(1, "shm", "min", "lru", 64, "scarce", deep=2, compressed=True),

@@ -18,8 +18,8 @@ from moeyard_worker.engine.assembly.verify import reference_model
 
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 15, 16, 33, 64, 97, 150)
-# Four families have 16 experts: shards of 6, 5 and 5 on 3 ranks; the others' 8 make 3, 3 and 2. Mixtral's window is
-# shorter than all but three of the prompts, and than every context at its end.
+# Four families have 16 experts, so 3 ranks have 6, 5 and 5. The others have 8: 3, 3 and 2. Mixtral's window is shorter
+# than all prompts but three, and than every final context.
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 16},
     "kimi_k2": {"n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "mscale_all_dim": 1.0}},
@@ -31,9 +31,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": 24},
     "olmoe": {},
 }
-# The largest logit must lead the second by far more than fp32 sums in another order can move it (about 1e-5 here).
-# Under seed 0 deepseek_v3 and qwen3_moe, for example, come to races closer than that margin; these seeds keep it. Where
-# one does not, choose another seed, never a tolerance.
+# The largest logit must exceed the second by far more than fp32 sums in another order can change it (about 1e-5 here).
+# With seed 0 some families, such as deepseek_v3 and qwen3_moe, come closer than that. These seeds do not. If a seed
+# fails this, choose another seed, never a tolerance.
 SEEDS = {
     "deepseek_v3": 1,
     "kimi_k2": 1,
@@ -46,18 +46,18 @@ SEEDS = {
     "olmoe": 0,
 }
 MIN_LEAD = 1e-3
-# Different tokens per answer, on average: a model that repeats its prompt's end is matched by almost anything.
+# Distinct tokens per answer on average. Almost anything matches a model that repeats the end of its prompt.
 MIN_DISTINCT = 12
 
 
 def prompts() -> list[list[int]]:
-    """Seeded random ids, one prompt per length."""
+    """Return seeded random ids, one prompt per length."""
     rng = random.Random(64)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
 def generate(directory: Path, family: str) -> list[list[int]]:
-    """Greedy tokens of every prompt by transformers, as one batch padded on the left."""
+    """Return transformers' greedy tokens for every prompt, computed as one batch padded on the left."""
     torch.set_num_threads(1)
     model = reference_model(directory, family, dtype=torch.float32)
     longest = max(PROMPT_LENGTHS)
@@ -87,7 +87,7 @@ def generate(directory: Path, family: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A model's checkpoint and what transformers makes of the prompts."""
+    """A checkpoint and transformers' answers to the prompts."""
     family = str(request.param)
     directory = tmp_path_factory.mktemp(family)
     make_checkpoint(directory, family, seed=SEEDS[family], tokenizer=True, **FAMILIES[family])
@@ -98,7 +98,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", FAMILIES, indirect=True)
 def test_greedy_tokens(ranks: int, case: tuple[Path, list[list[int]]], processes: ProcessPool) -> None:
-    """All prompts at once through the router; every token must be transformers'."""
+    """All prompts run at once through the router. Every token equals transformers'."""
     directory, expected = case
     bodies = [{"prompt": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True} for ids in prompts()]
     with serve_http(processes, engine_config(directory, num_workers=ranks)) as service:

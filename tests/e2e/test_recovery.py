@@ -1,4 +1,4 @@
-"""A rank is lost and another takes its place: no request ends, and every answer is what it would have been."""
+"""A rank is lost and a new one replaces it: no request ends, and every answer stays the same."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_worker.protocol import Done
 
-# A killed process is noticed at once; a busy machine must not make one look stopped.
+# A killed process is noticed at once. A busy machine must not make a rank look stopped.
 DEADLINE = 20.0
 # Tokens of a request that must still run when its rank is lost.
 LONG = 200
@@ -21,7 +21,7 @@ PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
 
 
 def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
-    """A bit of everything: greedy and seeded, log-probabilities of both sides, penalties."""
+    """Vary sampling by index: greedy and seeded, log-probabilities of prompt and output, penalties."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 7 + i, "logprobs": 3},
@@ -35,8 +35,8 @@ def submit_all(fleet: Fleet) -> None:
         fleet.client.submit(i % len(fleet.ranks), f"r{i}", prompt, **sampling(i))
 
 
-def told(answers: list[Answer]) -> list[Any]:
-    """What must not depend on losses, bit for bit."""
+def results(answers: list[Answer]) -> list[Any]:
+    """Return what must not depend on losses, bit for bit."""
     for answer in answers:
         assert isinstance(answer.end, Done), answer.end
         assert answer.end.completion_tokens == len(answer.token_ids)
@@ -61,17 +61,17 @@ def kill(fleet: Fleet, rank: int) -> None:
     ],
     ids=["plain", "deep", "hybrid", "hybrid_drafts"],
 )
-def test_ranks_lost_at_any_moment_change_nothing(
+def test_answers_stay_the_same_when_ranks_are_lost(
     processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]
 ) -> None:
-    """Killed in prefill, two at once in the midst of decoding, idle; what they ran goes on at all ranks."""
+    """Ranks are killed in prefill, two at once while decoding, and idle. Their requests continue on all ranks."""
     options = {"prefill_chunk": 16, **options}
     config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **options)
     rng = random.Random(repr(options))
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         submit_all(fleet)
-        expected = told(client.wait())
+        expected = results(client.wait())
         for dead, moment in ([1], 0), ([0, 2], rng.randrange(20, 300)):
             client.answers.clear()
             submit_all(fleet)
@@ -80,19 +80,19 @@ def test_ranks_lost_at_any_moment_change_nothing(
                 kill(fleet, rank)
             losses = fleet.recover(dead)
             assert {loss["ranks"][0] for loss in losses} <= set(dead)
-            assert len({(loss["reason"], loss["step"], loss["place"]) for loss in losses}) == 1, "one name for one loss"
+            assert len({(loss["reason"], loss["step"], loss["place"]) for loss in losses}) == 1, "different losses"
             client.carry_over(dead, to=range(3))
-            assert told(client.wait()) == expected
+            assert results(client.wait()) == expected
         kill(fleet, 2)
         (loss, _) = fleet.recover([2])
         assert loss["reason"] == f"rank 2 lost after step {loss['step']}"
         client.answers.clear()
         submit_all(fleet)
-        assert told(client.wait()) == expected
+        assert results(client.wait()) == expected
 
 
-def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
-    """They say what they wait for; what came meanwhile is computed afterwards, and an abort is answered at once."""
+def test_survivors_accept_requests_while_they_wait(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """Snapshots report the reason for waiting. Requests run after the recovery, and aborts are answered at once."""
     config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE)
     with start_fleet(processes, config) as fleet:
         client = fleet.client
@@ -113,17 +113,17 @@ def test_survivors_take_requests_while_they_wait(processes: ProcessPool, checkpo
         epoch = client.snapshots[0].epoch
         (loss,) = fleet.recover([1])
         assert (loss["reason"], loss["epoch"], loss["latest"]) == (failure, epoch, ("early",))
-        told(client.wait())
+        results(client.wait())
         client.wait_for(lambda: client.snapshots[0].state == "ready")
         assert client.snapshots[0].epoch not in (epoch, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["plain", "deep"])
-def test_survivors_keep_the_kv_of_what_they_run(
+def test_survivors_keep_the_kv_of_their_requests(
     processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
 ) -> None:
-    """Only what ran at the lost rank is computed again: its prompt, and its output so far."""
+    """Only requests of the lost rank are computed again: their prompts and their output so far."""
     config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE, **options)
     prompts = {"stays": PROMPTS[7], "moves": PROMPTS[8]}
     with start_fleet(processes, config) as fleet:
@@ -135,23 +135,23 @@ def test_survivors_keep_the_kv_of_what_they_run(
         assert before["prefill_tokens"] == len(prompts["stays"])
         kill(fleet, 1)
         (loss,) = fleet.recover([1])
-        assert loss["latest"] == ("stays",), "it must run when the rank is lost"
-        told_before = len(client.answers["moves"].token_ids)
+        assert loss["latest"] == ("stays",), "the request ended before the loss"
+        received = len(client.answers["moves"].token_ids)
         assert client.carry_over([1], to=[1]) == ["moves"]
-        answers = told(client.wait())
+        answers = results(client.wait())
         after, moved = fleet.call("stats")
         kept = ("prefill_tokens", "prefix_hit_tokens", "num_preemptions")
-        assert [after[name] for name in kept] == [before[name] for name in kept], "its pages were thrown away"
+        assert [after[name] for name in kept] == [before[name] for name in kept], "the survivor lost its pages"
         assert moved["prefix_hit_tokens"] == 0
-        assert len(prompts["moves"]) <= moved["prefill_tokens"] <= len(prompts["moves"]) + told_before
+        assert len(prompts["moves"]) <= moved["prefill_tokens"] <= len(prompts["moves"]) + received
         client.answers.clear()
         for rank, name in enumerate(prompts):
             client.submit(rank, name, prompts[name], **sampling(rank, LONG))
-        assert told(client.wait()) == answers
+        assert results(client.wait()) == answers
 
 
-def test_an_output_that_is_whole_only_ends(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
-    """The last tokens were told and the end was not."""
+def test_complete_output_only_ends(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """The client received the last tokens but not the end."""
     with start_fleet(processes, engine_config(checkpoints["mla"], num_workers=1)) as fleet:
         client = fleet.client
         client.submit(0, "r", PROMPTS[0], max_tokens=5, temperature=0.0, ignore_eos=True)

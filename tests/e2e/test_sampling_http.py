@@ -1,7 +1,7 @@
 """Seeds and log-probabilities over HTTP on two ranks, against transformers' logits.
 
-The fleet has few expert slots, so everything here runs with misses and evictions. All other parameters of sampling are
-in tests/router/test_http.py, tests/scheduling/test_scheduler.py and tests/engine/test_sampler.py.
+The fleet has few expert slots, so all tests run with misses and evictions. Other sampling parameters are tested in
+tests/router/test_http.py, tests/scheduling/test_scheduler.py and tests/engine/test_sampler.py.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Bench:
     tokenizer: Tokenizer
 
     def logits(self, ids: list[int]) -> NDArray[np.float64]:
-        """What transformers predicts after each position of `ids`, [len(ids), V]."""
+        """Return transformers' logits [len(ids), V] after each position of `ids`."""
         with torch.inference_mode():
             return np.asarray(self.model(torch.tensor([ids])).logits[0].double().numpy())
 
@@ -50,7 +50,7 @@ def bench(processes: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def http(bench: Bench) -> Iterator[HttpFleet]:
-    """The fleet; afterwards nothing may run, wait or hold pages."""
+    """Yield the fleet. Afterwards no request may run, wait or hold pages."""
     yield bench.http
     wait_until_idle(bench.http)
 
@@ -75,7 +75,7 @@ def test_logprobs(bench: Bench, http: HttpFleet) -> None:
     expected = log_softmax(bench.logits(PROMPT + ids)[len(PROMPT) - 1 : -1])
     chosen = expected[np.arange(len(ids)), ids]
     np.testing.assert_allclose(found["token_logprobs"], chosen, rtol=0, atol=1e-4)
-    assert min(found["token_logprobs"]) < -5, "all tokens were likely ones: the test says little"
+    assert min(found["token_logprobs"]) < -5, "all tokens were likely, so the test proves little"
     spelled = [spell(token_bytes(bench.tokenizer, i)) or f"token_id:{i}" for i in range(VOCAB_SIZE)]
     assert len(set(spelled)) == VOCAB_SIZE
     assert found["tokens"] == [spelled[i] for i in ids]
@@ -87,39 +87,39 @@ def test_logprobs(bench: Bench, http: HttpFleet) -> None:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What a token of the byte-level test tokenizer stands for; nothing for the ids that pad the vocabulary."""
+    """Return the bytes of a token of the byte-level tokenizer, or none for ids that pad the vocabulary."""
     token = tokenizer.id_to_token(token_id) or ""
     if len(token) != 1:
         return token.encode()
-    # Visible characters of Latin-1 stand for themselves, the other bytes in order for U+0100 and what follows.
+    # Visible Latin-1 characters stand for themselves, the other bytes in order for U+0100 and up.
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in visible]
     return bytes([ord(token) if ord(token) < 256 else others[ord(token) - 256]])
 
 
 def spell(raw: bytes) -> str:
-    """How a completion's logprobs name a token."""
+    """Return a token's name in a completion's logprobs."""
     return raw.decode() if raw.isascii() else "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
 def test_loglikelihood_as_lm_eval_asks(bench: Bench, http: HttpFleet) -> None:
-    """Four prompts at once, echoed with one alternative and one token more; lm-eval sums what lies between."""
+    """Four prompts at once, echoed with one alternative and one extra token. lm-eval sums the tokens in between."""
     prompts = [[(17 * i + 5 * j * j) % VOCAB_SIZE for j in range(size)] for i, size in enumerate((2, 30, 61, 140))]
     wanted = {"max_tokens": 1, "temperature": 0, "seed": 1234, "echo": True, "logprobs": 1}
     choices = http.complete(prompt=prompts, **wanted)["choices"]
     for ids, choice in zip(prompts, sorted(choices, key=lambda c: c["index"]), strict=True):
         of_model = log_softmax(bench.logits(ids))[np.arange(len(ids) - 1), ids[1:]]
-        told = choice["logprobs"]
-        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
-        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(of_model, abs=1e-4)
+        scores = choice["logprobs"]
+        assert (scores["token_logprobs"][0], scores["top_logprobs"][0]) == (None, None)
+        assert scores["token_logprobs"][1 : len(ids)] == pytest.approx(of_model, abs=1e-4)
         likeliest = log_softmax(bench.logits(ids)).max(1)
-        tops = [max(top.values()) for top in told["top_logprobs"][1 : len(ids)]]
-        assert tops == pytest.approx(likeliest[:-1], abs=1e-4), "lm-eval takes the largest for the greedy token"
-        # Nothing of it depends on the token more, on what ran beside, or on a prompt that the pages hold by now.
+        tops = [max(top.values()) for top in scores["top_logprobs"][1 : len(ids)]]
+        assert tops == pytest.approx(likeliest[:-1], abs=1e-4), "lm-eval takes the largest as the greedy token"
+        # The scores do not depend on the extra token, on the batch, or on cached pages.
         for body in ({"max_tokens": 0}, {"max_tokens": 3, "seed": 4}):
             again = http.choice(prompt=ids, **{**wanted, **body})["logprobs"]
-            for name in told:
-                assert again[name][: len(ids)] == told[name][: len(ids)]
+            for name in scores:
+                assert again[name][: len(ids)] == scores[name][: len(ids)]
             assert len(again["tokens"]) == len(ids) + body["max_tokens"]
 
 
@@ -136,6 +136,6 @@ def test_prompt_logprobs_rank_and_order(bench: Bench, http: HttpFleet) -> None:
         assert next(iter(entry)) == str(target)
         assert entry[str(target)]["rank"] == rank
         assert {int(t) for t in entry} == {target, *order[:4].tolist()}
-        for token_id, told in entry.items():
-            assert told["logprob"] == pytest.approx(row[int(token_id)], abs=1e-4)
+        for token_id, score in entry.items():
+            assert score["logprob"] == pytest.approx(row[int(token_id)], abs=1e-4)
     assert len(rest) == len(PROMPT) - 1

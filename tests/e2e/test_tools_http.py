@@ -1,4 +1,4 @@
-"""Required and named calls over HTTP from a real rank: random weights leave the grammar as the only guide."""
+"""Required and named tool calls over HTTP from a real rank: with random weights only the grammar guides the output."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 
 @pytest.fixture(scope="module")
 def fleet(processes: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpFleet]:
-    """One rank, and a template that takes tools."""
+    """One rank with a template that accepts tools."""
     directory = make_checkpoint(tmp_path_factory.mktemp("tools"), "qwen3_moe", seed=4, tokenizer=True)
     template = Path(directory) / "tools.jinja"
     template.write_text(TEMPLATE)
@@ -43,7 +43,7 @@ def fleet(processes: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def calls_of(http: HttpFleet, **body: Any) -> tuple[list[tuple[str, Any]], str]:
-    """Names and arguments of the calls of an answer, which has nothing else, and how it ended."""
+    """Return names and arguments of an answer's calls, and its finish reason. The answer has no other content."""
     answer = http.client.post("/v1/chat/completions", json={**BODY, **body})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -53,7 +53,7 @@ def calls_of(http: HttpFleet, **body: Any) -> tuple[list[tuple[str, Any]], str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_required_and_named_calls_hold_their_schemas(fleet: HttpFleet, seed: int) -> None:
+def test_required_and_named_calls_match_their_schemas(fleet: HttpFleet, seed: int) -> None:
     for choice, reason in (("required", "tool_calls"), (NOW, "stop")):
         calls, ended = calls_of(fleet, seed=seed, tool_choice=choice, parallel_tool_calls=False)
         assert (len(calls), ended) == (1, reason)
@@ -62,7 +62,7 @@ def test_required_and_named_calls_hold_their_schemas(fleet: HttpFleet, seed: int
             assert choice == "required" or name == "now"
 
 
-def test_a_stream_says_the_same(fleet: HttpFleet) -> None:
+def test_stream_equals_the_whole_answer(fleet: HttpFleet) -> None:
     body = {"tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
     (whole,), _ = calls_of(fleet, **body)
     with fleet.client.stream("POST", "/v1/chat/completions", json={**BODY, **body, "stream": True}) as answer:

@@ -1,4 +1,4 @@
-"""What serves the golden prompts, by name. A new backend is one entry: the comparison knows nothing of it."""
+"""Backends that serve the golden prompts, by name. A new backend is one entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt's tokens in order, and the log-probability of each over the whole vocabulary."""
+    """Token ids of one answer and their log-probabilities over the whole vocabulary."""
 
     ids: list[int]
     logprobs: list[float]
@@ -24,9 +24,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """make: the backend, for a page size; it serves in float32. marks: those of its test, such as `gpu`.
+    """make: return the backend (float32) for a page size. marks: marks of its test, such as `gpu`.
 
-    tolerance: the largest difference of a log-probability from transformers' that rounding explains.
+    tolerance: largest difference of a log-probability from transformers' that rounding explains.
     """
 
     make: Callable[[int], Backend]
@@ -35,7 +35,7 @@ class Candidate:
 
 
 def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """Greedy answers, end tokens ignored: all prompts in one step, then one step per token with a row of each."""
+    """Greedy answers without end tokens: one step prefills all prompts, then each step decodes a row of each."""
     page_size = backend.page_size
     size = -(-(max(map(len, prompts)) + num_tokens) // page_size)
     runner = local_runner(
@@ -68,7 +68,7 @@ def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_toke
 
 CANDIDATES = {
     # Measured on 2026-11-22 over all 1280 tokens (torch 2.13 and 2.15, AMD EPYC): at most 1.1e-5, 99 of 100 below
-    # 4.2e-6, half below 8e-7; only the order of sums differs. One bfloat16 rounding of a logit of 8 is up to 3e-2.
+    # 4.2e-6, half below 8e-7. Only the order of sums differs. One bfloat16 rounding of a logit of 8 is up to 3e-2.
     "cpu": Candidate(make=lambda page_size: CpuBackend(page_size=page_size), tolerance=5e-5),
     "cuda": Candidate(
         make=lambda page_size: CudaBackend(page_size=page_size, device=torch.device("cuda")),

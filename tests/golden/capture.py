@@ -1,11 +1,11 @@
-"""Writes demo.json: what transformers answers to 20 held-out prompts with the demo model, in float32.
+"""Write demo.json: transformers' answers to 20 held-out prompts with the demo model, in float32.
 
     python tests/golden/capture.py [--output FILE]
 
 The prompts are those of examples/demo_model/evaluate.py: <|begin|> and the first 64 tokens of documents spread over the
-sources. Each is decoded greedily, alone, for 64 tokens that ignore end tokens; a log-probability is that of the chosen
-token over the whole vocabulary. Run it again only when the demo model or the prompts change: a new answer of ours, or
-of another transformers, is what the comparison is there to find.
+sources. Transformers decodes each alone, greedily, for 64 tokens, and ignores end tokens. A log-probability is that of
+the chosen token over the whole vocabulary. Run this again only when the demo model or the prompts change, because the
+comparison exists to find new answers of moeyard or of another transformers version.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 20, 64, 64
 
 
 def choose_prompts(model: Any) -> list[list[int]]:
-    """The token ids of each prompt, <|begin|> included."""
+    """Return the token ids of each prompt, <|begin|> included."""
     from examples.demo_model.measure import read_documents, spread
 
     documents = [d for d in read_documents(DEMO / "heldout.jsonl", model) if len(d.ids) > PROMPT_TOKENS + 1]
@@ -34,7 +34,7 @@ def choose_prompts(model: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def answer(main: Any, prompt: list[int]) -> dict[str, list[Any]]:
-    """The greedy tokens after a prompt and the log-probability of each, in float32."""
+    """Return the greedy tokens after a prompt and the float32 log-probability of each."""
     out = main.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -54,12 +54,11 @@ def answer(main: Any, prompt: list[int]) -> dict[str, list[Any]]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "demo.json")
     args = parser.parse_args()
@@ -80,7 +79,7 @@ def main() -> None:
         "machine": platform.machine(),
     }
     answers = [answer(model.main, prompt) for prompt in choose_prompts(model)]
-    # One line per list: it reads well and a change of one answer is a diff of two lines.
+    # One line per list is readable, and a changed answer is a diff of two lines.
     rows = [[f'"{name}": {json.dumps(row[name], separators=(",", ":"))}' for name in row] for row in answers]
     lines = ",\n".join("{" + ",\n ".join(row) + "}" for row in rows)
     args.output.write_text(f'{{"provenance": {json.dumps(provenance, indent=1)},\n"answers": [\n{lines}\n]}}\n')

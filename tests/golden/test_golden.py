@@ -1,4 +1,4 @@
-"""The demo model's answers to 20 held-out prompts are those that transformers gave (capture.py), on every backend."""
+"""Every backend gives the answers of transformers (capture.py) to 20 held-out prompts of the demo model."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ def golden() -> dict[str, Any]:
     return dict(json.loads((HERE / "demo.json").read_text()))
 
 
-def test_the_captures_are_of_this_model(golden: dict[str, Any]) -> None:
-    """What was captured is bound to the files it was captured from; capture.py says when to run it again."""
+def test_captures_match_the_model_files(golden: dict[str, Any]) -> None:
+    """The files that demo.json was captured from are unchanged. capture.py says when to run it again."""
     for name, digest in golden["provenance"]["model"].items():
         assert hashlib.sha256((DEMO / name).read_bytes()).hexdigest() == digest, f"{name} has changed"
     rows = golden["answers"]
@@ -27,8 +27,8 @@ def test_the_captures_are_of_this_model(golden: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=each.marks) for name, each in CANDIDATES.items()])
-def test_answers_are_those_of_transformers(golden: dict[str, Any], name: str) -> None:
-    """Every token of every answer, and every log-probability within what the backend's rounding explains."""
+def test_answers_equal_those_of_transformers(golden: dict[str, Any], name: str) -> None:
+    """All tokens are equal, and log-probabilities are within the tolerance of the backend."""
     candidate = CANDIDATES[name]
     expected = [Answer(row["ids"], row["logprobs"]) for row in golden["answers"]]
     answers = serve(candidate.make(PAGE_SIZE), DEMO, [row["prompt"] for row in golden["answers"]], len(expected[0].ids))

@@ -1,4 +1,4 @@
-"""Tests that need NVIDIA GPUs: each file is marked `gpu`, and a machine with fewer GPUs deselects it."""
+"""Tests that need NVIDIA GPUs: each file has the marker `gpu`. A machine with fewer GPUs deselects it."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.fleet import ProcessPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    """Rank processes, which keep a module's GPUs."""
+    """Rank processes that keep one module's GPUs."""
     found = ProcessPool()
     yield found
     found.close()

@@ -1,4 +1,4 @@
-"""GPUs of one node of a Ray cluster that somebody else started: `moeyard serve --ray-address` with two workers."""
+"""`moeyard serve --ray-address` with two GPU workers on one node of a Ray cluster that already runs."""
 
 import signal
 from collections.abc import Callable
@@ -15,19 +15,19 @@ pytestmark = pytest.mark.gpu(2)
 BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 
 
-def test_gpus_of_a_node_meet_over_nvlink(
+def test_two_gpus_of_a_node_exchange_over_nvlink(
     cluster: str, command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And answer what a private Ray's do."""
+    """The answers equal those on a private Ray cluster."""
     answers = list[object]()
     for where in (["--ray-address", cluster, "--worker-host", "127.0.0.1"], []):
         served = command("serve", DEMO, "--workers", "2", "--device", "cuda", "--port", "0", *where)
         served.wait_ready()
         assert "exchange nvlink (2 GPUs of one host that reach each other)" in served.out.read_text()
-        told = [httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=HANG_SECONDS).json() for _ in range(4)]
-        answers += [each["choices"] for each in told]
+        replies = [httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=HANG_SECONDS).json() for _ in range(4)]
+        answers += [each["choices"] for each in replies]
         served.process.send_signal(signal.SIGINT)
         served.check_end(0)
-        # The cluster was told of GPUs by an order of its own.
+        # The fixture gave the cluster its GPUs in the order 1, 0.
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert all(answer == answers[0] for answer in answers), answers

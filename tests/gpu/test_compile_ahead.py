@@ -1,4 +1,4 @@
-"""With an empty cache of Triton's captures find their kernels compiled; what was only compiled changes no answer."""
+"""Captures compile no kernel, even with an empty Triton cache, and kernels compiled ahead change no answer."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.engine.test_speculation import DEMO
 pytestmark = pytest.mark.gpu
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-# Family, its fields, the rank's options.
+# family, fields of its config, options of the rank
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gqa": ("qwen3_moe", {}, {}),
     "gqa-slots": ("qwen3_moe", {}, {"expert_slots": 3}),
@@ -25,8 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "drafts": ("demo", {}, {"speculate": "mtp"}),
     "drafts-slots": ("demo", {}, {"speculate": "mtp", "expert_slots": 40}),
 }
-# A rank, in a process that has compiled nothing yet: how many kernels were not in Triton's cache, before and within its
-# captures; whether it answers as one that launches kernel by kernel.
+# A rank in a process that has compiled nothing yet. It prints how many kernels were missing from Triton's cache before
+# and during captures, and checks that answers equal those without graphs.
 CHILD = """
 import json, sys
 from collections import Counter

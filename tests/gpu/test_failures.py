@@ -1,9 +1,9 @@
-"""A rank on a GPU that is killed, stopped, or lives and sends nothing: named by the others in time, then replaced.
+"""A GPU rank that is killed, stopped, or alive but silent: peers name it in time, then a new rank replaces it.
 
-Over nvlink who is silent launches on, and no packet leaves; over nccl and zmq its host does not come to a layer's rows.
-Where kernels were compiled meanwhile, the ranks have said so, and nobody was named for it.
+Over nvlink a silent rank keeps launching but sends no packet. Over nccl and zmq its host stops at the rows of a layer.
+Peers that compile kernels announce it and are not named.
 
-The others' GPUs go on: weights and pages stay, what was captured but for nccl's, and answers are what they were.
+Survivors keep weights, pages and captured graphs, except graphs of nccl. Answers stay the same.
 """
 
 import os
@@ -63,11 +63,13 @@ def hurt(fleet: Fleet, victim: int, how: str) -> None:
         ("nccl", "silent"),
     ],
 )
-def test_a_lost_rank_is_named_in_time_and_replaced(
+def test_lost_rank_is_named_in_time_and_replaced(
     exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool
 ) -> None:
-    """Half: of the experts in slots, so that ranks read for each other, out of memory that its successor replaces.
-    Eager: where a peer may be compiling. Silent is a device, hung a host: over zmq and nccl both."""
+    """Half: half of the experts have slots, so ranks read for each other from memory that the new rank replaces.
+
+    Eager: peers may be compiling. Silent is a device, hung is a host. Over zmq and nccl, silent includes both.
+    """
     how, _, more = how.partition(", ")
     lose_one(Case(2, exchange, 2, "half" if more == "half" else "all", eager=more == "eager"), how, model, pool)
 
@@ -76,20 +78,20 @@ def test_a_lost_rank_is_named_in_time_and_replaced(
 @pytest.mark.parametrize("how", ["killed", "stopped", "silent"])
 @pytest.mark.parametrize("exchange", ["nvlink", "zmq", "nccl"])
 def test_all_others_name_the_same_rank(exchange: ExchangeKind, how: str, model: Path, pool: ProcessPool) -> None:
-    """One in the midst of four; they say it in the same words."""
+    """Lose rank 2 of four: the three others give the same reason."""
     lose_one(Case(4, exchange, 2), how, model, pool, victim=2)
 
 
 def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: int = 1) -> None:
-    """`victim` is hurt while rank 0 decodes; what its peers say, and what they answer with another in its place."""
+    """Lose `victim` while rank 0 decodes. Check the reason that its peers give, and their answers with a new rank."""
     exchange, others = case.exchange, [rank for rank in range(case.ranks) if rank != victim]
-    # The end of a killed rank is seen before any deadline.
+    # Peers see that a killed process ended before any deadline.
     settings = replace(config(case, model), step_deadline=2 * HANG_SECONDS if how == "killed" else DEADLINE)
     spread = {name: i % case.ranks for i, name in enumerate(requests())}
     with start_fleet(pool, settings) as fleet:
         client = fleet.client
         expected = run_mixed(fleet, "before", spread)
-        # Over nvlink a token takes some 0.3 ms, over the others milliseconds.
+        # A token takes about 0.3 ms over nvlink and milliseconds over the others.
         length = 1500 if exchange == "nvlink" else 600
         greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
         client.submit(0, "long", [7] * 20, **greedy)
@@ -107,11 +109,11 @@ def lose_one(case: Case, how: str, model: Path, pool: ProcessPool, *, victim: in
             assert f"({DEADLINE:.1f} s)" in loss["reason"]
             assert f" at step {loss['step']}, layer " in loss["reason"]
         if how == "silent" and exchange == "nvlink":
-            # The silent one hears it, and says the same.
+            # The silent rank reads the loss too and gives the same reason.
             assert fleet.ranks[victim].call("wait")["reason"] == loss["reason"]
         fleet.ranks[victim].process.kill()
         fleet.recover([victim], losses)
         (answer,) = client.wait("long")
         assert len(answer.token_ids) == greedy["max_tokens"]
-        assert run_mixed(fleet, "behind", spread) == expected
+        assert run_mixed(fleet, "after", spread) == expected
         client.answers.clear()

@@ -1,6 +1,6 @@
-"""What a GPU does to a rank: an assertion of a kernel, memory that runs out at the start, a GPU that is not there.
+"""Faults of a GPU: a failed device assertion, out of memory at the start, a GPU that does not exist.
 
-A CUDA error ends the process it happened in and no other: the context of that process is lost, nobody else's is.
+A CUDA error ends only its own process, because only that process loses its CUDA context.
 """
 
 import os
@@ -52,7 +52,7 @@ def config(model: Path, **options: Any) -> EngineConfig:
 
 
 def serve_and_break(connection: Connection) -> None:
-    """A rank's process that is told, once it serves, to launch what reads past the end of a tensor."""
+    """Serve as a rank until `break` launches a kernel that reads past the end of a tensor."""
     from moeyard_worker.config.worker_spec import WorkerSpec
     from moeyard_worker.engine.assembly.worker import Worker
 
@@ -70,7 +70,7 @@ def serve_and_break(connection: Connection) -> None:
                 torch.zeros(4, device="cuda").index_select(0, torch.tensor([9], device="cuda"))
                 result = None
             elif name in ("validate", "stop"):
-                # What ended the engine is asked for by `wait`; nothing on this device can be looked at any more.
+                # The test learns the engine's end from `wait`. No call can use this device now.
                 result = None
             else:
                 result = getattr(worker, name)(*args)
@@ -80,7 +80,7 @@ def serve_and_break(connection: Connection) -> None:
 
 
 class Breakable(ProcessPool):
-    """A pool whose ranks can be told to break."""
+    """A pool whose ranks obey `break`."""
 
     def take(self, count: int) -> list[RankProcess]:
         self._ranks += [RankProcess(serve_and_break) for _ in range(count - len(self._ranks))]
@@ -88,8 +88,8 @@ class Breakable(ProcessPool):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_an_error_of_the_device_ends_one_process_by_name(eager: bool, model: Path, pool: ProcessPool) -> None:
-    """Two workers of two fleets on one GPU: what happens to one is not noticed by the other."""
+def test_device_error_ends_only_its_process_and_names_the_rank(eager: bool, model: Path, pool: ProcessPool) -> None:
+    """Two workers of two fleets share a GPU: the failure of one does not affect the other."""
     breakable = Breakable()
     served = config(model, enforce_eager=eager)
     prompt, params = (1, 2, 3), {"max_tokens": 2000, "ignore_eos": True, "temperature": 0.0}
@@ -103,29 +103,29 @@ def test_an_error_of_the_device_ends_one_process_by_name(eager: bool, model: Pat
             broken.ranks[0].call("break")
             with pytest.raises(RuntimeError, match=r"RankFault: rank 0: CUDA error: .*assert.* at step \d+"):
                 broken.ranks[0].call("wait")
-            assert broken.client.answers["r"].end is None, "it goes on elsewhere"
+            assert broken.client.answers["r"].end is None, "another rank may continue this request"
             (answer,) = sound.client.wait("r")
             assert answer.token_ids == before.token_ids
     finally:
         breakable.close()
 
 
-def test_a_budget_that_does_not_fit_is_named_with_what_would(model: Path, pool: ProcessPool) -> None:
+def test_too_large_kv_budget_error_gives_the_free_memory(model: Path, pool: ProcessPool) -> None:
     fits = r"--kv-memory 64 TiB does not fit: this worker has [\d.]+ GiB of free memory beside .*; lower --kv-memory"
     with pytest.raises(RuntimeError, match=fits), start_fleet(pool, config(model, kv_memory=64 << 40)):
         pass
 
 
-def limited(connection: Connection) -> None:
-    """A rank's process whose allocator gives a thousandth of the device: somebody else has the rest by now."""
+def serve_with_little_memory(connection: Connection) -> None:
+    """Serve as a rank whose allocator may use a thousandth of the device, as if another process had the rest."""
     from tests.fleet import serve
 
     torch.cuda.set_per_process_memory_fraction(0.001)
     serve(connection)
 
 
-def test_memory_that_somebody_took_meanwhile_is_named_with_the_plan(model: Path) -> None:
-    rank = RankProcess(limited)
+def test_out_of_memory_during_load_reports_the_plan(model: Path) -> None:
+    rank = RankProcess(serve_with_little_memory)
 
     class Limited(ProcessPool):
         def take(self, count: int) -> list[RankProcess]:
@@ -133,14 +133,14 @@ def test_memory_that_somebody_took_meanwhile_is_named_with_the_plan(model: Path)
 
     big = config(model, kv_memory=8 << 30)
     pool = Limited()
-    said = r"cuda ran out of memory while loading weights: CUDA out of memory; planned of [\d.]+ GiB free: .*lower --kv"
-    with pytest.raises(RuntimeError, match=said), start_fleet(pool, big):
+    plan = r"cuda ran out of memory while loading weights: CUDA out of memory; planned of [\d.]+ GiB free: .*lower --kv"
+    with pytest.raises(RuntimeError, match=plan), start_fleet(pool, big):
         pass
     rank.hang_up()
     rank.join()
 
 
-def test_a_gpu_that_is_not_there_is_named_before_anything_is_allocated(model: Path) -> None:
+def test_missing_gpu_is_reported_before_a_cuda_context_exists(model: Path) -> None:
     code = f"""
 import torch
 from moeyard_worker.config.engine_config import EngineConfig
@@ -161,6 +161,6 @@ print("a context" if torch.cuda.is_initialized() else "no context")
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    said, context = run.stdout.splitlines()
-    assert re.fullmatch(r"--device cuda:9: there are \d+ GPUs, the last is cuda:\d+; choose one of these", said)
+    message, context = run.stdout.splitlines()
+    assert re.fullmatch(r"--device cuda:9: there are \d+ GPUs, the last is cuda:\d+; choose one of these", message)
     assert context == "no context"

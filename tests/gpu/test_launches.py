@@ -1,4 +1,4 @@
-"""Steps that are launched kernel by kernel on a GPU: a host that waits in one can do nothing else meanwhile."""
+"""Steps that are launched kernel by kernel never make the host wait for the device."""
 
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,23 @@ MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "kimi_linear": MLA}
 
 
-# Torch says of each process's first such mode that it is new and may miss a wait.
+# Torch warns once per process that this mode is new and may miss a synchronization.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_launching_waits_for_nothing(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps deep: prompts and output beside each other, greedy, sampled and with log-probabilities."""
+def test_launch_never_synchronizes(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps in flight with prefill and decode rows, greedy, sampled and with log-probabilities."""
     model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **FAMILIES[family])
     requests = {
         name: (list(range(1, 1 + length)), SamplingParams(max_tokens=8, ignore_eos=True, **how))
         for name, length, how in (
             ("greedy", 90, {"temperature": 0.0}),
             ("sampled", 30, {"temperature": 1.0, "seed": 3}),
-            ("told", 70, {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0}),
+            ("logprobs", 70, {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0}),
         )
     }
     options: dict[str, Any] = {"page_size": 16, "max_num_seqs": 4, "max_batch_tokens": 128, "max_model_len": 208}
     with Rank(model, device="cuda", enforce_eager=True, **options) as rank:
-        # What is new is compiled and given its memory first.
+        # The first run compiles kernels and allocates memory.
         expected, _ = rank.run(requests, max_in_flight=2)
         launch = rank.worker.runner.launch
 

@@ -1,10 +1,10 @@
-"""One answer on a GPU: ids and log-probability bits of a request, however its steps were launched.
+"""One answer on a GPU: token ids and log-probability bits of a request do not depend on how its steps are launched.
 
-One rank over {graphs, launch by launch} x {one deep, two deep} x {chunk sizes} x {ample, scarce pages}, and over
-{experts in one slot, a quarter, all} x {slru, lru} x a choice of these, each with requests alone and mixed, prefix
-missed and hit, greedy and seeded; a small checkpoint of each kind of attention in both dtypes. The demo model also with
-{1 draft, 2, as many as each step likes}; and both with 40 tokens of each prompt kept. The reference is each request
-alone, launch by launch, one deep, with all experts resident and no drafts.
+One rank runs {graphs, eager} x {one, two steps in flight} x {chunk sizes} x {ample, scarce pages}. Some of these cases
+also run with {one expert slot, a quarter, all} x {slru, lru}. Each case has requests alone and mixed, prefix misses and
+hits, greedy and seeded requests. Models are small checkpoints of each kind of attention in both dtypes. The demo model
+also runs with {1 draft, 2, adaptive}, and all models with prompts compressed to 40 tokens. The reference is each
+request alone, eager, one step in flight, with all experts resident and no drafts.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from moeyard_worker.models.families import load_model_config
 
 pytestmark = pytest.mark.gpu
 
-# (Positions of a page, pages): the scarce ones are small, so that requests outgrow theirs.
+# Positions per page, pages. Scarce pages are small, so that requests outgrow theirs.
 PAGES = {"ample": (64, 64), "scarce": (16, 10)}
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How one worker launches."""
+    """How one worker launches steps."""
 
     eager: bool
     deep: int
@@ -88,7 +88,7 @@ SPECULATED = [
 ]
 
 
-# Kept in part: of each kind of attention without drafts, of the demo model with them.
+# Prompt compression: every kind of attention without drafts, the demo model with drafts.
 COMPRESSED = [
     Case(False, 2, 16, "scarce", compressed=True),
     Case(False, 1, 2048, "ample", compressed=True),
@@ -115,7 +115,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         kv_memory=num_pages * page_size * state.bytes_per_token + snapshots,
         snapshot_memory=snapshots or None,
         page_size=page_size,
-        # Fewer positions than the chunk formula takes together are no chunk there; what chooses needs its window more.
+        # A model with state needs at least one aligned chunk. Compression needs its window in addition.
         prefill_chunk=max(case.chunk, state.chunk_alignment + (KEPT.window - 1) * case.compressed),
         max_batch_tokens=256,
         max_num_seqs=8,
@@ -129,7 +129,7 @@ def config(case: Case, model: Path) -> EngineConfig:
 
 
 def run_shared(fleet: Fleet, label: str) -> tuple[Any, ...]:
-    """One request that begins as "c" does and goes on otherwise: where state is kept, behind 64 positions of it."""
+    """Answer a request that shares 70 tokens with "c". A model with state reuses the first 64."""
     asked = requests()
     fleet.client.submit(0, label, asked["c"][0][:70] + asked["d"][0][:60], **asked["d"][1])
     return bits(fleet.client.wait(label)[0])
@@ -139,7 +139,7 @@ def run_shared(fleet: Fleet, label: str) -> tuple[Any, ...]:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
-    """A checkpoint, and what each request is answered alone."""
+    """A checkpoint and its answers to each request alone."""
     kind, dtype = request.param.split("-")
     family, overrides = MODELS[kind]
     model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
@@ -149,19 +149,19 @@ def served(
 
 
 def alone(model: Path, processes: ProcessPool, *, compressed: bool = False) -> dict[str, tuple[Any, ...]]:
-    """What each request is answered alone, launch by launch."""
+    """Answer each request alone, eager."""
     with start_fleet(processes, config(Case(True, 1, 2048, "ample"), model)) as fleet:
         return {name: run_alone(fleet, "reference", name, 0, compressed=compressed) for name in requests()}
 
 
 def check(case: Case, model: Path, expected: dict[str, Any], processes: ProcessPool) -> None:
-    """A request alone, all at once, and one whose prefix is found again."""
+    """Compare one request alone, all at once, and one whose prefix is a cache hit."""
     kept = case.compressed
     with start_fleet(processes, config(case, model)) as fleet:
         assert run_alone(fleet, "alone", "c", 0, compressed=kept) == expected["c"]
-        told = {"shared": run_shared(fleet, "shared")} if "shared" in expected else {}
-        told |= run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept)
-        assert told == expected
+        answers = {"shared": run_shared(fleet, "shared")} if "shared" in expected else {}
+        answers |= run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept)
+        assert answers == expected
         assert run_alone(fleet, "again", "d", 0, compressed=kept) == expected["d"]
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
@@ -180,8 +180,8 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], pool: Proce
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla", "kda"])
-def test_behind_several_splits(kind: str, tmp_path: Path, pool: ProcessPool) -> None:
-    """Prompts longer than what one program attends to: how the work is spread depends on who is beside them."""
+def test_prompts_of_several_splits(kind: str, tmp_path: Path, pool: ProcessPool) -> None:
+    """Prompts longer than one split of attention: the split of the work depends on the other prompts in the batch."""
     family, overrides = MODELS[kind]
     model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **{**overrides, "max_position_embeddings": 2048})
     rng = random.Random(3)
@@ -206,10 +206,10 @@ def test_behind_several_splits(kind: str, tmp_path: Path, pool: ProcessPool) -> 
 
 @pytest.fixture(scope="module")
 def kept(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> tuple[Path, dict[str, tuple[Any, ...]]]:
-    """The same checkpoint, and what each request is answered alone of whose prompt a part is kept."""
+    """The same checkpoint and its answers to each request alone, with compressed prompts."""
     model, whole = served
     found = alone(model, pool, compressed=True)
-    assert found["a"] == whole["a"], "nothing was to be dropped"
+    assert found["a"] == whole["a"], "the prompt fits its budget"
     assert found["d"] != whole["d"]
     return model, found
 
@@ -231,7 +231,7 @@ def test_speculation_kept_in_part(case: Case, demo_kept: dict[str, Any], pool: P
 
 @pytest.fixture(scope="module")
 def demo(pool: ProcessPool) -> dict[str, tuple[Any, ...]]:
-    """What the demo model answers to each request alone, without drafts."""
+    """The demo model's answers to each request alone, without drafts."""
     return alone(DEMO, pool)
 
 
@@ -240,7 +240,7 @@ def test_speculation(case: Case, demo: dict[str, Any], pool: ProcessPool) -> Non
     check(case, DEMO, demo, pool)
 
 
-def test_what_is_not_there_is_named(pool: ProcessPool, tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(pool: ProcessPool, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "qwen3_moe")
     refused = pytest.raises(RuntimeError, match=r"--device cuda:99: there are \d+ GPUs")
     with refused, start_fleet(pool, EngineConfig(model_path=str(model), device="cuda:99", page_size=64)):

@@ -1,12 +1,11 @@
 """One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
 
-Ranks, each on a GPU of its own, over {NVLink, NCCL, shared memory, TCP} x {one deep, two deep} x {experts in slots:
-all, half}, alone and mixed, prefix missed and hit; against each request alone on one rank, launch by launch and in
-graphs.
-Over NVLink also with {a quarter of the experts in slots, one} and misses that each reads alone, where else ranks read
-them for each other; and the demo model with {1 draft, 3, as many as each step likes}, against itself without any.
-Over each of the three with experts dealt by chance, and half of them on two ranks; over NVLink with layers of linear
-attention, too, also where one rank has three requests of four.
+Each rank has its own GPU. The product is {NVLink, NCCL, shared memory, TCP} x {one, two steps in flight} x {all, half
+of the experts in slots}, with requests alone and mixed, prefix misses and hits. The reference is each request alone on
+one rank, eager. NVLink also runs with a quarter of the experts or one in slots, and with misses that each rank reads
+alone instead of for its peers. The demo model runs with {1 draft, 3, adaptive} against itself without drafts.
+All three exchanges run with random placements and with half of the experts on two ranks. NVLink also runs models with
+linear attention, where in one case one rank has three of four requests.
 """
 
 import itertools
@@ -35,7 +34,7 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu(2)
 
 NUM_PAGES, PAGE_SIZE = 64, 64
-# Who has which experts: contiguous shards, any by chance, or some on two ranks, too.
+# Placement of experts: contiguous shards, random, or random with copies on a second rank.
 Placed = Literal["shards", "shuffled", "copied"]
 
 
@@ -60,7 +59,7 @@ class Case:
 
 
 MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
-# With fewer slots than experts ranks read for each other what they miss, unless they are to read alone.
+# Ranks with fewer slots than experts read misses for each other, unless `expert_fetch` is alone.
 FETCHES: tuple[tuple[str, ExpertFetch], ...] = (("half", "alone"), ("quarter", "shared"), ("one", "shared"))
 CASES = [Case(*values) for values in itertools.product(MANY, ("nvlink",), (2, 1), ("all", "half"))]
 CASES += [Case(ranks, "nvlink", 2, "all", eager=True) for ranks in MANY]
@@ -119,7 +118,7 @@ def config(case: Case, model: Path) -> EngineConfig:
 
 
 def placement(case: Case, model: Path) -> Placement | None:
-    """Contiguous shards, or experts dealt by chance; without copies the others have none of the first layer."""
+    """Contiguous shards or random placement. Without copies rank 0 has all experts of the first layer."""
     if case.placed == "shards":
         return None
     read, copied = load_model_config(model), case.placed == "copied"
@@ -132,7 +131,7 @@ def placement(case: Case, model: Path) -> Placement | None:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
-    """A checkpoint, and what each request is answered alone by one rank, launch by launch."""
+    """A checkpoint and the answers of one eager rank to each request alone."""
     kind, dtype = request.param.split("-")
     family, overrides = MODELS[kind]
     model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
@@ -147,7 +146,7 @@ def test_one_answer(case: Case, served: tuple[Path, dict[str, Any]], pool: Proce
 
 @pytest.mark.parametrize("served", ["gqa-bfloat16", "mla-bfloat16"], indirect=True)
 @pytest.mark.parametrize("case", PLACED, ids=str)
-def test_whoever_has_an_expert(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+def test_placements_of_experts(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     check(case, served, pool)
 
 
@@ -159,10 +158,10 @@ def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], pool:
 
 @pytest.mark.parametrize("served", ["gqa-bfloat16"], indirect=True)
 @pytest.mark.parametrize("exchange", ["nvlink", "nccl"])
-def test_a_rank_launches_what_others_replay(
+def test_eager_rank_beside_replaying_ranks(
     exchange: ExchangeKind, served: tuple[Path, dict[str, Any]], pool: ProcessPool
 ) -> None:
-    """Either rank, in turn, and then none: what they send meets, whoever holds it in a graph."""
+    """Each rank is eager in turn, then none: their messages match, in a graph or not."""
     model, expected = served
     case = Case(2, exchange, 2)
     spread = {name: i % case.ranks for i, name in enumerate(requests())}
@@ -172,12 +171,12 @@ def test_a_rank_launches_what_others_replay(
                 rank.call("eager", eager)
             before = [each["num_replayed"] for each in fleet.call("graphs")]
             assert run_mixed(fleet, label, spread) == expected
-            behind = [each["num_replayed"] for each in fleet.call("graphs")]
-            assert [a == b for a, b in zip(before, behind, strict=True)] == [*launching], (before, behind)
+            after = [each["num_replayed"] for each in fleet.call("graphs")]
+            assert [a == b for a, b in zip(before, after, strict=True)] == [*launching], (before, after)
 
 
 def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *, uneven: bool = False) -> None:
-    """Run the requests of one case and compare bits; `uneven`: also with all but one of them on the last rank."""
+    """Compare the bits of one case. `uneven` also puts all requests but one on the last rank."""
     model, expected = served
     with start_fleet(pool, config(case, model), placement(case, model)) as fleet:
         last = case.ranks - 1
@@ -191,20 +190,20 @@ def check(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool, *,
             assert run_mixed(fleet, "uneven", {name: last if i else 0 for i, name in enumerate(requests())}) == expected
         check_rows(fleet, 6 + len(expected) * uneven)
         if case.exchange == "nvlink" and not case.eager:
-            # Requests that score their prompt are launched one by one; decoding never is.
+            # Requests that score their prompt run eager. Decoding replays graphs.
             assert all(each["num_replayed"] > each["num_eager"] for each in fleet.call("graphs")), fleet.call("graphs")
         if case.exchange == "nccl":
             assert all(each["num_replayed"] for each in fleet.call("graphs")), fleet.call("graphs")
         assert all(report["exchange"] != "auto" for report in fleet.reports)
         if case.ranks > 1 and case.exchange == "nvlink" and case.slots != "all":
-            # Ranks look at what their devices have counted at different steps, so that the sums need not agree.
+            # Ranks read their device's counters at different steps, so the sums may differ.
             for direction, fetched in fetched_bytes(fleet, expected, last).items():
                 assert (sum(fetched) > 0) == (case.fetch != "alone"), (direction, fetched)
 
 
 @pytest.fixture(scope="module")
 def demo(pool: ProcessPool) -> dict[str, tuple[Any, ...]]:
-    """What the demo model answers to each request alone, on one rank and without drafts."""
+    """The demo model's answers to each request alone, on one rank without drafts."""
     with start_fleet(pool, config(Case(1, "auto", eager=True), DEMO)) as fleet:
         return {name: run_alone(fleet, "reference", name, 0) for name in requests()}
 
@@ -222,51 +221,51 @@ def test_drafts_over_ranks(case: Case, demo: dict[str, Any], pool: ProcessPool) 
         assert all(each["num_replayed"] > each["num_eager"] for each in graphs), graphs
         assert {report["exchange"] for report in fleet.reports} == {"nvlink"}
         for turn in range(3):
-            # What a device has counted is looked at a few times a second, and told at the next look.
+            # The host reads the device's counters a few times a second and publishes them at the next read.
             time.sleep(2 * LOOK_SECONDS)
             assert run_alone(fleet, f"counted-{turn}", "a", last) == demo["a"]
-        check_exchange_is_told(fleet)
+        check_exchange_metrics(fleet)
 
 
 def fetched_bytes(fleet: Fleet, expected: dict[str, Any], rank: int) -> dict[str, list[float]]:
-    """What each rank has read for peers, and they for it, by their pages of metrics."""
+    """Return the bytes that each rank read for peers, and peers for it, from the metrics pages."""
     for turn in range(2):
-        # What a device has counted is looked at a few times a second, and told at the next look.
+        # The host reads the device's counters a few times a second and publishes them at the next read.
         time.sleep(2 * LOOK_SECONDS)
         assert run_alone(fleet, f"fetched-{turn}", "a", rank) == expected["a"]
     found: dict[str, list[float]] = {"for_peers": [], "by_peers": []}
     for endpoint in fleet.endpoints:
         with urllib.request.urlopen(endpoint["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
-        for direction, told in found.items():
+        for direction, values in found.items():
             pattern = rf'^moeyard_expert_cache_bytes_total\{{direction="{direction}",.*\}} (\S+)$'
-            told.append(sum(float(count) for count in re.findall(pattern, page, re.M)))
+            values.append(sum(float(count) for count in re.findall(pattern, page, re.M)))
     return found
 
 
-def check_exchange_is_told(fleet: Fleet) -> None:
-    """Bytes and times of every rank are on its page of metrics."""
+def check_exchange_metrics(fleet: Fleet) -> None:
+    """Check bytes and times of the exchange on each rank's metrics page."""
     for endpoint in fleet.endpoints:
         with urllib.request.urlopen(endpoint["metrics_url"], timeout=HANG_SECONDS) as response:
             page = response.read().decode()
         found = re.findall(r'^moeyard_exchange_(\w+)\{.*(?:phase|direction)="(\w+)",.*\} (\S+)$', page, re.M)
-        told = {(name, of): float(value) for name, of, value in found}
-        assert told["bytes_total", "sent"] > 0
-        assert told["bytes_total", "received"] > 0
+        values = {(name, of): float(value) for name, of, value in found}
+        assert values["bytes_total", "sent"] > 0
+        assert values["bytes_total", "received"] > 0
         for phase in ("dispatch", "combine"):
-            mean = told["seconds_sum", phase] / told["seconds_count", phase]
-            # Waiting for the slowest rank included.
+            mean = values["seconds_sum", phase] / values["seconds_count", phase]
+            # This includes waiting for the slowest rank.
             assert 1e-7 < mean < fleet.config.step_deadline, (phase, mean)
 
 
-def test_auto_is_nvlink_where_gpus_reach_each_other(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+def test_auto_chooses_nvlink_when_gpus_have_peer_access(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(2), 2))
     with start_fleet(pool, config(Case(2, "auto"), served[0])) as fleet:
         assert {report["exchange"] for report in fleet.reports} == {"nvlink" if reach else "zmq"}
         assert run_alone(fleet, "auto", "a", 1) == served[1]["a"]
 
 
-def test_more_workers_than_gpus_are_named(pool: ProcessPool, tmp_path: Path) -> None:
+def test_more_workers_than_gpus_are_refused(pool: ProcessPool, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "qwen3_moe", num_experts=4 * (NUM_GPUS + 1))
     refused = pytest.raises(
         RuntimeError, match=rf"--workers {NUM_GPUS + 1} takes a GPU each: there are {NUM_GPUS} GPUs"

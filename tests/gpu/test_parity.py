@@ -1,8 +1,8 @@
-"""What a GPU computes beside a CPU in fp32, and beside transformers on it in bf16: every family, and the demo model.
+"""Logits of a GPU against a CPU in fp32 and against transformers in bf16, for every family and the demo model.
 
-Two computations of one model in bf16 differ by their roundings, and by the experts that a rounding makes a row choose.
-How far that goes is a property of the checkpoint, so nothing is compared with a constant: the distance of two is the
-median over some thousand positions of |a - b| / |b| of the logits there, and what the fp32 logits say is the truth.
+Two bf16 computations of one model differ by rounding, and by experts that rounding makes a row choose. The size of the
+difference depends on the checkpoint, so no constant bounds it. The distance of two results is the median of
+|a - b| / |b| over the positions of a prompt. The fp32 logits are the truth.
 """
 
 import statistics
@@ -43,7 +43,7 @@ NUM_PAGES = -(-LENGTH // PAGE_SIZE)
 
 @pytest.fixture(scope="module", params=["demo", *FAMILIES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stored in bf16, so that fp32 and bf16 serve the same values."""
+    """A checkpoint stored in bf16, so that fp32 and bf16 serve the same values."""
     if request.param == "demo":
         return DEMO
     directory = tmp_path_factory.mktemp(request.param)
@@ -56,7 +56,7 @@ def prompts(model: Path, count: int) -> list[list[int]]:
 
 
 def ours(model: Path, dtype: torch.dtype, backend: Backend, count: int) -> torch.Tensor:
-    """Logits [prompts, positions, V] of whole prompts, on the CPU."""
+    """Return our logits [prompts, positions, V] of whole prompts, on the CPU."""
     runner = local_runner(model, dtype=dtype, num_pages=NUM_PAGES, backend=backend)
     found = []
     with torch.inference_mode():
@@ -77,7 +77,7 @@ def ours(model: Path, dtype: torch.dtype, backend: Backend, count: int) -> torch
 
 
 def theirs(model: Path, dtype: torch.dtype, attention: str, count: int) -> torch.Tensor:
-    """The same of transformers on the GPU."""
+    """Return the same from transformers on the GPU."""
     reference = reference_model(model, load_model_config(model).family, dtype=dtype).to(DEVICE)
     reference.set_attn_implementation(attention)
     with torch.inference_mode():
@@ -85,8 +85,8 @@ def theirs(model: Path, dtype: torch.dtype, attention: str, count: int) -> torch
     return torch.stack(found).float().cpu()
 
 
-def test_fp32_is_that_of_a_cpu(model: Path) -> None:
-    """Prompts of 200 rows, chunks of 40 (64 where state is kept), decode rows: within 1e-4 of the largest logit."""
+def test_fp32_matches_the_cpu(model: Path) -> None:
+    """Prompts of 200 rows, chunks of 40 (64 with state) and decode rows: within 1e-4 of the largest logit."""
     on_gpu, on_cpu = CudaBackend(page_size=PAGE_SIZE, device=DEVICE), CpuBackend(page_size=PAGE_SIZE)
     got, wanted = (ours(model, torch.float32, backend, 3) for backend in (on_gpu, on_cpu))
     assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-4
@@ -106,21 +106,19 @@ def test_fp32_is_that_of_a_cpu(model: Path) -> None:
 
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """Of each prompt the median over its positions of |a - b| / |b|."""
+    """Return the median over positions of |a - b| / |b|, per prompt."""
     return ((a - b).norm(dim=2) / b.norm(dim=2)).median(1).values.tolist()
 
 
 def farther(a: list[float], b: list[float]) -> bool:
-    """Whether a's mean over prompts is above b's by more than two standard errors of their differences."""
+    """Return whether the mean of `a` exceeds that of `b` by more than two standard errors of their differences."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     return statistics.mean(differences) > 2 * statistics.stdev(differences) / len(differences) ** 0.5
 
 
-def test_bf16_is_as_near_as_those_of_transformers(model: Path, record_property: Any) -> None:
-    """No farther from the fp32 logits than transformers with eager attention or with sdpa is; and from these two no
-    farther than the roundings of both explain.
-
-    The two share all roundings but those of attention, so that they may be nearer to each other than to anybody else.
+def test_bf16_is_as_accurate_as_transformers(model: Path, record_property: Any) -> None:
+    """Our distance from fp32 is at most that of transformers (eager, sdpa), and from each of these two at most what
+    both roundings explain. The two share all rounding but that of attention, so they may be closer to each other.
     """
     truth = theirs(model, torch.float32, "eager", NUM_PROMPTS)
     eager, sdpa = (theirs(model, torch.bfloat16, name, NUM_PROMPTS) for name in ("eager", "sdpa"))
