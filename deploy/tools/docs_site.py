@@ -26,6 +26,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z][a-z0-9+.-]*:|[#/])([^)\s#]+)")
 FOREIGN = re.compile(r"""(?:\bsrc=|<link\b[^>]*\bhref=|\burl\(|@import\s)["']?((?:https?:)?//[^"'\s>)]+)""")
 # Elements that are counted on both renderings of a page.
 COUNTED = ("li", "pre", "table", "blockquote")
+IMAGES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -35,7 +36,7 @@ def place_on_site(path: str) -> str:
     """Return the place under docs/ at which the site has a file of the repository."""
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
-    return f"{SHOWN}/{path}" if path.endswith(".md") else f"{SHOWN}/{path}.md"
+    return f"{SHOWN}/{path}" if path.endswith((".md", *IMAGES)) else f"{SHOWN}/{path}.md"
 
 
 def outside_targets(text: str, path: str) -> set[str]:
@@ -56,8 +57,10 @@ def with_site_links(text: str, path: str) -> str:
     return LINK.sub(replaced, text)
 
 
-def shown(path: str) -> str:
-    """Return the Markdown of the page that shows a file outside docs/."""
+def shown(path: str) -> str | bytes:
+    """Return the Markdown of the page that shows a file outside docs/, or an image itself."""
+    if path.endswith(IMAGES):
+        return (ROOT / path).read_bytes()
     text = (ROOT / path).read_text("utf-8")
     unsearched = "---\nsearch:\n  exclude: true\n---\n\n"
     if path.endswith(".md"):
@@ -67,18 +70,19 @@ def shown(path: str) -> str:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside docs/ that a document links to, directly or through another one."""
-    waiting = [f"{DOCS}/{file.src_uri}" for file in files.documentation_pages()]
-    seen = set(waiting)
+    """Add a page for each document at the root, whose links are then checked, and for each file that is linked to."""
+    seen = {f"{DOCS}/{file.src_uri}" for file in files.documentation_pages()}
+    waiting = {path.name for path in ROOT.glob("*.md")}
+    for path in seen:
+        waiting |= outside_targets((ROOT / path).read_text("utf-8"), path)
     while waiting:
-        path = waiting.pop()
-        if not path.endswith(".md"):
-            continue
-        for target in sorted(outside_targets((ROOT / path).read_text("utf-8"), path) - seen):
-            seen.add(target)
-            waiting.append(target)
-            place = place_on_site(target)
-            files.append(File.generated(config, place, content=shown(target), inclusion=InclusionLevel.NOT_IN_NAV))
+        path = min(waiting)
+        seen.add(path)
+        place = place_on_site(path)
+        files.append(File.generated(config, place, content=shown(path), inclusion=InclusionLevel.NOT_IN_NAV))
+        if path.endswith(".md"):
+            waiting |= outside_targets((ROOT / path).read_text("utf-8"), path)
+        waiting -= seen
     return files
 
 
