@@ -23,10 +23,10 @@ def processes() -> Iterator[ProcessPool]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return one checkpoint per attention kind and dtype, with 8 experts each, and the bundled model.
 
-    mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE) are fp32 and have a tokenizer. mla_bf16 is DeepSeek-V3 too, and
-    gqa_bf16 is Mixtral with a window shorter than most prompts. hybrid and hybrid_bf16 are Qwen3-Next, where two of
-    three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention. demo is the bundled model. Its
-    MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
+    Fp32 with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE). The model of mla_bf16 is DeepSeek-V3.
+    The model of gqa_bf16 is Mixtral with a window shorter than most prompts. The model of hybrid and hybrid_bf16 is
+    Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
+    The bundled model is demo. Its MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16

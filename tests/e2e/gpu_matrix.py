@@ -3,10 +3,11 @@
     python -m tests.e2e.gpu_matrix [--processes 8] [--models demo qwen3_moe ...] [--speculation no] [--kept no]
     python -m tests.e2e.gpu_matrix --ranks 1 2 4 [--exchange nvlink nccl zmq] [--placement shards shuffled copied]
 
-Models are a small random checkpoint of each family and the demo model. The product is {alone, mixed} x {prefix miss,
-hit} x {graphs, eager} x {one, two steps in flight} x {chunks of 16, 64, 2048} x {preempted, not} x {experts in one
-slot, a quarter, all} x {slru, lru}. Requests are greedy, seeded and penalised. Token ids, log-probability bits and ends
-equal those of each request alone, eager, one step in flight, with all experts in slots.
+Models are a small random checkpoint of each family and the demo model. The product is
+`{alone, mixed} x {prefix miss, hit} x {graphs, eager} x {one, two steps in flight} x {chunks of 16, 64, 2048} x
+{preempted, not} x {experts in one slot, a quarter, all} x {slru, lru}`. Requests are greedy, seeded and penalised.
+Token ids, log-probability bits and ends equal those of each request alone, eager, one step in flight, with all experts
+in slots.
 The demo model and Qwen3-Next repeat this over {1 draft, 2, adaptive} on a rank that loads the MTP layer. Every model
 repeats the first product with prompts compressed to 40 tokens (`--kept`), which has its own answers. The two models
 with drafts repeat that with drafts.

@@ -164,7 +164,7 @@ def run_mixed(
 
 
 def run_alone(fleet: Fleet, label: str, name: str, rank: int, *, compressed: bool = False) -> tuple[Any, ...]:
-    """Run one request with no other beside it."""
+    """Run one request alone."""
     prompt, sampling = requests(compressed=compressed)[name]
     fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
     return bits(fleet.client.wait(f"{label}-{name}")[0])

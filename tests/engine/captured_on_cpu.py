@@ -1,10 +1,10 @@
-"""Graphs without a GPU: what would be captured is run again in every replay. Over the oracles of the kernels.
+"""CUDA graphs without a GPU, over the kernels' references: a replay calls the captured function again.
 
-`CudaBackend` asks for no GPU itself; what captures and times its steps does. Here that is told to go without: a graph
-keeps the function that it was made of, and a replay puts what that returns where the first run's results are.
+`CudaBackend` needs no GPU, but the code that captures and times its steps does. Here a graph keeps its function, and a
+replay copies the new results into those of the first run.
 
-Graphs share the memory of what they compute on the way: what the sampler's graphs leave is good until something else is
-replayed, and here is spoilt then.
+Graphs share memory for intermediates: results of the sampler's graphs are valid until another graph replays, so a
+replay overwrites them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +24,11 @@ from moeyard_worker.engine.assembly.device import CpuDevice, CudaDevice
 from moeyard_worker.engine.steps import gpu_runner
 
 GPU = torch.cuda.is_available()
-# The options of a rank that runs a GPU's steps, within `gpu_steps`.
+# Options of a rank that runs GPU steps within `gpu_steps`.
 PLACE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"} if GPU else {"dtype": "float32"}
 
 
 class Graph:
-    """`replay` runs `run` once more."""
-
     def __init__(self, run: Callable[[], Any], result: Any, pool: list[SampledTokens]) -> None:
         self._run, self._result, self._pool = run, result, pool
         if isinstance(result, SampledTokens):
@@ -55,13 +53,13 @@ def captured(run: Callable[[], Any], pool: list[SampledTokens], *, ahead: bool =
 
 
 def rehearsed(_backend: CudaBackend, runs: Iterable[Callable[[], object]]) -> None:
-    """See `CudaBackend.compile_ahead`: each runs once, when the one before has."""
+    """See `CudaBackend.compile_ahead`: one after the other."""
     for run in runs:
         run()
 
 
 class Event:
-    """Everything has run when it is asked."""
+    """An event that has always happened."""
 
     def __init__(self, *, enable_timing: bool = False) -> None:
         pass
@@ -78,7 +76,7 @@ class Event:
 
 
 class OracleDevice(CpuDevice):
-    """The CPU, with the backend and the runners of a GPU."""
+    """The CPU with a GPU's backend and runners."""
 
     footprints: Footprints = footprint
     step_runner = CudaDevice.step_runner
@@ -89,7 +87,7 @@ class OracleDevice(CpuDevice):
 
 @contextmanager
 def gpu_steps() -> Iterator[None]:
-    """Workers that are loaded meanwhile run a GPU's steps: on one, or where there is none, on the CPU."""
+    """Run a GPU's steps on workers loaded in this block. Without a GPU they run on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         if not GPU:
             _without_a_gpu(patch)

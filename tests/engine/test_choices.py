@@ -1,6 +1,6 @@
-"""Rows per expert of ranks on a GPU: what rows choose, counted beside it, is what a fleet of CPUs has computed.
+"""Rows per expert that GPU ranks count equal the rows that a fleet of CPUs computes.
 
-Without a GPU the same steps run over the kernels' oracles, in fp32, as in captured_on_cpu.py and test_peer_steps.py.
+Without a GPU the same steps run over the kernels' references in fp32 (captured_on_cpu.py, test_peer_steps.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.e2e.test_one_answer import requests
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
-from tests.engine.test_peer_steps import Starter, config, house, start
+from tests.engine.test_peer_steps import Starter, config, gpu_memory, start
 from tests.engine.test_speculation import DEMO
 from tests.fleet import Client, ProcessPool, start_fleet
 from tests.rank import Rank, Requests
@@ -25,7 +25,7 @@ from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import ExpertLoads, SamplingParams
 
-__all__ = ["house", "start"]
+__all__ = ["gpu_memory", "start"]
 
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 DRAFTS: dict[str, Any] = {"speculate": "mtp", "draft_tokens": 2, "max_num_seqs": 8, "max_batch_tokens": 128}
@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def asked() -> Requests:
-    """Prompts of several chunks and decode rows beside them, whose numbers fit no captured size."""
+    """Prompts of several chunks with decode rows, in numbers that fit no captured size."""
     return {name: (prompt, SamplingParams(**params)) for name, (prompt, params) in requests().items()}
 
 
@@ -50,14 +50,14 @@ def load(model: Path, **options: Any) -> Rank:
 
 
 def loads(rank: Rank) -> ExpertLoads:
-    """Of a rank that nobody drives: a device answers when it is asked again."""
+    """Return the loads of a rank that no loop drives. A device answers a later call."""
     while (found := rank.worker.experts.loads(0)) is None:
         torch.cuda.synchronize()
     return found
 
 
 def by_layer(found: Sequence[ExpertLoads]) -> dict[int, list[int]]:
-    """Rows of all experts of each layer, whoever has them."""
+    """Return the rows of each layer's experts, summed over ranks."""
     out: dict[int, dict[int, int]] = {layer: {} for layer in found[0].layers}
     for each, rows in zip(found, rows_of_ranks(found), strict=True):
         for layer, row in zip(each.layers, rows, strict=True):
@@ -68,7 +68,7 @@ def by_layer(found: Sequence[ExpertLoads]) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[int, list[int]]:
-    """On a CPU; on a GPU, whose choices are its own, launched one by one and one deep."""
+    """The rows on a CPU, or on a GPU eager with one step in flight, because a GPU chooses differently."""
     with load(model, **({"device": "cuda", "enforce_eager": True, "async_scheduling": False} if GPU else {})) as rank:
         rank.run(asked())
         return by_layer([loads(rank)])
@@ -76,11 +76,11 @@ def expected(model: Path) -> dict[int, list[int]]:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(("eager", "deep"), [(False, 2), (False, 1), (True, 2)], ids=str)
-def test_a_rank_counts_what_a_cpu_does(model: Path, expected: dict[int, list[int]], eager: bool, deep: int) -> None:
-    """Captured and launched, with padding and without; what was run to have kernels compiled does not count."""
+def test_counts_equal_those_of_a_cpu(model: Path, expected: dict[int, list[int]], eager: bool, deep: int) -> None:
+    """Graphs and eager, with and without padding rows. Rehearsed steps do not count."""
     with gpu_steps(), load(model, enforce_eager=eager, **({"device": "cuda"} if GPU else {})) as rank:
         assert not any(loads(rank).chosen)
-        told, stats = rank.run(asked(), max_in_flight=deep)
+        answers, stats = rank.run(asked(), max_in_flight=deep)
         found, runner = loads(rank), rank.worker.runner
     assert isinstance(runner, GpuRunner)
     assert (runner.num_replayed == 0) == eager
@@ -91,26 +91,26 @@ def test_a_rank_counts_what_a_cpu_does(model: Path, expected: dict[int, list[int
     assert sorted(counted) == list(read.moe_layers)
     assert {len(row) for row in counted.values()} == {read.num_experts}
     assert counted == expected
-    # The last token of each is read by nobody.
-    rows = stats.prefill_tokens + sum(len(each.token_ids) - 1 for each in told.values())
+    # No step reads the last token of an answer.
+    rows = stats.prefill_tokens + sum(len(each.token_ids) - 1 for each in answers.values())
     assert {sum(row) for row in counted.values()} == {rows * read.gate.rule.top_k}
 
 
 def unpenalised() -> Requests:
-    """Graphs draft without penalties, the host with them."""
+    """Return the requests without penalties: graphs make their drafts, the host those of the others."""
     return {name: (prompt, params) for name, (prompt, params) in asked().items() if params.repetition_penalty == 1}
 
 
 @pytest.fixture(scope="module")
 def drafted() -> dict[int, list[int]]:
-    """The demo model's with two drafts behind every token, as `expected`."""
+    """The same for the demo model with two drafts per token."""
     with Rank(DEMO, **DRAFTS, **PLACE, enforce_eager=GPU) as rank:
         rank.run(unpenalised(), adaptive_drafts=False, max_in_flight=1)
         return by_layer([loads(rank)])
 
 
 def test_rows_that_verify_drafts_count(drafted: dict[int, list[int]]) -> None:
-    """Refused ones too, as they went through their experts; copies that pad a captured step do not."""
+    """Refused drafts count, because they passed through experts. Padding rows of a captured step do not."""
     with gpu_steps(), Rank(DEMO, **DRAFTS, **PLACE) as rank:
         assert not any(loads(rank).chosen)
         _, stats = rank.run(unpenalised(), adaptive_drafts=False, max_in_flight=1)
@@ -120,7 +120,7 @@ def test_rows_that_verify_drafts_count(drafted: dict[int, list[int]]) -> None:
     assert 0 < sum(stats.accepted) < sum(stats.drafts)
     *layers, drafts = sorted(found)
     assert {layer: found[layer] for layer in layers} == {layer: drafted[layer] for layer in layers}
-    # A graph drafts behind every sequence, the host not behind those that may have no more.
+    # A graph drafts for every sequence. The host skips those that may have no further token.
     assert sum(found[drafts]) >= sum(drafted[drafts]) > 0
 
 
@@ -132,14 +132,14 @@ def processes() -> Iterator[ProcessPool]:
 
 
 def ask_all(client: Client, ranks: int) -> None:
-    """The same requests of every fleet, by turns on its ranks."""
+    """Submit the same requests to any fleet, round robin over its ranks."""
     for i, (name, (prompt, sampling)) in enumerate(requests().items()):
         client.submit(i % ranks, name, prompt[:70], **{**sampling, "max_tokens": 5})
     client.wait()
 
 
 def uneven(model: Path, *, copies: bool) -> Placement:
-    """Over two ranks, in every layer otherwise; with `copies` one expert of each layer is on both."""
+    """Place experts over two ranks, differently in each layer. With `copies` one expert of each layer is on both."""
     read = load_model_config(model)
     rows = [tuple((expert + i) % 3 // 2 for expert in range(read.num_experts)) for i, _ in enumerate(read.moe_layers)]
     second = tuple(((0, 1 - row[0]),) for row in rows) if copies else ()
@@ -157,8 +157,8 @@ ONE_PROCESS = pytest.mark.skipif(GPU, reason="ranks of one process share no GPU"
 @pytest.mark.sampled(0)
 @ONE_PROCESS
 @pytest.mark.parametrize("kind", ["alone", "shards", "uneven", "copies"])
-def test_a_fleet_tells_what_one_of_cpus_does(small: Path, processes: ProcessPool, start: Starter, kind: str) -> None:
-    """Rank by rank, through the messages that a router sends and hears."""
+def test_fleet_reports_equal_those_of_cpu_ranks(small: Path, processes: ProcessPool, start: Starter, kind: str) -> None:
+    """Each rank's report, read through the router's messages, equals that of CPU ranks."""
     ranks = 1 if kind == "alone" else 2
     placement = None if kind in ("alone", "shards") else uneven(small, copies=kind == "copies")
     settings = config(small, ranks=ranks, exchange="auto" if ranks == 1 else "nvlink")
@@ -183,7 +183,7 @@ def test_a_fleet_tells_what_one_of_cpus_does(small: Path, processes: ProcessPool
 
 
 class Slow(GateCounts):
-    """Of a device that is behind: it tells what it is asked when it is asked for the fifth time."""
+    """The counters of a slow device: only every fifth read returns."""
 
     def __init__(self, whole: GateCounts) -> None:
         super().__init__()
@@ -195,8 +195,8 @@ class Slow(GateCounts):
 
 
 @ONE_PROCESS
-def test_a_device_that_is_behind_is_asked_again(small: Path, start: Starter) -> None:
-    """Who looks waits, idle ranks too; steps go on, and everybody who asked meanwhile hears once."""
+def test_slow_device_is_read_again(small: Path, start: Starter) -> None:
+    """A reader waits, on idle ranks too, while steps continue. Each reader gets one answer."""
     fleet = start(config(small, ranks=1, exchange="auto"))
     slow = fleet.workers[0].experts._choices = Slow(fleet.workers[0].experts._choices)
     fleet.client.inspect()
@@ -217,8 +217,8 @@ def test_a_device_that_is_behind_is_asked_again(small: Path, start: Starter) -> 
     assert sums == sorted(set(sums))
 
 
-def test_where_nothing_is_counted_nobody_is_told_numbers(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As whole steps are compared, with counts and without."""
+def test_no_counts_are_reported_when_counting_is_off(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons of whole steps run with and without counts."""
     monkeypatch.setattr(GateCounts, "on", False)
     with gpu_steps(), load(small, **PLACE) as rank:
         rank.run({"a": asked()["a"]})
@@ -231,8 +231,8 @@ def test_where_nothing_is_counted_nobody_is_told_numbers(small: Path, monkeypatc
 
 @pytest.mark.slow
 @ONE_PROCESS
-def test_a_rank_in_anothers_place_begins_at_zero(small: Path, start: Starter) -> None:
-    """What its forerunner's rows chose is gone with it; the others count on."""
+def test_new_rank_counts_from_zero(small: Path, start: Starter) -> None:
+    """The counts of the lost rank are gone, and the others keep theirs."""
     fleet = start(config(small, ranks=2, exchange="nvlink"))
     ask_all(fleet.client, 2)
     before = fleet.client.inspect()

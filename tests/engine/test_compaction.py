@@ -1,6 +1,6 @@
-"""A prompt of which a part is kept: one answer for a budget, however it is computed, and what the model is given.
+"""Prompt compression: one answer for a budget however it is computed, and the positions that the model sees.
 
-With drafts at once: verifying on a compacted cache yields what one row after the other does.
+Drafts run too: verifying on a compressed cache gives the same as one row after the other.
 """
 
 import json
@@ -37,7 +37,7 @@ def requests() -> Requests:
     seeded = {"temperature": 0.8, "seed": 3}
     return {
         "greedy": (a, SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(40, 16))),
-        # The same prompt: found where it was left by the first.
+        # The same prompt hits the pages of the first.
         "shared": (a, SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(25, 8))),
         "seeded": (b, SamplingParams(**common, **seeded, logprobs=0, prompt_logprobs=1, kv_compression=kept(17, 16))),
         "long": (c, SamplingParams(**common, temperature=0.0, kv_compression=kept(64, 5))),
@@ -61,7 +61,7 @@ def drafting() -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected(plain: Rank) -> dict[str, Told]:
-    """Each request alone, its prompt in one chunk."""
+    """Answer each request alone, its prompt in one chunk."""
     return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
 
 
@@ -69,13 +69,13 @@ def without(requests: Requests) -> Requests:
     return {name: (prompt, replace(params, kv_compression=None)) for name, (prompt, params) in requests.items()}
 
 
-def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected: dict[str, Told]) -> None:
+def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Told]) -> None:
     whole = {name: plain.run({name: request})[0][name] for name, request in without(requests()).items()}
     for name in ("whole", "plain", "silent"):
-        assert whole[name] == expected[name], "nothing was to be dropped"
+        assert whole[name] == expected[name], "the prompt fits its budget"
     for name in ("greedy", "shared", "seeded", "long"):
         assert whole[name].token_ids != expected[name].token_ids
-        # The first token is computed with the whole prompt, as are the prompt's log-probabilities.
+        # The whole prompt computes the first token and the prompt's log-probabilities.
         assert whole[name].token_ids[0] == expected[name].token_ids[0]
         assert whole[name].prompt_logprobs == expected[name].prompt_logprobs
     assert expected["greedy"].token_ids != expected["shared"].token_ids
@@ -96,8 +96,8 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
     ids=str,
 )
 def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
-    told, stats = plain.run(requests(), **changes)
-    assert told == expected
+    answers, stats = plain.run(requests(), **changes)
+    assert answers == expected
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
 
@@ -112,16 +112,16 @@ def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes
     ],
     ids=str,
 )
-def test_drafts_are_verified_on_what_is_kept(
+def test_drafts_are_verified_on_compressed_prompts(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:
-    told, stats = drafting.run(requests(), **changes)
-    assert told == expected
-    assert stats.accepted[0] > 0.4 * stats.drafts[0], "the drafting layer is compacted too, and drafts well"
+    answers, stats = drafting.run(requests(), **changes)
+    assert answers == expected
+    assert stats.accepted[0] > 0.4 * stats.drafts[0], "the MTP layer is compressed too, and drafts well"
 
 
-def test_kept_keys_are_rotated_by_their_positions_and_read_from_their_places() -> None:
-    """A budget of all but one drops what scored least; the row behind it sees the rest as if nothing had moved."""
+def test_kept_keys_keep_their_rotary_positions() -> None:
+    """A budget of all but one token drops the lowest score. The next row sees the rest at unchanged positions."""
     runner = local_runner(DEMO, dtype=torch.float32, num_pages=32)
     prompt = tuple(prompts()[2])
     n, pages = len(prompt), tuple(range(8))
@@ -143,7 +143,7 @@ def test_kept_keys_are_rotated_by_their_positions_and_read_from_their_places() -
     wanted = runner.forward(Step(decode=(row,)))[0].log_softmax(-1)
     near = (answer(n - 1, dropped=1, start=n) - wanted).abs().max()
     assert 0 < near < 0.5
-    # Taken for one length, the row would sit at its place and be rotated by it: far from that.
+    # With one length for both, the row would be rotated by its place in memory, and the answer would be far off.
     half = answer(n // 2, dropped=n - n // 2, start=n)
     confused = answer(n // 2, dropped=0, start=n // 2)
     assert (half - wanted).abs().max() < (confused - wanted).abs().max()

@@ -1,7 +1,7 @@
-"""A prompt of which a part is kept, as a GPU does it: one answer for a budget, with drafts and without.
+"""Prompt compression on a GPU: one answer for a budget, with drafts and without.
 
-Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32, and tokens and ends are those
-of the CPU's backend too. On a GPU all bits are those of each request alone, launched kernel by kernel.
+Without a GPU the same steps run over the kernels' references in fp32 (captured_on_cpu.py), and tokens and ends equal
+those of the CPU backend. On a GPU all bits equal those of each request alone, eager.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def alone(rank: Rank, asked: Requests) -> dict[str, Told]:
 
 @pytest.fixture(scope="module")
 def on_a_cpu() -> dict[str, Told]:
-    """Each request alone, by the CPU's backend."""
+    """Answer each request alone with the CPU backend."""
     with Rank(DEMO, dtype="float32") as rank:
         return alone(rank, requests())
 
@@ -48,14 +48,14 @@ def drafting() -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
-    """Each request alone, without drafts, launched kernel by kernel."""
+    """Answer each request alone, without drafts, eager."""
     with load(DEMO, enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
         return alone(rank, requests())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
-def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
+@pytest.mark.skipif(GPU, reason="a GPU's bits differ from a CPU's")
+def test_answers_equal_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
     same(expected, on_a_cpu)
 
 
@@ -71,22 +71,22 @@ def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[st
     ],
     ids=str,
 )
-def test_drafts_are_verified_on_what_is_kept(
+def test_drafts_are_verified_on_compressed_prompts(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:
     before = drafting.worker.runner.num_replayed  # type: ignore[attr-defined]
-    told, stats = drafting.run(requests(), **changes)
-    same(told, expected)
+    answers, stats = drafting.run(requests(), **changes)
+    same(answers, expected)
     assert drafting.worker.runner.num_replayed > before  # type: ignore[attr-defined]
     if changes.get("num_drafts") != 0:
-        assert stats.accepted[0] > 0.4 * stats.drafts[0], "the drafting layer is compacted too, and drafts well"
+        assert stats.accepted[0] > 0.4 * stats.drafts[0], "the MTP layer is compressed too, and drafts well"
     if "num_pages" in changes:
         assert stats.num_preemptions > 0
 
 
 @pytest.fixture(scope="module", params=["mla", "gqa", "window"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rank, Rank]]:
-    """Ranks without drafts: one that replays graphs where there is a GPU, one that launches."""
+    """Ranks without drafts: an eager one and one that replays graphs."""
     family, overrides = {
         "mla": ("deepseek_v3", MLA),
         "gqa": ("qwen3_moe", {}),
@@ -110,9 +110,9 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ids=str,
 )
 def test_one_answer_for_a_budget(plain: tuple[Rank, Rank], changes: dict[str, Any]) -> None:
-    launching, replaying = plain
+    eager, replaying = plain
     asked = {name: ([token % 200 for token in prompt], params) for name, (prompt, params) in requests().items()}
-    told, stats = replaying.run(asked, **changes)
-    same(told, alone(launching, asked))
+    answers, stats = replaying.run(asked, **changes)
+    same(answers, alone(eager, asked))
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert replaying.worker.runner.num_replayed > 0  # type: ignore[attr-defined]

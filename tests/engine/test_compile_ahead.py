@@ -1,4 +1,4 @@
-"""Rehearsed steps: each is made when the one before is through, and what they keep is named. Devices are stand-ins."""
+"""Rehearsed steps are made one after the other, and memory that they keep is an error. The device is a fake."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Gpu:
-    """Says in order what happened; `allocated` are the bytes that it has, before and behind."""
+    """Record events in order. `allocated` are the allocated bytes before and after."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], gpus: int = 2) -> None:
-        self.told: list[object] = []
+        self.events: list[object] = []
         sizes = iter(allocated)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: next(sizes))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.told.append("freed"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append("freed"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _process: range(9))
         monkeypatch.setattr(module, "capture_while_serving", self.captured)
@@ -36,57 +36,57 @@ class Gpu:
 
     @contextmanager
     def compiling(self, at_once: int, device: torch.device) -> Iterator[SimpleNamespace]:
-        self.told.append((at_once, device))
+        self.events.append((at_once, device))
         yield SimpleNamespace(count=7, found=5)
-        self.told.append("compiled")
+        self.events.append("compiled")
 
     def steps(self) -> Iterator[Callable[[], None]]:
         for name in "ab":
-            self.told.append(f"make {name}")
-            yield lambda name=name: self.told.append(f"run {name}")
+            self.events.append(f"make {name}")
+            yield lambda name=name: self.events.append(f"run {name}")
 
 
-def test_steps_are_made_one_by_one_and_gone_before_memory_is_counted(
+def test_steps_are_made_one_by_one_and_freed_before_memory_is_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Of 9 cores 2 GPUs have 4 each; whoever was there before may have freed something.
+    # Each of 2 GPUs gets 4 of 9 cores. Memory that others freed is no error.
     gpu = Gpu(monkeypatch, allocated=(512, 0))
     with caplog.at_level("INFO"):
         compile_ahead(gpu.steps(), DEVICE)
-    assert gpu.told == [(4, DEVICE), "make a", "run a", "make b", "run b", "compiled", "freed"]
+    assert gpu.events == [(4, DEVICE), "make a", "run a", "make b", "run b", "compiled", "freed"]
     assert "compiled 7 kernels of 2 steps in" in caplog.text
     assert "up to 4 at once; 5 more were in Triton's cache" in caplog.text
 
 
-def test_more_gpus_than_cores_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_gets_at_least_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, allocated=(0, 0), gpus=16)
     compile_ahead(gpu.steps(), DEVICE)
-    assert gpu.told[0] == (1, DEVICE)
+    assert gpu.events[0] == (1, DEVICE)
 
 
-def test_what_a_step_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_step_keeps_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, allocated=(0, 512))
     with pytest.raises(RuntimeError, match="512 bytes are still allocated by steps that only compiled kernels"):
         compile_ahead(gpu.steps(), DEVICE)
 
 
-def test_steps_have_one_layer_of_each_kind_and_choices_no_model() -> None:
-    told: list[object] = []
+def test_rehearsal_runs_one_layer_of_each_kind() -> None:
+    events: list[object] = []
 
     @contextmanager
     def one_layer_of_each_kind() -> Iterator[None]:
-        told.append("less")
+        events.append("less")
         yield
-        told.append("whole")
+        events.append("whole")
 
     model = SimpleNamespace(one_layer_of_each_kind=one_layer_of_each_kind)
     names = iter("abc")
     runner: Any = object.__new__(GpuRunner)
     runner._runner, runner._exchange = (
         SimpleNamespace(model=model),
-        SimpleNamespace(steps=SimpleNamespace(set_rows=told.append)),
+        SimpleNamespace(steps=SimpleNamespace(set_rows=events.append)),
     )
-    runner._sampler = SimpleNamespace(runs=lambda _: [lambda: told.append(next(names))])
-    for run in runner._rehearsal([lambda: told.append(next(names))] * 2, [1]):
+    runner._sampler = SimpleNamespace(runs=lambda _: [lambda: events.append(next(names))])
+    for run in runner._rehearsal([lambda: events.append(next(names))] * 2, [1]):
         run()
-    assert told == ["less", "a", "b", "whole", "c", PeerRows(0)]
+    assert events == ["less", "a", "b", "whole", "c", PeerRows(0)]

@@ -1,4 +1,4 @@
-"""Configuration: every size is checked where it enters, and errors name the field and the value."""
+"""Configuration checks every size, and errors name the field and the value."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ def test_sizes(text: str, size: int) -> None:
     "text",
     ["", "GiB", "two", "1 2MiB", "1MiBs", "1XB", "1bb", "-1", "-1GiB", "0", "0.5", "0GiB", "nan", "inf", "1e999"],
 )
-def test_not_sizes(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size") as error:
         parse_size(text)
     assert repr(text) in str(error.value)
@@ -136,9 +136,9 @@ def test_not_sizes(text: str) -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 1 << 50))
-def test_a_formatted_size_reads_back_to_four_digits(size: int) -> None:
+def test_formatted_size_parses_back(size: int) -> None:
     assert parse_size(format_size(size)) == pytest.approx(size, rel=1e-3)
 
 
-def test_the_flag_offers_the_policies_there_are() -> None:
+def test_flag_offers_all_policies() -> None:
     assert set(config_module.EXPERT_POLICIES) == set(policies.POLICIES)

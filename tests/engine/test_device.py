@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and what is said of one that it cannot take, on GPUs that are not there."""
+"""Which GPU a rank takes, and the error for one that it cannot take. The GPUs are fakes."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ from moeyard_worker.engine.loop.faults import out_of_memory
     ],
     ids=["none", "number", "workers", "8.0", "10.0", "12.0", "name"],
 )
-def test_a_gpu_that_cannot_be_is_one_line(
+def test_unusable_gpu_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], asked: dict[str, object], says: str
 ) -> None:
     pretend(monkeypatch, *capabilities)
@@ -55,12 +55,12 @@ def test_a_gpu_that_cannot_be_is_one_line(
     assert str(caught.value) == says
 
 
-def test_a_hopper_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = pretend(monkeypatch, (8, 0), (9, 0), (9, 0))
     assert unfit(1) is None
     assert check_gpu("cuda:1") == torch.device("cuda:1")
     assert check_gpu("cuda", gpu=2, num_workers=3) == torch.device("cuda:2")
-    assert chosen == [], "looking changes nothing"
+    assert chosen == [], "a check activates no GPU"
     monkeypatch.setattr(device, "CudaBackend", lambda **_: None)
     config = EngineConfig(model_path="", device="cuda", num_workers=3)
     assert isinstance(make_device(config, 1), CudaDevice)
@@ -69,9 +69,9 @@ def test_a_hopper_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         make_device(config, 0)
 
 
-def test_what_says_that_memory_is_out() -> None:
+def test_out_of_memory_errors_are_recognized() -> None:
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    # Of graphs and of pinned memory, and of a kernel that is loaded.
+    # Errors of graphs, of pinned memory, and of loading a kernel.
     assert out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."))
     assert out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"))

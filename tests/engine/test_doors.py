@@ -1,4 +1,4 @@
-"""Doors of a rank towards routers: keys, sizes, replays, and what is said of those who were turned away."""
+"""The port of a rank for routers: keys, sizes, replays, and the log of refusals."""
 
 import logging
 import pickle
@@ -28,8 +28,8 @@ MAX_MODEL_LEN = 256
 LIMITS = request_limits(MAX_MODEL_LEN)
 
 
-class Door:
-    """A rank's frontend with nothing behind it, and routers before it."""
+class Service:
+    """A rank's frontend without an engine, and the routers that connect to it."""
 
     def __init__(self) -> None:
         self.keys = make_keys()
@@ -51,7 +51,7 @@ class Door:
         return client
 
     def until(self, done: Callable[[list[Message]], bool]) -> list[Message]:
-        """What was received until `done` of it is true."""
+        """Receive messages until `done` returns true for them."""
         heard: list[Message] = []
         poller, limit = zmq.Poller(), perf_counter() + HANG_SECONDS
         for each in (self.frontend.socket, self.frontend.monitor):
@@ -63,11 +63,11 @@ class Door:
         return heard
 
     def counted(self, **expected: int) -> None:
-        """Wait until so much was refused, and nothing else was heard."""
+        """Wait until these numbers of refusals are counted and no message arrived."""
         assert self.until(lambda _: self.counts == expected) == []
 
     def serves(self, client: "zmq.Socket[bytes]") -> None:
-        """A router that was there before is heard as if nothing had been."""
+        """Check that an earlier router is still served."""
         client.send(encode(Hello()))
         assert self.until(bool) == [Hello()]
 
@@ -80,47 +80,47 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door()
+def service() -> Iterator[Service]:
+    made = Service()
     yield made
     made.close()
 
 
-def test_a_stranger_is_turned_away_and_counted(door: Door) -> None:
-    client = door.router()
-    door.serves(client)
+def test_stranger_is_refused_and_counted(service: Service) -> None:
+    client = service.router()
+    service.serves(client)
     tries = bad_messages(b"DEALER")
     for parts in tries:
-        say(door.frontend.endpoint, *parts)
+        say(service.frontend.endpoint, *parts)
     for _ in range(5):
-        one_byte_and_gone(door.frontend.endpoint, b"DEALER")
-    # Not each is a failed handshake: one spoke another protocol, one left before it had said anything.
-    door.until(lambda _: door.counts.get("handshake", 0) >= len(tries) + 5 - 2)
-    assert door.counts.keys() == {"handshake"}
-    door.serves(client)
+        one_byte_and_gone(service.frontend.endpoint, b"DEALER")
+    # Some are no failed handshake: one speaks another protocol, one leaves before it sends anything.
+    service.until(lambda _: service.counts.get("handshake", 0) >= len(tries) + 5 - 2)
+    assert service.counts.keys() == {"handshake"}
+    service.serves(client)
 
 
-def test_an_unknown_key_is_refused_and_counted(door: Door) -> None:
-    client = door.router()
-    server = door.keys.workers.public
-    assert try_key(door.context, zmq.DEALER, door.frontend.endpoint, server) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    door.counted(unknown_key=1)
-    # A rank's own key is no router's.
-    ranks = RouterKeys(own=door.keys.workers, worker=server)
-    door.router(ranks).send(encode(Hello()))
-    door.until(lambda heard: door.counts["unknown_key"] >= 2 and not heard)
-    door.serves(client)
+def test_unknown_key_is_refused_and_counted(service: Service) -> None:
+    client = service.router()
+    server = service.keys.workers.public
+    assert try_key(service.context, zmq.DEALER, service.frontend.endpoint, server) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    service.counted(unknown_key=1)
+    # A rank's own key is not a router's.
+    ranks = RouterKeys(own=service.keys.workers, worker=server)
+    service.router(ranks).send(encode(Hello()))
+    service.until(lambda heard: service.counts["unknown_key"] >= 2 and not heard)
+    service.serves(client)
 
 
 class Tap(threading.Thread):
-    """A cable that keeps a copy of what goes from `near` to `far`."""
+    """A TCP proxy that copies the bytes from client to server."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(daemon=True)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
-        self.said = b""
+        self.copied = b""
         self.start()
 
     def run(self) -> None:
@@ -132,22 +132,22 @@ class Tap(threading.Thread):
                     if not data:
                         return
                     if source is near:
-                        self.said += data
+                        self.copied += data
                     (far if source is near else near).sendall(data)
 
 
-def test_a_replay_is_refused_and_counted(door: Door) -> None:
-    tap = Tap(door.frontend.endpoint)
-    client = door.router(address=tap.endpoint)
-    secret = "a name that nobody else should read"
+def test_replay_is_refused_and_counted(service: Service) -> None:
+    tap = Tap(service.frontend.endpoint)
+    client = service.router(address=tap.endpoint)
+    secret = "a name that others must not read"
     client.send(encode(Abort(request_id=secret)))
-    assert door.until(bool) == [Abort(request_id=secret)]
-    assert secret.encode() not in tap.said, "sent in clear"
-    # The whole of it, greeting and handshake included, as one who listened would.
-    say(door.frontend.endpoint, tap.said[:64], tap.said[64:])
-    door.counted(handshake=1)
+    assert service.until(bool) == [Abort(request_id=secret)]
+    assert secret.encode() not in tap.copied, "sent in plain text"
+    # Replay all of it, greeting and handshake included, as an eavesdropper would.
+    say(service.frontend.endpoint, tap.copied[:64], tap.copied[64:])
+    service.counted(handshake=1)
     client.send(encode(Abort(request_id="again")))
-    assert door.until(bool) == [Abort(request_id="again")]
+    assert service.until(bool) == [Abort(request_id="again")]
     client.close()
     tap.join(HANG_SECONDS)
 
@@ -157,17 +157,17 @@ def submit(tokens: int = 3, **changes: Any) -> Submit:
     return Submit(request_id="a" * MAX_NAME_BYTES, prompt_token_ids=TokenIds.of([7] * tokens), sampling=sampling)
 
 
-def test_too_large_a_frame_cuts_its_sender_off_and_nobody_else(door: Door) -> None:
-    """As a hundred million ids would; what a socket refuses has never been in memory."""
-    client, greedy = door.router(), door.router()
-    door.serves(client)
-    door.serves(greedy)
+def test_too_large_frame_disconnects_only_its_sender(service: Service) -> None:
+    """A frame with a hundred million ids would be such. The socket refuses it before it is in memory."""
+    client, greedy = service.router(), service.router()
+    service.serves(client)
+    service.serves(greedy)
     monitor = greedy.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     greedy.send(encode(submit(LIMITS.frame_bytes // 4 + 1)))
     assert monitor.poll(10_000), "the connection must end"
     greedy.disable_monitor()
     monitor.close(0)
-    door.serves(client)
+    service.serves(client)
 
 
 BAD = {
@@ -187,23 +187,21 @@ BAD = {
 }
 
 
-def test_bad_messages_are_counted_and_their_lines_are_short_and_few(
-    door: Door, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = door.router()
+def test_log_lines_of_bad_messages_are_short_and_few(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    client = service.router()
     with caplog.at_level(logging.WARNING):
         for frame in BAD.values():
             client.send(frame)
         client.send_multipart([b"a", b"b"])
-        door.counted(message=len(BAD), frames=1)
+        service.counted(message=len(BAD), frames=1)
     assert len(caplog.records) == LINES
     assert max(len(record.getMessage()) for record in caplog.records) < MAX_QUOTE + 100
-    door.serves(client)
+    service.serves(client)
 
 
-def test_bad_frames_do_not_keep_a_rank_from_its_step(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, now = door.router(), [0.0]
-    door.serves(client)
+def test_bad_frames_do_not_delay_a_step(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, now = service.router(), [0.0]
+    service.serves(client)
     monkeypatch.setattr(frontend, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(*_: Any) -> Message:
@@ -213,18 +211,18 @@ def test_bad_frames_do_not_keep_a_rank_from_its_step(door: Door, monkeypatch: py
     monkeypatch.setattr(frontend, "decode", slow)
     for _ in range(5):
         client.send(b"x")
-    door.until(lambda _: door.counts == {"message": 2})
-    door.counted(message=5)
+    service.until(lambda _: service.counts == {"message": 2})
+    service.counted(message=5)
 
 
 @pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
-def test_what_is_wrong_is_said_in_few_words(frame: bytes) -> None:
+def test_protocol_errors_are_short(frame: bytes) -> None:
     with pytest.raises(ProtocolError) as raised:
         decode(frame, LIMITS)
     assert len(str(raised.value)) < 2 * MAX_QUOTE
 
 
-def test_the_largest_request_that_a_router_sends_comes_through() -> None:
+def test_largest_request_of_a_router_is_accepted() -> None:
     largest = submit(
         MAX_MODEL_LEN,
         logit_bias={2**31 + i: 1.5 for i in range(1024)},
@@ -233,19 +231,19 @@ def test_the_largest_request_that_a_router_sends_comes_through() -> None:
     )
     frame = encode(largest)
     assert decode(frame, LIMITS) == largest
-    # And some that are too long, so that a rank can say so.
+    # Longer ones decode too, so that a rank can refuse them by name.
     assert decode(encode(submit(2 * MAX_MODEL_LEN)), LIMITS)
     assert decode(encode(submit(8, grammar=Grammar(kind="regex", text="x" * 2 * MAX_GRAMMAR_BYTES))), LIMITS)
     with pytest.raises(ProtocolError, match=r"a frame of \d+ bytes, at most \d+ are read"):
         decode(frame + bytes(LIMITS.frame_bytes), LIMITS)
 
 
-def test_limits_grow_with_what_is_promised() -> None:
+def test_limits_grow_with_the_configured_lengths() -> None:
     assert request_limits(131_072).frame_bytes < 2 << 20
     assert reply_limits(1).frame_bytes < reply_limits(1000).frame_bytes < 64 << 20
 
 
-def test_lines_of_refusals_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_lines_are_truncated_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refusals = Refusals(logging.getLogger("moeyard_worker.test"), clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):

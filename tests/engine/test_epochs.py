@@ -1,4 +1,4 @@
-"""The loop of a rank between two epochs: what it is told there is not lost, whatever comes first."""
+"""A rank's loop between two epochs loses no instruction, in whatever order they come."""
 
 import socket
 from collections.abc import Iterator
@@ -20,26 +20,26 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 PLACEMENT = Placement.of_shards((0,), (range(4),))
 
 
-class Door:
-    """A frontend whose routers are this test: what they say is in `said`, what they hear in `heard`."""
+class FakeFrontend:
+    """A frontend for tests: routers' messages are in `inbox`, replies in `outbox`."""
 
     def __init__(self) -> None:
-        # Nobody waits for them here.
+        # No test waits for these.
         self.socket, self.monitor = socket.socketpair()
-        self.said: list[tuple[bytes, Message]] = []
-        self.heard: list[tuple[bytes, Message]] = []
+        self.inbox: list[tuple[bytes, Message]] = []
+        self.outbox: list[tuple[bytes, Message]] = []
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        while self.said:
-            yield self.said.pop(0)
+        while self.inbox:
+            yield self.inbox.pop(0)
 
     def send(self, client: bytes, message: Message) -> bool:
-        self.heard.append((client, message))
+        self.outbox.append((client, message))
         return True
 
 
 def experts() -> Any:
-    """A cache that holds nothing."""
+    """Return an expert cache that holds nothing."""
     counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
     found = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters))
     found.adopt = found.begin_step = lambda _: None
@@ -47,10 +47,10 @@ def experts() -> Any:
 
 
 class Rank:
-    """An engine without a model, whose turns are taken here; `losses` is what it has told its launcher."""
+    """An engine without a model whose turns the test takes. `losses` are its reports to the launcher."""
 
     def __init__(self, **limits: Any) -> None:
-        self.door = Door()
+        self.frontend = FakeFrontend()
         self.losses: list[Loss] = []
         config = SchedulerConfig(
             num_pages=8,
@@ -71,7 +71,7 @@ class Rank:
             experts=experts(),
             exchange=LocalExchange(),
             mesh=Mesh(rank=0, world_size=1, epoch=1),
-            frontend=cast(Any, self.door),
+            frontend=cast(Any, self.frontend),
             metrics=WorkerMetrics(model_name="tiny", rank=0, version=""),
             on_loss=self.losses.append,
         )
@@ -87,12 +87,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     made = Rank()
     yield made
     made.engine.close()
-    made.door.socket.close()
-    made.door.monitor.close()
+    made.frontend.socket.close()
+    made.frontend.monitor.close()
 
 
-def test_an_epoch_that_was_just_begun_can_be_ended(rank: Rank) -> None:
-    """The launcher has called `rejoin` and, as another rank is ready, `end_epoch`, before the loop has had a turn."""
+def test_new_epoch_can_end_at_once(rank: Rank) -> None:
+    """The launcher calls `rejoin` and then, for another ready rank, `end_epoch` before the loop runs a turn."""
     rank.engine._turn()
     rank.engine.end_epoch("rank 1 is back")
     rank.engine._turn()
@@ -104,7 +104,7 @@ def test_an_epoch_that_was_just_begun_can_be_ended(rank: Rank) -> None:
     assert [(loss.epoch, loss.reason) for loss in rank.losses[1:]] == [(2, "rank 2 is back")]
 
 
-def test_the_end_of_an_epoch_that_had_ended_is_not_the_next_ones(rank: Rank) -> None:
+def test_second_end_of_an_epoch_does_not_end_the_next(rank: Rank) -> None:
     rank.engine._turn()
     for _ in range(2):
         rank.engine.end_epoch("rank 1 is back")

@@ -1,4 +1,4 @@
-"""Faults by name: what CUDA says in one line, logits that are not finite in every kind of row, memory that runs out."""
+"""Names of faults: CUDA errors in one line, non-finite logits in every kind of row, out of memory."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_names(error: BaseException, named: str) -> None:
+def test_fault_messages(error: BaseException, named: str) -> None:
     assert describe_fault(error, rank=2, step=812) == named
 
 
@@ -53,8 +53,8 @@ def test_torch_without_host_memory_is_named() -> None:
     assert describe_fault(caught.value, rank=2, step=812).startswith("rank 2: out of host memory at step 812: ")
 
 
-def test_an_error_of_the_accelerator_is_named() -> None:
-    """The class that torch raises for what CUDA reports."""
+def test_accelerator_error_is_a_runtime_error() -> None:
+    """Torch raises this class for CUDA errors."""
     assert issubclass(torch.AcceleratorError, RuntimeError)
 
 
@@ -62,7 +62,7 @@ def test_many_requests_are_named_briefly() -> None:
     assert str(not_finite(["r17"], step=812)) == "logits of step 812 are not finite: request r17"
     many = not_finite([f"r{i}" for i in range(6)], step=3)
     assert str(many).endswith("request r0, r1, r2, r3 and 2 more")
-    assert many.requests == tuple(f"r{i}" for i in range(6)), "all of them are to blame"
+    assert many.requests == tuple(f"r{i}" for i in range(6)), "the error lists all requests"
 
 
 NAN, INF = float("nan"), float("inf")
@@ -71,17 +71,17 @@ PARAMS = {
     "sampled": SamplingParams(max_tokens=8, temperature=0.7, seed=3),
     "cut": SamplingParams(max_tokens=8, temperature=0.7, seed=3, top_k=4, top_p=0.9, min_p=0.05),
     "edited": SamplingParams(max_tokens=8, temperature=1.0, repetition_penalty=1.3, logit_bias={3: 5.0}),
-    "told": SamplingParams(max_tokens=8, temperature=0.0, logprobs=3),
-    "held back": SamplingParams(max_tokens=8, min_tokens=4, temperature=1.0, stop_token_ids=(5, 6)),
+    "logprobs": SamplingParams(max_tokens=8, temperature=0.0, logprobs=3),
+    "min_tokens": SamplingParams(max_tokens=8, min_tokens=4, temperature=1.0, stop_token_ids=(5, 6)),
 }
 
 
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
-def test_rows_that_are_not_finite_are_found(kind: str, bad: float, seed: int) -> None:
-    """One value that is NaN or infinite, or nothing else, whatever the row asks for; its neighbours are sound."""
+def test_non_finite_rows_are_found(kind: str, bad: float, seed: int) -> None:
+    """One value is NaN or infinite, or all are -inf, in any kind of row. The neighbour rows are finite."""
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(seed))
-    # A single minus infinity is no fault: a model may exclude a token.
+    # A single minus infinity is valid, because a model may exclude a token.
     logits[2] = bad if bad == -INF else logits[2]
     logits[2, 1234], logits[0, 77] = bad, -INF
     params = [PARAMS["greedy"], PARAMS[kind], PARAMS[kind], PARAMS["sampled"]]
@@ -102,14 +102,14 @@ def request(name: str, params: SamplingParams) -> Request:
     return Request(client=b"", request_id=name, prompt=(1, 2), sampling=params, arrived=0.0, hashes=[], serial=0)
 
 
-def test_rows_of_drafts_belong_to_their_request() -> None:
+def test_draft_rows_belong_to_their_request() -> None:
     step = Step(decode=(chunk(0, 2), chunk(1, 3), chunk(2)))
     requests = [request(f"r{i}", PARAMS["greedy"]) for i in range(3)]
     assert unsound(step, requests, torch.tensor([0.0, 1.0, 2.0, NAN, INF, 5.0])) == ("r1",)
     assert unsound(Step.empty(), [], torch.empty(0)) == ()
 
 
-# What torch's allocator says, and what comes from a graph's instantiation or pinned memory, from Triton, of the host.
+# Torch's allocator, graph instantiation or pinned memory, Triton, the host.
 FULL = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
@@ -121,7 +121,7 @@ FULL = (
 
 @pytest.mark.parametrize("error", FULL, ids=["allocator", "driver", "triton", "host", "python"])
 @pytest.mark.parametrize("doing", ["loading weights", "capturing steps"])
-def test_memory_that_runs_out_is_one_line_with_the_plan(
+def test_out_of_memory_is_one_line_with_the_plan(
     doing: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
@@ -139,13 +139,13 @@ def test_memory_that_runs_out_is_one_line_with_the_plan(
             worker.load(1)
     finally:
         worker.stop()
-    said = str(refused.value)
-    assert "\n" not in said
+    text = str(refused.value)
+    assert "\n" not in text
     for part in ("planned of", "dense weights", "32 of 32 experts", "KV pages", "a reserve of", "lower --kv-memory"):
-        assert part in said
+        assert part in text
 
 
-def test_what_else_breaks_at_the_start_is_no_matter_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_at_the_start_do_not_name_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=2, kv_memory=1 << 20)
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
 

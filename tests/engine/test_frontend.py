@@ -1,4 +1,4 @@
-"""What a step says to its routers, in few frames."""
+"""A step's replies to routers fit in few frames."""
 
 from moeyard_worker.engine.loop.frontend import in_frames
 from moeyard_worker.protocol import Done, PromptLogprobs, TokenBatch, TokenLogprob, Tokens
@@ -13,7 +13,7 @@ def done(name: str) -> Done:
     return Done(request_id=name, finish_reason="stop", prompt_tokens=1, cached_tokens=0, completion_tokens=1)
 
 
-def test_a_frame_of_tokens_per_router_then_the_ends_in_order() -> None:
+def test_one_token_frame_per_router_then_the_ends_in_order() -> None:
     replies = [
         Reply(b"x", tokens("a")),
         Reply(b"x", done("a")),
@@ -30,7 +30,7 @@ def test_a_frame_of_tokens_per_router_then_the_ends_in_order() -> None:
     assert list(in_frames([])) == []
 
 
-def test_what_is_said_of_a_prompt_comes_before_its_first_token() -> None:
+def test_prompt_logprobs_come_before_the_first_token() -> None:
     scores = [
         PromptLogprobs(request_id="a", start=start, logprobs=(TokenLogprob(logprob=-1.0, rank=1),)) for start in (1, 2)
     ]

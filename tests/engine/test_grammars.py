@@ -1,4 +1,4 @@
-"""Grammars on the worker: what a mask lets through, in every state and order that the engine can ask in."""
+"""Grammars on the worker: the tokens that a mask allows, in every state and order in which the engine may ask."""
 
 import json
 import os
@@ -47,7 +47,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    """The demo model's worker in process."""
+    """The demo model's worker in this process."""
     made = Bench(streams=8)
     yield made
     made.close()
@@ -58,12 +58,12 @@ def grammars(bench: Bench) -> Grammars:
     return bench.grammars
 
 
-def held(grammars: Grammars, grammar: Grammar, **sampling: Any) -> GrammarConstraint:
+def constrained(grammars: Grammars, grammar: Grammar, **sampling: Any) -> GrammarConstraint:
     params = SamplingParams(**{"max_tokens": 100, "grammar": grammar, **sampling})
     return grammars.constraint(grammars.compile(grammar).result(), params)
 
 
-def let_through(mask: Mask) -> set[int]:
+def allowed(mask: Mask) -> set[int]:
     assert mask.words is not None, mask
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask.words, np.uint8), bitorder="little")).tolist())
 
@@ -76,8 +76,8 @@ def choice(*texts: str) -> Grammar:
     return Grammar(kind="choice", text=json.dumps(texts))
 
 
-def test_random_schemas_hold(bench: Bench) -> None:
-    """Some of those of bench/structured.py, whose answers are short, two steps deep."""
+def test_random_schemas_are_followed(bench: Bench) -> None:
+    """Short schemas of bench/structured.py, with two steps in flight."""
     schemas = {seed: random_schema(seed) for seed in (2, 5, 6, 10, 15, 19, 28, 31)}
     answers, _ = bench.run([sampling_for(seed, schema) for seed, schema in schemas.items()], deep=2)
     said = [fault(schema, bench.text(answer)) for schema, answer in zip(schemas.values(), answers, strict=True)]
@@ -97,7 +97,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """A model of chance, small, with bytes as tokens."""
+    """A small random model with bytes as tokens."""
     made = Bench(
         make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "qwen3_moe", tokenizer=True), max_model_len=256
     )
@@ -106,7 +106,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def test_one_answer(tiny: Bench) -> None:
-    """Alone, in a batch with requests of other kinds, and two steps deep: the same tokens; free neighbours as ever."""
+    """Tokens are the same alone, in a mixed batch, and with two steps in flight. Free requests stay the same too."""
     bench = tiny
     asked = [
         SamplingParams(max_tokens=16, temperature=t, seed=5, grammar=grammar, logprobs=2, top_p=0.9, presence_penalty=t)
@@ -114,34 +114,34 @@ def test_one_answer(tiny: Bench) -> None:
         for grammar in (None, *KINDS.values())
     ]
 
-    def told(answers: list[Answer]) -> list[Any]:
+    def outcomes(answers: list[Answer]) -> list[Any]:
         return [(a.token_ids, a.end.finish_reason if a.end else None) for a in answers]
 
-    alone = [told(bench.run([params])[0])[0] for params in asked]
-    assert told(bench.run(asked)[0]) == alone
-    assert told(bench.run(asked, deep=2)[0]) == alone
+    alone = [outcomes(bench.run([params])[0])[0] for params in asked]
+    assert outcomes(bench.run(asked)[0]) == alone
+    assert outcomes(bench.run(asked, deep=2)[0]) == alone
     free = [params for params in asked if params.grammar is None]
-    assert told(bench.run(free)[0]) == [alone[0], alone[len(KINDS) + 1]]
+    assert outcomes(bench.run(free)[0]) == [alone[0], alone[len(KINDS) + 1]]
 
 
-def test_only_an_end_follows_what_is_complete(bench: Bench, grammars: Grammars) -> None:
-    constraint = held(grammars, choice("yes", "no"))
-    start = let_through(constraint.mask([]))
+def test_only_an_end_follows_a_complete_answer(bench: Bench, grammars: Grammars) -> None:
+    constraint = constrained(grammars, choice("yes", "no"))
+    start = allowed(constraint.mask([]))
     assert not start & set(EOS)
     assert set(ids(bench, "yes")[:1]) <= start
-    assert let_through(constraint.mask(ids(bench, "yes"))) == set(EOS)
+    assert allowed(constraint.mask(ids(bench, "yes"))) == set(EOS)
 
 
 @pytest.mark.parametrize(
     ("own", "spaces", "breaks"),
     [({}, True, True), ({"whitespace_flexible": False}, False, False), ({"whitespace_pattern": " "}, True, False)],
-    ids=["as a rule", "none", "own"],
+    ids=["default", "none", "own"],
 )
-def test_blanks_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], spaces: bool, breaks: bool) -> None:
+def test_whitespace_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], spaces: bool, breaks: bool) -> None:
     grammar = Grammar(kind="json_schema", text=json.dumps({**SCHEMA, "x-guidance": own}))
 
     def fits(text: str) -> bool:
-        return held(grammars, grammar).mask(ids(bench, text)).words is not None
+        return constrained(grammars, grammar).mask(ids(bench, text)).words is not None
 
     assert fits('{"a":1}')
     assert fits('{"a": 1}') is spaces
@@ -152,75 +152,75 @@ def test_blanks_in_json(bench: Bench, grammars: Grammars, own: dict[str, Any], s
 
 def test_bounds_above_64_bits(bench: Bench, grammars: Grammars) -> None:
     schema = {**SCHEMA, "properties": {"a": {"type": "integer", "maximum": 2**64, "default": 2**70}}}
-    constraint = held(grammars, Grammar(kind="json_schema", text=json.dumps(schema)))
+    constraint = constrained(grammars, Grammar(kind="json_schema", text=json.dumps(schema)))
     assert constraint.mask(ids(bench, '{"a": 1}')).words is not None
     assert constraint.mask(ids(bench, '{"a": "')).words is None
 
 
-def test_ends_of_the_request_count_where_the_grammar_may_end(bench: Bench, grammars: Grammars) -> None:
+def test_request_may_end_only_where_the_grammar_may(bench: Bench, grammars: Grammars) -> None:
     (stop,) = ids(bench, "z")
     digits = Grammar(kind="regex", text="[0-9]+")
     one = ids(bench, "7")
-    assert not let_through(held(grammars, digits, stop_token_ids=(stop,)).mask([])) & {stop, *EOS}
-    assert {stop, *EOS} <= let_through(held(grammars, digits, stop_token_ids=(stop,)).mask(one))
-    short = let_through(held(grammars, digits, stop_token_ids=(stop,), min_tokens=2).mask(one))
+    assert not allowed(constrained(grammars, digits, stop_token_ids=(stop,)).mask([])) & {stop, *EOS}
+    assert {stop, *EOS} <= allowed(constrained(grammars, digits, stop_token_ids=(stop,)).mask(one))
+    short = allowed(constrained(grammars, digits, stop_token_ids=(stop,), min_tokens=2).mask(one))
     assert short
     assert not short & {stop, *EOS}
-    # It goes on for as long as it can, and ends where it cannot.
-    going_on = let_through(held(grammars, digits, ignore_eos=True).mask(one))
+    # Generation continues while it can, and ends when it cannot.
+    going_on = allowed(constrained(grammars, digits, ignore_eos=True).mask(one))
     assert going_on
     assert not going_on & set(EOS)
     word = ids(bench, "yes")
     for sampling in ({"ignore_eos": True}, {"min_tokens": 50}, {"min_tokens": 50, "stop_token_ids": (stop,)}):
-        assert let_through(held(grammars, choice("yes"), **sampling).mask(word)) == set(EOS)
+        assert allowed(constrained(grammars, choice("yes"), **sampling).mask(word)) == set(EOS)
 
 
 @pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 9}], ids=str)
-def test_a_complete_answer_stops_whatever_was_asked(bench: Bench, sampling: dict[str, Any]) -> None:
+def test_complete_answer_stops_despite_sampling_options(bench: Bench, sampling: dict[str, Any]) -> None:
     ((answer,), _) = bench.run([SamplingParams(max_tokens=20, temperature=0.0, grammar=choice("yes"), **sampling)])
     assert bench.text(answer) == "yes"
     assert answer.end is not None
     assert (answer.end.finish_reason, answer.end.stop_token_id in EOS) == ("stop", True)
 
 
-def test_max_tokens_cut_it(bench: Bench) -> None:
+def test_max_tokens_truncates_the_answer(bench: Bench) -> None:
     ((answer,), _) = bench.run([SamplingParams(max_tokens=3, temperature=0.0, grammar=KINDS["regex"])])
     assert answer.end is not None
     assert answer.end.finish_reason == "length"
 
 
-def test_drafts_are_taken_back(bench: Bench, grammars: Grammars) -> None:
-    constraint = held(grammars, KINDS["regex"])
+def test_drafts_are_rolled_back(bench: Bench, grammars: Grammars) -> None:
+    constraint = constrained(grammars, KINDS["regex"])
     known = ids(bench, "1")
-    wanted = held(grammars, KINDS["regex"]).mask(known)
+    wanted = constrained(grammars, KINDS["regex"]).mask(known)
     letter, digit = ids(bench, "q"), ids(bench, "2")
     assert constraint.mask(known) == wanted
-    # A draft that the grammar forbids is refused anyway: any token may stand behind it.
+    # The sampler refuses a draft that the grammar forbids, so the mask after it may be anything.
     assert constraint.mask([*known, *letter]) == Mask()
     assert constraint.mask([*known, *digit]).words is not None
     assert constraint.mask(known) == wanted
-    # After a preemption, too, everything is asked again.
-    assert constraint.mask([]) == held(grammars, KINDS["regex"]).mask([])
+    # After a preemption the engine asks for every mask again.
+    assert constraint.mask([]) == constrained(grammars, KINDS["regex"]).mask([])
     assert constraint.mask(known) == wanted
 
 
 @pytest.mark.parametrize("rule", ["max_tokens=3", 'stop="!"'])
-def test_rules_that_count_or_stop_take_drafts_back_too(bench: Bench, grammars: Grammars, rule: str) -> None:
-    """llguidance rolls none back in which a lexeme has `max_tokens=` or `stop=`."""
+def test_rules_that_count_or_stop_roll_back_drafts(bench: Bench, grammars: Grammars, rule: str) -> None:
+    """llguidance cannot roll back lexemes with `max_tokens=` or `stop=`."""
     grammar = Grammar(kind="lark", text=f"start: number\nnumber[{rule}]: /[0-9]*/")
-    constraint, other = held(grammars, grammar), held(grammars, grammar)
+    constraint, other = constrained(grammars, grammar), constrained(grammars, grammar)
     output = ids(bench, "12")
     for kept in (len(output), 1, 0):
         constraint.mask([*output, *ids(bench, "3")])
         taken_back = constraint.mask(output[:kept])
         assert taken_back.error is None
-        assert taken_back == held(grammars, grammar).mask(output[:kept])
+        assert taken_back == constrained(grammars, grammar).mask(output[:kept])
     for length in range(len(output) + 1):
         assert constraint.mask(output[:length]) == other.mask(output[:length])
 
 
-def test_what_is_expected_is_what_is_said(bench: Bench, grammars: Grammars) -> None:
-    constraint, other = held(grammars, KINDS["schema"]), held(grammars, KINDS["schema"])
+def test_expect_changes_no_mask(bench: Bench, grammars: Grammars) -> None:
+    constraint, other = constrained(grammars, KINDS["schema"]), constrained(grammars, KINDS["schema"])
     output = ids(bench, '{"a": 12}')
     for length in range(len(output) + 1):
         constraint.expect(output[:length])
@@ -256,15 +256,15 @@ BAD = [
 
 
 @pytest.mark.parametrize(("grammar", "said"), BAD, ids=[grammar.text[:40] for grammar, _ in BAD])
-def test_what_cannot_be_compiled_says_why(grammars: Grammars, grammar: Grammar, said: str) -> None:
+def test_compile_errors_give_the_reason(grammars: Grammars, grammar: Grammar, said: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(said)) as refused:
         grammars.compile(grammar).result()
     assert len(str(refused.value)) < 600
     assert "\n" not in str(refused.value)
 
 
-def test_a_break_down_on_the_way_ends_its_request_alone(bench: Bench) -> None:
-    """A terminal that nothing matches is no error of compilation, and nothing may follow the rule before it."""
+def test_dead_end_ends_only_its_request(bench: Bench) -> None:
+    """A terminal that matches nothing compiles, but no token may follow the rule before it."""
     grammar = Grammar(kind="lark", text='start: "{" NONE\nNONE: /x+/ & /y+/')
     free = SamplingParams(max_tokens=8, temperature=0.0)
     for deep in (1, 2):
@@ -283,8 +283,8 @@ AMBIGUOUS = Grammar(kind="lark", text='start: e\ne: e e | "a" | e e e')
 ENDED = "its masks take more time or memory than a request may use"
 
 
-def test_a_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bound alone ends what compiles in a tenth of a second and 20 MiB without it."""
+def test_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each limit alone stops a compilation that needs a tenth of a second and 20 MiB."""
     values = json.dumps({"enum": [f"value {i}" for i in range(20_000)]})
     for blanks, (seconds, memory) in enumerate(((0.001, 1 << 30), (HANG_SECONDS, 4 << 20))):
         monkeypatch.setattr(grammar_client, "COMPILE_SECONDS", seconds)
@@ -292,7 +292,7 @@ def test_a_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.Monkey
         with pytest.raises(GrammarError, match=f"it takes more than {seconds:g} s .* or {memory >> 20} MiB"):
             grammars.compile(Grammar(kind="json_schema", text=values + " " * blanks)).result(timeout=HANG_SECONDS)
     monkeypatch.undo()
-    assert held(grammars, Grammar(kind="json_schema", text=values + "  ")).mask([]).words is not None
+    assert constrained(grammars, Grammar(kind="json_schema", text=values + "  ")).mask([]).words is not None
 
 
 @pytest.mark.slow
@@ -310,26 +310,26 @@ def test_a_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.Monkey
     ],
     ids=["allOf of multipleOf", "products in Lark", "a counter behind a choice"],
 )
-def test_compilations_that_explode_end(grammars: Grammars, grammar: Grammar) -> None:
-    """llguidance's own limits do not end the first one; the last one is served."""
+def test_exploding_compilations_end(grammars: Grammars, grammar: Grammar) -> None:
+    """llguidance's own limits do not stop the first one. The last one compiles."""
     error = grammars.compile(grammar).exception(timeout=HANG_SECONDS)
     assert isinstance(error, GrammarError) == (grammar.kind != "regex"), error
 
 
-def test_a_mask_is_bounded(bench: Bench, grammars: Grammars) -> None:
-    """A call that takes too long ends its process and its request. Others of the grammar go on with another process."""
+def test_mask_is_bounded(bench: Bench, grammars: Grammars) -> None:
+    """A slow call ends its process and its request. Other requests of the grammar continue with another process."""
     (letter,) = ids(bench, "a")
-    greedy, other = held(grammars, AMBIGUOUS), held(grammars, AMBIGUOUS)
+    greedy, other = constrained(grammars, AMBIGUOUS), constrained(grammars, AMBIGUOUS)
     greedy.expect([letter] * 400)
     other.expect([letter])
     assert ENDED in str(greedy.mask([letter] * 400).error)
     assert ENDED in str(greedy.mask([]).error)
-    assert other.mask([letter]) == held(grammars, AMBIGUOUS).mask([letter])
+    assert other.mask([letter]) == constrained(grammars, AMBIGUOUS).mask([letter])
     assert other.mask([letter] * 2).words is not None
 
 
-def test_the_masks_of_a_request_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No single call takes long here: it is their sum that ends the request, and no other."""
+def test_sum_of_masks_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No single call is slow here: their sum ends the request, and no other."""
     none = replace(bench.grammars.limits, seconds=1e-5, seconds_per_token=0.0)
     monkeypatch.setattr(bench.grammars, "limits", none)
     monkeypatch.setattr(grammars_module, "_GRACE_SECONDS", HANG_SECONDS)
@@ -345,7 +345,7 @@ def test_the_masks_of_a_request_are_bounded(bench: Bench, monkeypatch: pytest.Mo
 def test_steps_wait_a_bounded_time_for_costly_masks(
     bench: Bench, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One costly request ends when no time is left, and that gives the others some; a cheap one always goes on."""
+    """A costly request ends when no time is left, which gives time to the others. A cheap one always continues."""
     now = 1000.0
     monkeypatch.setattr(grammars_module.time, "monotonic", lambda: now)
     waiting = WaitBudget()
@@ -359,31 +359,31 @@ def test_steps_wait_a_bounded_time_for_costly_masks(
     monkeypatch.undo()
     (letter,) = ids(bench, "a")
     monkeypatch.setattr(grammars.waiting, "_left", -HANG_SECONDS)
-    cheap, costly = held(grammars, AMBIGUOUS), held(grammars, AMBIGUOUS)
+    cheap, costly = constrained(grammars, AMBIGUOUS), constrained(grammars, AMBIGUOUS)
     costly._waited = HANG_SECONDS
     assert cheap.mask([letter]).words is not None
     assert ENDED in str(costly.mask([letter]).error)
 
 
-def test_processes_that_die_are_replaced(bench: Bench, grammars: Grammars) -> None:
-    """A kill from outside costs nobody an answer: neither of the process of a grammar nor of the one that forks it."""
+def test_killed_processes_are_replaced(bench: Bench, grammars: Grammars) -> None:
+    """A kill from outside costs no answer, whether it hits a grammar's process or the process that forks it."""
     digit, grammar = ids(bench, "1"), Grammar(kind="regex", text="[0-9]{3}-[a-z]{4}-[0-9]")
-    wanted = held(grammars, grammar).mask(digit)
-    constraint = held(grammars, grammar)
+    wanted = constrained(grammars, grammar).mask(digit)
+    constraint = constrained(grammars, grammar)
     compiled = constraint._compiled
     os.kill(compiled._pid, signal.SIGKILL)
-    assert compiled._poll(select.POLLIN, HANG_SECONDS), "its connection ends"
+    assert compiled._poll(select.POLLIN, HANG_SECONDS), "the connection is still open"
     assert constraint.mask(digit) == wanted
     assert grammars._forks is not None
     grammars._forks._process.kill()
     grammars._forks._process.wait()
     assert constraint.mask([*digit, *digit]).words is not None
-    assert held(grammars, Grammar(kind="regex", text="[0-9]{3}-[a-z]{4}-[0-9]{2}")).mask(digit).words is not None
+    assert constrained(grammars, Grammar(kind="regex", text="[0-9]{3}-[a-z]{4}-[0-9]{2}")).mask(digit).words is not None
 
 
-def test_no_more_grammars_than_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are only kept make room; a request is refused for those of running requests."""
-    running = held(grammars, KINDS["schema"])
+def test_grammars_fit_in_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle grammars are evicted. A request is refused if running requests need the memory."""
+    running = constrained(grammars, KINDS["schema"])
     monkeypatch.setattr(grammars_module, "MAX_BYTES", 0)
     queue = GrammarQueue(grammars, lambda: None)
     assert queue.add(b"a", submit("new", Grammar(kind="regex", text="x{7}")), 0.0) is None
@@ -393,11 +393,11 @@ def test_no_more_grammars_than_memory(grammars: Grammars, monkeypatch: pytest.Mo
     assert isinstance(refused, Rejected)
     assert (refused.reason, refused.retry_after) == ("queue_full", 1.0)
     del running
-    assert held(grammars, Grammar(kind="regex", text="x{8}")).mask([]).words is not None
+    assert constrained(grammars, Grammar(kind="regex", text="x{8}")).mask([]).words is not None
 
 
-def test_a_long_choice_is_served(bench: Bench) -> None:
-    """llguidance takes 2,000 alternatives of a rule; strings to choose from are one terminal."""
+def test_long_choice_is_served(bench: Bench) -> None:
+    """llguidance allows 2,000 alternatives of a rule. The strings of a choice are one terminal."""
     texts = [f"value {i} of many" for i in range(3000)]
     ((answer,), _) = bench.run([SamplingParams(max_tokens=40, temperature=1.0, seed=3, grammar=choice(*texts))])
     assert bench.text(answer) in texts
@@ -413,7 +413,7 @@ CLOSED = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_patterns_that_match_no_other_name(bench: Bench, grammars: Grammars, name: str) -> None:
-    """Behind the last property no comma is let through, which nothing could follow; both schemas of a name hold."""
+    """No comma is allowed after the last property, since no name could follow. Both schemas of a name apply."""
     properties, patterns = CLOSED[name]
     inner = {"type": "object", "properties": properties, "patternProperties": patterns, "required": ["a"]}
     inner |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
@@ -426,15 +426,15 @@ def test_patterns_that_match_no_other_name(bench: Bench, grammars: Grammars, nam
         grammar = Grammar(kind=kind, text=text)
 
         def fits(text: str, grammar: Grammar = grammar) -> bool:
-            return held(grammars, grammar).mask(ids(bench, text)).words is not None
+            return constrained(grammars, grammar).mask(ids(bench, text)).words is not None
 
         assert fits('{"a":7')
         assert fits('{"a":7}')
-        assert not fits('{"a":2}'), "the schema of the pattern holds too"
+        assert not fits('{"a":2}'), "the schema of the pattern applies too"
         assert fits('{"a":7,') is ("b" in properties)
 
 
-def test_patterns_that_match_other_names_stay(bench: Bench, grammars: Grammars) -> None:
+def test_patterns_that_match_other_names_apply(bench: Bench, grammars: Grammars) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -442,11 +442,11 @@ def test_patterns_that_match_other_names_stay(bench: Bench, grammars: Grammars) 
     }
     schema |= {"required": ["a"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
-    assert held(grammars, grammar).mask(ids(bench, '{"a":7,"b":8}')).words is not None
-    assert held(grammars, grammar).mask(ids(bench, '{"a":7,"c"')).words is None
+    assert constrained(grammars, grammar).mask(ids(bench, '{"a":7,"b":8}')).words is not None
+    assert constrained(grammars, grammar).mask(ids(bench, '{"a":7,"c"')).words is None
 
 
-def test_who_compiles_no_grammar_says_why() -> None:
+def test_refusal_gives_the_reason() -> None:
     some = {"vocab_size": 300, "eos_token_ids": (1,)}
     assert "no tokenizer" in str(Grammars(None, **some).refusal)
     assert "llguidance cannot read the tokenizer" in str(Grammars("{}", **some).refusal)
@@ -482,7 +482,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
     assert len(waiting.waiting) == 0
 
 
-def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_by_abort_or_timeout(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, begun = threading.Event(), threading.Semaphore(0)
     slow, compile_one = Grammar(kind="regex", text="slow[0-9]"), grammars._compile
 
@@ -514,8 +514,8 @@ def test_a_wait_ends_by_abort_or_time(grammars: Grammars, monkeypatch: pytest.Mo
     assert waiting.add(b"a", submit("later", slow), 0.0) is None
 
 
-def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Grammars) -> None:
-    """What the first of them is told shows that it is gone: the others are over then, in the same turn of the loop."""
+def test_requests_of_a_disconnected_client_end_together(grammars: Grammars) -> None:
+    """The first refusal shows that the client is gone. Its other requests end in the same turn of the loop."""
     woken = threading.Semaphore(0)
     waiting = GrammarQueue(grammars, woken.release)
     bad = Grammar(kind="regex", text="[")
@@ -523,17 +523,17 @@ def test_a_client_that_is_gone_takes_the_rest_of_its_requests_along(grammars: Gr
         assert waiting.add(client, submit(name, bad), 0.0) is None
     for _ in range(3):
         assert woken.acquire(timeout=HANG_SECONDS)
-    told = []
+    outcomes = []
     for each, _ in waiting.ready(1.0):
-        told.append(each.submit.request_id)
+        outcomes.append(each.submit.request_id)
         if each.client == b"gone":
             waiting.abort_client(b"gone")
-    assert told == ["first", "third"]
+    assert outcomes == ["first", "third"]
     assert len(waiting.waiting) == 0
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a flood of slow grammars that were given up, the next one is compiled at once; so is one of theirs."""
+def test_grammars_without_a_request_are_not_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a flood of slow grammars whose requests ended, the next grammar compiles at once, even one of theirs."""
     go_on, begun, compile_one = threading.Event(), list[str](), grammars._compile
     started = threading.Semaphore(0)
 
@@ -551,14 +551,14 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
             client = b"gone" if number % 3 == 0 else b"a"
             assert waiting.add(client, submit(f"f{number}", grammar), 0.0) is None
         assert waiting.add(b"b", submit("shares", flood[5]), 9.0) is None
-        for _ in range(2):  # it has two threads
+        for _ in range(2):  # there are two threads
             assert started.acquire(timeout=HANG_SECONDS)
         waiting.abort_client(b"gone")
         for number in range(1, 12, 3):
             assert waiting.abort(b"a", f"f{number}") is not None
         late = [made for _, made in waiting.ready(QUEUE_SECONDS + 1)]
-        assert len(late) == 4, "those of a that are left are too late"
-        # A request is at fault only for its own grammar: flood[5] is being compiled, or the others are before it.
+        assert len(late) == 4, "the remaining requests of client a time out"
+        # Only its own grammar can fail a request: flood[5] is compiling, and the others wait behind it.
         assert all(isinstance(made, Rejected) and made.reason == "queue_full" for made in late[1:])
         assert len(waiting.waiting) == 1
         assert waiting.add(b"b", submit("again", flood[7]), 11.0) is None
@@ -576,9 +576,9 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(grammars: Grammars, monk
     assert set(begun) == {flood[0].text, flood[1].text, flood[5].text, flood[7].text}
 
 
-@pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
-def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bool) -> None:
-    """Rows with a grammar beside others: the same tokens and log-probabilities as by `choose`, fed or not."""
+@pytest.mark.parametrize("deep", [False, True], ids=["1deep", "2deep"])
+def test_gpu_rows_with_grammars_equal_choose(grammars: Grammars, bench: Bench, deep: bool) -> None:
+    """Rows with a grammar among others: tokens and log-probabilities equal those of `choose`, fed or not."""
     vocab, eos = grammars.vocab_size, grammars.eos_token_ids
     backend = CudaBackend(page_size=16, device=torch.device("cpu"))
     sampler = StepSampler(backend, max_rows=8, max_requests=8, vocab=vocab, eos_token_ids=eos)
@@ -596,7 +596,7 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
             sampling=SamplingParams(max_tokens=50, **some),
             arrived=0.0,
             hashes=[],
-            constraint=held(grammars, **some) if "grammar" in some else None,
+            constraint=constrained(grammars, **some) if "grammar" in some else None,
         )
         for name, some in kinds.items()
     ]
@@ -623,7 +623,7 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
                 )
                 mask = None
                 if request.constraint is not None:
-                    mask = held(grammars, **kinds[request.request_id]).mask(known[i])
+                    mask = constrained(grammars, **kinds[request.request_id]).mask(known[i])
                 rows.append(SampledRow(params=request.sampling, prompt=(3, 4), output=list(known[i]), mask=mask))
             wanted = choose(BACKEND, logits, rows, eos)
             sampler.logits[:4] = logits
@@ -639,10 +639,10 @@ def test_a_gpus_rows_are_chosen_again(grammars: Grammars, bench: Bench, deep: bo
     assert bench.tokenizer.decode(known[1])[:3].isdigit()
 
 
-def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:
-    """llguidance lets go of the interpreter's lock: while a large enum is compiled others go on, many times.
+def test_compiling_releases_the_gil(grammars: Grammars) -> None:
+    """llguidance releases the GIL: other threads run many times while a large enum compiles.
 
-    Each enum takes a tenth of a second, in which a busy machine may keep this thread from running.
+    Each enum takes a tenth of a second, in which a busy machine may not schedule this thread.
     """
 
     def turns_beside(number: int) -> int:
@@ -657,7 +657,7 @@ def test_compiling_keeps_nobody_from_running(grammars: Grammars) -> None:
     assert any(turns_beside(number) > 3 for number in range(5))
 
 
-def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
+def test_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         Grammars.of_directory(str(tmp_path), vocab_size=10, eos_token_ids=(1,))
@@ -666,7 +666,7 @@ def test_the_tokenizer_comes_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_memory_is_counted_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads add grammars to the set that `Grammars.compile` sums up."""
+    """Threads add grammars to the set that `Grammars.compile` sums."""
     made = Grammars(None, vocab_size=64, eos_token_ids=(1,))
     made.refusal, made._forks = None, SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(grammars_module, "CompiledGrammar", lambda *_: type("Held", (), {"num_bytes": 1})())

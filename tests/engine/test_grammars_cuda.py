@@ -1,7 +1,7 @@
-"""Grammars in a GPU's steps: rows among others, replayed or launched, one or two steps deep, are what they are alone.
+"""Grammars in a GPU's steps: rows in a batch equal those alone, replayed or eager, one or two steps in flight.
 
-The demo model without drafts, whose rows `choose_again` takes; with drafts they are the verified rows'
-(tests/engine/test_speculation.py). Without a GPU over the kernels' oracles (captured_on_cpu.py).
+The demo model runs without drafts here. tests/engine/test_speculation.py has drafts. Without a GPU the steps run over
+the kernels' references (captured_on_cpu.py).
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PROMPT = [5, 40, 300, 21, 8, 77]
 
 
 def requests() -> Requests:
-    """Greedy and drawn, of every kind, and free ones between them."""
+    """Greedy and sampled requests of every grammar kind, and free ones between them."""
     asked: dict[str, Any] = {}
     for drawn in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}):
         for number, (name, grammar) in enumerate([("free", None), *KINDS.items()]):
@@ -42,29 +42,29 @@ def rank() -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
-    """Each request alone, launched kernel by kernel, one deep."""
+    """Answer each request alone, eager, one step in flight."""
     with gpu_steps(), load(enforce_eager=True) as loaded:
         return {name: loaded.run({name: asked}, max_in_flight=1)[0][name] for name, asked in requests().items()}
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("deep", [1, 2])
-def test_rows_are_what_they_are_alone(rank: Rank, expected: dict[str, Told], eager: bool, deep: int) -> None:
+def test_rows_equal_those_alone(rank: Rank, expected: dict[str, Told], eager: bool, deep: int) -> None:
     launches: Any = rank.worker.runner
     before, launches.eager = (launches.num_replayed, launches.num_eager), eager
-    told, _ = rank.run(requests(), max_in_flight=deep)
+    answers, _ = rank.run(requests(), max_in_flight=deep)
     launches.eager = False
-    same(told, expected)
+    same(answers, expected)
     replayed, launched = launches.num_replayed - before[0], launches.num_eager - before[1]
     assert (replayed == 0 < launched) if eager else (replayed > launched)
 
 
-def test_answers_keep_to_their_grammar(expected: dict[str, Told]) -> None:
+def test_answers_match_their_grammar(expected: dict[str, Told]) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     for drawn in ("0.0", "0.8"):
-        said = {name: tokenizer.decode(expected[f"{name} {drawn}"].token_ids) for name in ("choice", "regex")}
-        assert said["choice"] in ("yes", "no", 'a "third"')
-        assert len(said["regex"]) == 8
-        assert said["regex"][:3].isdigit()
-        assert said["regex"][3] == "-"
+        texts = {name: tokenizer.decode(expected[f"{name} {drawn}"].token_ids) for name in ("choice", "regex")}
+        assert texts["choice"] in ("yes", "no", 'a "third"')
+        assert len(texts["regex"]) == 8
+        assert texts["regex"][:3].isdigit()
+        assert texts["regex"][3] == "-"

@@ -1,4 +1,4 @@
-"""Captured steps of one epoch: when they are let go, and when they stay. Graphs and events are stand-ins."""
+"""When the captured graphs of one epoch are released, and when they stay. Graphs and events are fakes."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,19 +22,19 @@ class Graph:
 
 
 class Exchange:
-    """Of one epoch, or not; says what it was asked, in order."""
+    """Record calls in order. `per_epoch` sets the trait `graphs_per_epoch`."""
 
     def __init__(self, *, per_epoch: bool = True) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.traits = ExchangeTraits(graphs_per_epoch=per_epoch)
         self.steps = self
         self.release_graphs: Any = None
 
     def set_rows(self, rows: Any) -> None:
-        self.asked.append(f"rows {rows.most}")
+        self.calls.append(f"rows {rows.most}")
 
     def before_capture(self) -> None:
-        self.asked.append("before_capture")
+        self.calls.append("before_capture")
 
 
 def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StepGraphs:
@@ -48,61 +48,61 @@ def steps(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, device: str = "cu
     )
 
     def program(size: StepSize) -> Any:
-        exchange.asked.append(f"inputs {size.rows}")
-        return SimpleNamespace(inputs=None, parts={"model": lambda: exchange.asked.append("forward")})
+        exchange.calls.append(f"inputs {size.rows}")
+        return SimpleNamespace(inputs=None, parts={"model": lambda: exchange.calls.append("forward")})
 
     found = StepGraphs(program, cast(Any, exchange), cast(Any, backend))
     assert found.prepare([StepSize(sequences=2, width=8, peers=4), StepSize(width=8, peers=1)]) == "pool"
     return found
 
 
-def test_each_is_captured_once_when_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_is_captured_once_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = Exchange()
     found = steps(exchange, monkeypatch)
-    assert exchange.asked == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
+    assert exchange.calls == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
     assert not found.captured
-    exchange.asked.clear()
+    exchange.calls.clear()
     size = smallest(found.sizes, StepSize(sequences=1, width=3), 3)
     assert size == StepSize(sequences=2, width=8, peers=4)
     assert found.step(size) is found.step(size)
-    assert exchange.asked == ["before_capture", "rows 4", "inputs 2"]
+    assert exchange.calls == ["before_capture", "rows 4", "inputs 2"]
     assert [*found.captured] == [size]
 
 
-def test_else_all_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_without_epochs_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = Exchange(per_epoch=False)
     found = steps(exchange, monkeypatch)
-    assert exchange.asked == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
+    assert exchange.calls == ["rows 4", "inputs 2", "forward", "rows 1", "inputs 0", "forward"]
     assert len(found.captured) == 2
     with pytest.raises(AssertionError, match="was to be captured at the start"):
         found.step(StepSize(sequences=8, width=8))
 
 
-def event(*, asked: list[Any], says: Any) -> type:
+def event(*, calls: list[Any], says: Any) -> type:
     class Event:
         def record(self, stream: Any) -> None:
             assert stream == "stream"
 
         def query(self) -> bool:
-            asked.append(None)
+            calls.append(None)
             if says is None:
                 raise RuntimeError("an illegal memory access was encountered")
-            return bool(len(asked) >= says)
+            return bool(len(calls) >= says)
 
     return Event
 
 
 @pytest.mark.parametrize(("says", "goes"), [(3, True), (10**9, False), (None, False)], ids=["ends", "hangs", "failed"])
-def test_they_go_when_the_device_is_through_and_stay_if_it_never_is(
+def test_graphs_are_released_only_when_the_device_is_idle(
     says: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing is raised, nor waited for without end: a peer's loss is told behind this."""
-    exchange, asked = Exchange(), list[Any]()
+    """No error and no endless wait may delay the report of a peer's loss, which follows."""
+    exchange, calls = Exchange(), list[Any]()
     found = steps(exchange, monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", event(asked=asked, says=says))
+    monkeypatch.setattr(torch.cuda, "Event", event(calls=calls, says=says))
     monkeypatch.setattr(module, "_END_S", 0.1)
     exchange.release_graphs()
-    assert not asked, "nothing was captured"
+    assert not calls, "nothing was captured"
     size = smallest(found.sizes, StepSize(sequences=1, width=3), 3)
     assert size is not None
     held = found.step(size)

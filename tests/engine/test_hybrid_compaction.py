@@ -1,6 +1,6 @@
-"""Prompts kept in part beside state per sequence: one answer for a budget, however it is computed, with drafts at once.
+"""Prompt compression in models with state: one answer for a budget however it is computed, with drafts too.
 
-What linear attention keeps is of the whole prompt; places are dropped by the layers of full attention alone.
+The state of linear attention covers the whole prompt. Only layers of full attention drop positions.
 """
 
 import random
@@ -16,13 +16,13 @@ from tests.rank import Rank, Told
 from moeyard_worker.protocol import KvCompression, SamplingParams
 
 Requests = dict[str, tuple[list[int], SamplingParams]]
-# Gated DeltaNet beside grouped queries, with a drafting layer; Kimi Delta Attention beside latent attention.
+# Gated DeltaNet with GQA and an MTP layer, and Kimi Delta Attention with MLA.
 FAMILIES = ("qwen3_next", "kimi_linear")
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "prefill_chunk": 128, "max_batch_tokens": 160}
 
 
 def requests() -> Requests:
-    """Prompts that end before, on and behind the edge of a chunk of 64, so that windows begin before it, too."""
+    """Prompts end before, at and after a multiple of 64, so windows also begin before it."""
     chance = random.Random(5)
     ids = [chance.randrange(250) for _ in range(150)]
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -33,12 +33,12 @@ def requests() -> Requests:
     seeded = {"temperature": 0.8, "seed": 3}
     return {
         "greedy": (ids[:140], SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(40, 16))),
-        # The same prompt: found where it was left by the first, as far as the window lets it be.
+        # The same prompt hits the first one's snapshot, as far as the window allows.
         "shared": (ids[:140], SamplingParams(**common, temperature=0.0, logprobs=2, kv_compression=kept(25, 8))),
         "seeded": (ids[9:73], SamplingParams(**common, **seeded, logprobs=0, kv_compression=kept(17, 16))),
         "edge": (ids[3:70], SamplingParams(**common, **seeded, prompt_logprobs=1, kv_compression=kept(30, 24))),
         "whole": (ids[20:60], SamplingParams(**common, temperature=0.0, logprobs=0, kv_compression=kept(50, 32))),
-        # What makes pages scarce.
+        # This request makes pages scarce.
         "plain": (ids[7:52], SamplingParams(**{**common, "max_tokens": 80}, **seeded, logprobs=1)),
     }
 
@@ -56,17 +56,17 @@ def plain(model: Path) -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected(plain: Rank) -> dict[str, Told]:
-    """Each request alone, its prompt in one chunk if that has room."""
+    """Answer each request alone, its prompt in one chunk if it fits."""
     return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
 
 
-def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected: dict[str, Told]) -> None:
+def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Told]) -> None:
     for name, (prompt, params) in requests().items():
         whole = plain.run({name: (prompt, replace(params, kv_compression=None))})[0][name]
         if name in ("whole", "plain"):
-            assert whole == expected[name], "nothing was to be dropped"
+            assert whole == expected[name], "the prompt fits its budget"
             continue
-        # The first token is computed with the whole prompt, as are the prompt's log-probabilities.
+        # The whole prompt computes the first token and the prompt's log-probabilities.
         assert whole.token_ids[0] == expected[name].token_ids[0]
         assert whole.prompt_logprobs == expected[name].prompt_logprobs
         assert whole != expected[name]
@@ -86,8 +86,8 @@ def test_a_budget_changes_answers_and_only_those_it_should(plain: Rank, expected
     ids=str,
 )
 def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
-    told, stats = plain.run(requests(), **changes)
-    assert told == expected
+    answers, stats = plain.run(requests(), **changes)
+    assert answers == expected
     assert stats.dropped_tokens > 0
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
@@ -110,10 +110,10 @@ def drafting(model: Path) -> Iterator[Rank]:
     ],
     ids=str,
 )
-def test_drafts_are_verified_on_what_is_kept(
+def test_drafts_are_verified_on_compressed_prompts(
     drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
 ) -> None:
-    """States behind every row in a ring by position, keys in places that are none."""
-    told, stats = drafting.run(requests(), **changes)
-    assert told == expected
+    """States are in a ring by position, while keys are at other places."""
+    answers, stats = drafting.run(requests(), **changes)
+    assert answers == expected
     assert stats.accepted[0] > 0

@@ -1,6 +1,6 @@
-"""Prompts kept in part beside state per sequence, as a GPU does it: graphs over both, with drafts and without.
+"""Prompt compression in models with state on a GPU: graphs of both, with drafts and without.
 
-What `test_compaction_cuda.py` asks of a model whose state is all in pages, in its way, without a GPU and on one.
+These are the checks of `test_compaction_cuda.py`, with and without a GPU.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def on_a_cpu(model: Path) -> dict[str, Told]:
-    """Each request alone, by the CPU's backend."""
+    """Answer each request alone with the CPU backend."""
     with Rank(model, **LIMITS, dtype="float32") as rank:
         return alone(rank)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path, on_a_cpu: dict[str, Told]) -> dict[str, Told]:
-    """Each request alone, without drafts, launched kernel by kernel."""
+    """Answer each request alone, without drafts, eager."""
     with gpu_steps(), load(model, enforce_eager=True) as rank:
         return alone(rank)
 
@@ -50,8 +50,8 @@ def captured(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.skipif(GPU, reason="a GPU's bits are its own")
-def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
+@pytest.mark.skipif(GPU, reason="a GPU's bits differ from a CPU's")
+def test_answers_equal_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
     same(expected, on_a_cpu)
 
 
@@ -69,10 +69,10 @@ def test_answers_are_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[st
 def test_one_answer_for_a_budget(captured: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     launches: Any = captured.worker.runner
     before = launches.num_replayed, launches.num_eager
-    told, stats = captured.run(requests(), **changes)
-    same(told, expected)
+    answers, stats = captured.run(requests(), **changes)
+    same(answers, expected)
     assert stats.dropped_tokens > 0
-    # Chunks that end such a prompt have no graph.
+    # Chunks that end a compressed prompt have no graph.
     assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
     if captured.worker.scheduler.config.num_drafts and "num_drafts" not in changes:
         assert stats.accepted[0] > 0

@@ -1,8 +1,7 @@
-"""Families with state in slots as a GPU serves them: graphs, two steps in flight, prompts beside output, preemption,
-and beginnings of prompts that are reused behind snapshots of that state.
+"""Models with state on a GPU: graphs, two steps in flight, mixed steps, preemption, and prefix hits on snapshots.
 
-Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32: tokens are those of a worker
-on CPUs, log-probabilities nearly. On a GPU, in bf16, all bits are those of each request alone, launched one by one.
+Without a GPU the same steps run over the kernels' references in fp32 (captured_on_cpu.py). Tokens equal those of a CPU
+worker, and log-probabilities nearly do. On a GPU in bf16 all bits equal those of each request alone, eager.
 """
 
 from collections.abc import Iterator
@@ -21,14 +20,14 @@ from moeyard_worker.protocol import SamplingParams
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 HEADS = {"head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": HEADS, "qwen3_5_moe": HEADS, "kimi_linear": MLA}
-# Pages of 16 positions: three of the requests below start together in the fewer, and outgrow them.
+# Pages of 16 positions. With SCARCE, three of the requests start together and outgrow their pages.
 AMPLE, SCARCE = 64, 11
-# Of the turns of a conversation, likewise.
+# Scarce pages for the turns of a conversation.
 TIGHT = 16
 
 
 def requests() -> Requests:
-    """Longer and shorter than a chunk of the formula; greedy, drawn, penalised."""
+    """Prompts longer and shorter than a chunk of the formula: greedy, sampled, penalised."""
     chance = torch.Generator().manual_seed(7)
     lengths = {"long": 150, "short": 20, "drawn": 70, "penalised": 33}
     prompts = {name: torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for name, n in lengths.items()}
@@ -44,8 +43,8 @@ def requests() -> Requests:
 
 
 def turns() -> tuple[Requests, ...]:
-    """Requests at once, three times, all but one with the same beginning: the first of a conversation; one that leaves
-    it; its next turn, one more that leaves it, the first again, and a stranger."""
+    """Return three batches. All requests but "stranger" share a beginning: the first turn of a conversation, a branch,
+    its next turn, another branch, and the first again."""
     chance = torch.Generator().manual_seed(8)
     shared, *others = (torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for n in (100, 45, 60, 50, 50, 70))
     prompts = {"first": shared + others[0], "left": shared + others[1], "third": shared + others[2]}
@@ -71,7 +70,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Told]:
-    """Each request alone."""
+    """Answer each request alone."""
     options = {"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}
     asked = {name: request for some in (requests(), *turns()) for name, request in some.items()}
     with load(model, **options, prefix_caching=False) as rank:
@@ -97,22 +96,22 @@ def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
-def test_answers_are_those_of_each_request_alone(
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_answers_equal_each_request_alone(
     served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
 ) -> None:
     runner = served.worker.runner
     assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager
-    told, stats = served.run(requests(), **{"num_pages": AMPLE, "max_in_flight": 2, **changes})
+    answers, stats = served.run(requests(), **{"num_pages": AMPLE, "max_in_flight": 2, **changes})
     runner.eager = False
     assert (runner.num_replayed > before) is not eager
     assert (stats.num_preemptions > 0) == (changes.get("num_pages") == SCARCE)
-    check(told, expected)
+    check(answers, expected)
 
 
-def check(told: dict[str, Told], expected: dict[str, Told]) -> None:
-    for name, answer in told.items():
+def check(answers: dict[str, Told], expected: dict[str, Told]) -> None:
+    for name, answer in answers.items():
         wanted = expected[name]
         assert (answer.token_ids, answer.end) == (wanted.token_ids, wanted.end), name
         if GPU:
@@ -137,11 +136,11 @@ def check(told: dict[str, Told], expected: dict[str, Told]) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "launches"])
-def test_prefixes_are_reused_behind_snapshots(
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_prefixes_are_reused_from_snapshots(
     served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
 ) -> None:
-    """With room for few a slot that is restored is taken again, by the same step too."""
+    """With few snapshots a restored slot is reused, even by the same step."""
     runner = served.worker.runner
     assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager

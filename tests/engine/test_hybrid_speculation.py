@@ -1,6 +1,6 @@
-"""Speculation behind state per sequence changes nothing: Qwen3-Next and Qwen3.5, a layer of multi-token prediction.
+"""Speculation in models with state changes no answer: Qwen3-Next and Qwen3.5 with an MTP layer.
 
-What `test_speculation.py` asks of a model whose state is all in pages: tokens, log-probability bits, ends.
+These are the checks of `test_speculation.py`: tokens, log-probability bits, ends.
 """
 
 import json
@@ -29,7 +29,7 @@ FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def requests() -> dict[str, tuple[list[int], SamplingParams]]:
-    """Prompts that end before, on and behind the edge of a chunk of 64, two of them behind what others had."""
+    """Prompts end before, at and after a multiple of 64. Two of them extend earlier prompts."""
     chance = random.Random(5)
     ids = [chance.randrange(250) for _ in range(150)]
     common: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
@@ -49,7 +49,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 
 
 def write(directory: Path, family: str) -> Path:
-    """With a drafting layer, which Kimi-Linear has none of; as wide as kernels of a GPU want it."""
+    """Write a checkpoint with an MTP layer, which Kimi-Linear lacks, and head sizes that GPU kernels need."""
     make_checkpoint(directory, family, seed=2, **(MLA if family == "kimi_linear" else {"head_dim": 32}))
     if family != "kimi_linear":
         add_drafts(directory)
@@ -63,7 +63,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Told]:
-    """Each request alone, on a rank that does not speculate."""
+    """Answer each request alone, on a rank that does not speculate."""
     with Rank(model, **LIMITS) as rank:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
 
@@ -92,9 +92,9 @@ def drafting(model: Path) -> Iterator[Rank]:
     ],
     ids=str,
 )
-def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
-    told, stats = drafting.run(requests(), **changes)
-    assert told == expected
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    answers, stats = drafting.run(requests(), **changes)
+    assert answers == expected
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert stats.accepted[0] > 0
@@ -103,7 +103,7 @@ def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[s
         assert all(count > 0 for count in stats.accepted)
 
 
-def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Told]) -> None:
     chance, depths = random.Random(3), set[int]()
 
     def depth(_number: int, wanted: int) -> int:
@@ -111,26 +111,26 @@ def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str
         depths.add(found)
         return found
 
-    told, stats = drafting.run(requests(), depth)
-    assert told == expected
+    answers, stats = drafting.run(requests(), depth)
+    assert answers == expected
     assert depths == {0, 1, 2, 3}
     assert stats.accepted[0] > 0
     assert drafting.run(requests(), num_drafts=0)[0] == expected
 
 
 @pytest.mark.parametrize("ring", [1, 3])
-def test_drafts_are_verified_from_the_state_behind_the_last_token_that_counts(
+def test_too_short_a_state_ring_changes_answers(
     drafting: Rank, expected: dict[str, Told], monkeypatch: pytest.MonkeyPatch, ring: int
 ) -> None:
-    """With a slot less than the four rows that a step has of a sequence, refused drafts stay, and answers change."""
+    """With fewer state slots than the four rows of a sequence in a step, refused drafts stay and change answers."""
     monkeypatch.setattr(type(drafting.scheduler().config), "state_ring", ring)
     assert drafting.run(requests())[0] != expected
 
 
-def test_the_layer_guesses_as_its_family_defines_it(model: Path, drafting: Rank, tmp_path: Path) -> None:
-    """transformers has the layer's parts: a model of it alone, given embedding and hidden state through norms and `fc`.
+def test_mtp_layer_matches_its_definition(model: Path, drafting: Rank, tmp_path: Path) -> None:
+    """transformers has the layer's parts: a one-layer model gets embedding and hidden state via norms and `fc`.
 
-    Against vLLM's `qwen3_next_mtp.py`: the embedding first, the hidden state from behind the model's last norm.
+    As in vLLM's `qwen3_next_mtp.py`, the embedding comes first, then the hidden state after the model's last norm.
     """
     family = json.loads((model / "config.json").read_text())["model_type"]
     runner = drafting.worker.runner
@@ -150,9 +150,9 @@ def test_the_layer_guesses_as_its_family_defines_it(model: Path, drafting: Rank,
     )
     with torch.inference_mode():
         plan = runner.backend.plan(Step(prefill=(chunk,)))
-        behind = torch.zeros(plan.num_rows, dtype=torch.int64)
-        behind[: len(ids) - 1] = torch.tensor(ids[1:])
-        found = runner.speculation.drafter.forward(behind, runner.model.hidden(plan), plan)[: len(ids) - 1]
+        shifted = torch.zeros(plan.num_rows, dtype=torch.int64)
+        shifted[: len(ids) - 1] = torch.tensor(ids[1:])
+        found = runner.speculation.drafter.forward(shifted, runner.model.hidden(plan), plan)[: len(ids) - 1]
 
         whole, tensors = reference_model(model, family, dtype=torch.float32), load_file(model / "model.safetensors")
         hidden = whole.model(torch.tensor([ids[:-1]])).last_hidden_state
@@ -167,7 +167,7 @@ def test_the_layer_guesses_as_its_family_defines_it(model: Path, drafting: Rank,
 
 
 def alone(model: Path, directory: Path, tensors: dict[str, torch.Tensor], family: str) -> Any:
-    """The layer for multi-token prediction as a model of one layer."""
+    """Return the MTP layer as a model with one layer."""
     config = json.loads((model / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     (directory / "config.json").write_text(json.dumps(config))
@@ -181,7 +181,7 @@ def alone(model: Path, directory: Path, tensors: dict[str, torch.Tensor], family
     return reference_model(directory, family, dtype=torch.float32)
 
 
-def test_the_layer_is_loaded_only_if_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+def test_mtp_layer_is_loaded_only_on_request(model: Path, tmp_path: Path) -> None:
     plain, config = EngineConfig(model_path=str(model)), EngineConfig(model_path=str(model), speculate="mtp")
     without, drafts = served_model(plain), served_model(config)
     assert drafts.moe_layers == (*without.moe_layers, 3)
@@ -195,8 +195,8 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for(model: Path, tmp_path: Path
         check_weights(config, served_model(config))
 
 
-def test_what_is_no_part_of_the_layer_is_not_passed_over(model: Path, tmp_path: Path) -> None:
-    """A second layer, which is not served, is; an embedding of the layer's own would change what it guesses."""
+def test_unexpected_mtp_tensors_are_an_error(model: Path, tmp_path: Path) -> None:
+    """A second MTP layer is skipped. An embedding of the layer's own is an error, since it would change drafts."""
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     edit_config(tmp_path, num_nextn_predict_layers=2)
     config, tensors = EngineConfig(model_path=str(tmp_path), speculate="mtp"), load_file(model / "model.safetensors")

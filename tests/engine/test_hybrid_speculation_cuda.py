@@ -1,6 +1,6 @@
-"""Speculation behind state per sequence as a GPU does it changes nothing: graphs, one and two steps in flight.
+"""Speculation in models with state on a GPU changes no answer: graphs, one and two steps in flight.
 
-What `test_speculation_cuda.py` asks of a model whose state is all in pages, in its way, without a GPU and on one.
+These are the checks of `test_speculation_cuda.py`, with and without a GPU.
 """
 
 import random
@@ -38,7 +38,7 @@ def drafting(model: Path) -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, Told]:
-    """Each request alone, on a rank that does not speculate, launched kernel by kernel."""
+    """Answer each request alone, on a rank that does not speculate, eager."""
     with load(model, enforce_eager=True) as rank:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
 
@@ -54,11 +54,11 @@ def expected(model: Path) -> dict[str, Told]:
     ],
     ids=str,
 )
-def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
-    told, stats = drafting.run(requests(), **changes)
-    same(told, expected)
+    answers, stats = drafting.run(requests(), **changes)
+    same(answers, expected)
     assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert 0.2 < stats.accepted[0] / stats.drafts[0] < 1
@@ -67,24 +67,24 @@ def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[s
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("deep", [1, 2])
-def test_answers_stay_while_the_depth_changes(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
+def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
     chance, launches = random.Random(3), runner(drafting)
     replayed = launches.num_replayed
 
     def depth(_number: int, wanted: int) -> int:
         return min(wanted, chance.choice((0, 3)))
 
-    told, stats = drafting.run(requests(), depth, max_in_flight=deep)
-    same(told, expected)
+    answers, stats = drafting.run(requests(), depth, max_in_flight=deep)
+    same(answers, expected)
     assert stats.accepted[0] > 0
     assert launches.num_replayed > replayed
 
 
-def test_launched_kernel_by_kernel_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
     launches, replayed = runner(drafting), runner(drafting).num_replayed
     launches.eager = True
-    told, stats = drafting.run(requests(), max_in_flight=2)
+    answers, stats = drafting.run(requests(), max_in_flight=2)
     launches.eager = False
-    same(told, expected)
+    same(answers, expected)
     assert launches.num_replayed == replayed
     assert stats.accepted[0] > 0

@@ -1,4 +1,4 @@
-"""What the loop of a rank does while a step of its peers runs on its device."""
+"""The loop of a rank while a peer's step runs on its device."""
 
 import itertools
 import statistics
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.engine.test_epochs import Door, experts
+from tests.engine.test_epochs import FakeFrontend, experts
 from tests.exchange.meshes import opener
 from tests.limits import HANG_SECONDS
 
@@ -32,7 +32,7 @@ PLACEMENT = Placement.of_shards((0, 1), (range(2), range(2, 4)))
 
 
 class Device:
-    """What is launched here runs when the test says so."""
+    """A device whose steps end when the test says so."""
 
     def __init__(self) -> None:
         self.launched: list[Any] = []
@@ -57,7 +57,7 @@ class Device:
 
 
 class WaitingSteps(ExchangeSteps):
-    """A device that waits for peers; `looks` counts how often the host has looked at the mesh meanwhile."""
+    """Steps on a device that waits for peers. `looks` counts how often the host polls the mesh meanwhile."""
 
     looks = 0
 
@@ -71,14 +71,12 @@ class WaitingSteps(ExchangeSteps):
             assert time.monotonic() < limit, "the step does not end"
             time.sleep(0.001)
             assert self.mesh is not None
-            # This takes arrived frames from the sockets.
+            # This call reads arrived frames from the sockets.
             self.mesh.check_peers()
             self.looks += 1
 
 
 class Waits(LocalExchange):
-    """An exchange with `WaitingSteps`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps: WaitingSteps = WaitingSteps()
@@ -88,7 +86,7 @@ class Waits(LocalExchange):
 
 
 class Clocked:
-    """A device that takes so long for each step, one behind the other; `ends` of each, in monotonic seconds."""
+    """A device whose steps take this many seconds each, one after the other. `ends` are their monotonic times."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.steps, self.ends = seconds, list[Step](), list[float]()
@@ -108,7 +106,7 @@ class Clocked:
 
 @dataclass
 class Timed:
-    """A step that ends at a time."""
+    """A step that ends at a given time."""
 
     step: Step
     end: float
@@ -151,10 +149,10 @@ def until(done: Callable[[], object]) -> None:
 
 
 class Idle:
-    """Rank 1 of two, without a request, its loop in a thread; `peer` speaks for rank 0, which has all of them."""
+    """Rank 1 of two, without a request, with its loop in a thread. `peer` acts as rank 0, which has all requests."""
 
     def __init__(self, meshes: list[Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.door, self.device, self.peer = Door(), Device(), Lockstep(meshes[0])
+        self.frontend, self.device, self.peer = FakeFrontend(), Device(), Lockstep(meshes[0])
         self.mesh, self.exchange = meshes[1], Waits()
         metrics = WorkerMetrics(model_name="tiny", rank=1, version="")
         monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
@@ -166,7 +164,7 @@ class Idle:
             experts=experts(),
             exchange=self.exchange,
             mesh=self.mesh,
-            frontend=cast(Any, self.door),
+            frontend=cast(Any, self.frontend),
             metrics=metrics,
         )
         self.engine.rejoin(meshes[1], 0, PLACEMENT)
@@ -174,7 +172,7 @@ class Idle:
         self.loop: Future[None] = self.threads.submit(self.engine.run)
 
     def agree(self, step: int) -> Agreed:
-        """As a rank with four rows would."""
+        """Agree as a rank with four rows."""
         return self.threads.submit(self.peer.agree, step, 4).result(timeout=HANG_SECONDS)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
@@ -192,17 +190,17 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Idle]:
         made.loop.result(timeout=HANG_SECONDS)
         made.threads.shutdown()
         made.engine.close()
-        made.door.socket.close()
-        made.door.monitor.close()
+        made.frontend.socket.close()
+        made.frontend.monitor.close()
 
 
-def test_a_rank_without_rows_agrees_on_the_next_step_while_one_runs(idle: Idle) -> None:
-    """Its peers would wait for it else, and their devices for them."""
+def test_rank_without_rows_agrees_on_the_next_step_early(idle: Idle) -> None:
+    """Its peers and their devices would otherwise wait for it."""
     for step in (1, 2):
         assert idle.agree(step).num_tokens == (4, 0)
         idle.wait_for(lambda step=step: len(idle.device.launched) == step)
     first, second = idle.device.launched
-    # No more than two: now it waits for the first, and says nothing of a third, whose plan it has read.
+    # At most two: the rank now waits for the first and does not answer the third, whose plan it has read.
     third = idle.threads.submit(idle.peer.agree, 3, 4)
     idle.wait_for(lambda: third.done() or bool(idle.mesh._open_wires().inbox[0]))
     looks = idle.exchange.steps.looks
@@ -214,13 +212,13 @@ def test_a_rank_without_rows_agrees_on_the_next_step_while_one_runs(idle: Idle) 
     second.ran.set()
 
 
-def test_it_hears_its_routers_meanwhile(idle: Idle) -> None:
+def test_routers_are_served_while_a_step_runs(idle: Idle) -> None:
     idle.agree(1)
     idle.wait_for(lambda: len(idle.device.launched) == 1)
-    idle.door.said.append((b"router", Hello()))
-    # As its frontend's socket would.
+    idle.frontend.inbox.append((b"router", Hello()))
+    # The frontend's socket would wake the loop.
     idle.engine._poller.wake()
-    idle.wait_for(lambda: any(isinstance(message, Snapshot) for _, message in idle.door.heard))
+    idle.wait_for(lambda: any(isinstance(message, Snapshot) for _, message in idle.frontend.outbox))
     assert idle.engine._launched
     assert not idle.device.launched[0].ran.is_set()
     idle.device.launched[0].ran.set()
@@ -228,9 +226,9 @@ def test_it_hears_its_routers_meanwhile(idle: Idle) -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Door]]:
-    """A rank by itself, two steps deep, whose steps take 100 ms each."""
-    door, device = Door(), Clocked(0.1)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, FakeFrontend]]:
+    """A single rank with two steps in flight, each of 100 ms."""
+    frontend, device = FakeFrontend(), Clocked(0.1)
     metrics = WorkerMetrics(model_name="tiny", rank=0, version="")
     monkeypatch.setattr(metrics, "observe_step", lambda **_figures: None)
     mesh = Mesh(rank=0, world_size=1, epoch=1)
@@ -242,49 +240,49 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Clocked, Do
         experts=experts(),
         exchange=LocalExchange(),
         mesh=mesh,
-        frontend=cast(Any, door),
+        frontend=cast(Any, frontend),
         metrics=metrics,
     )
     engine.rejoin(mesh, 0, Placement.of_shards((0,), (range(4),)))
     with ThreadPoolExecutor(1) as threads:
         loop = threads.submit(engine.run)
-        yield engine, device, door
+        yield engine, device, frontend
         engine.stop()
         loop.result(timeout=HANG_SECONDS)
     engine.close()
-    door.socket.close()
-    door.monitor.close()
+    frontend.socket.close()
+    frontend.monitor.close()
 
 
-def submit(engine: Engine, door: Door, name: str, length: int) -> None:
+def submit(engine: Engine, frontend: FakeFrontend, name: str, length: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    door.said.append((b"router", Submit(request_id=name, prompt_token_ids=(5,) * length, sampling=params)))
+    frontend.inbox.append((b"router", Submit(request_id=name, prompt_token_ids=(5,) * length, sampling=params)))
     engine._poller.wake()
 
 
 @pytest.mark.timing
-def test_who_arrives_while_a_step_runs_is_in_the_next(
-    alone: tuple[Engine, Clocked, Door], monkeypatch: pytest.MonkeyPatch
+def test_request_that_arrives_during_a_step_is_in_the_next(
+    alone: tuple[Engine, Clocked, FakeFrontend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planned as soon as there is room for it, the next one is full of those before."""
-    engine, device, door = alone
+    """A step planned as early as possible is full of earlier requests."""
+    engine, device, frontend = alone
     due, paced = engine._pacing.due, True
     monkeypatch.setattr(engine._pacing, "due", lambda now: due(now) if paced else 0.0)
-    submit(engine, door, "long", 500)
+    submit(engine, frontend, "long", 500)
     waited: dict[bool, list[int]] = {True: [], False: []}
     for turn in range(10):
         paced = turn % 2 == 0
-        # How long its steps take is known by then.
+        # By now the pacing knows how long a step takes.
         until(lambda turn=turn: len(device.steps) >= 6 + 4 * turn)
         time.sleep(0.01)
         at = time.monotonic()
         running = next(i for i, end in enumerate(device.ends) if end > at)
-        submit(engine, door, f"late {turn}", 4)
+        submit(engine, frontend, f"late {turn}", 4)
         until(lambda turn=turn: device.steps_of(f"late {turn}"))
         [number] = device.steps_of(f"late {turn}")
         waited[paced].append(number - running)
-    until(lambda: sum(isinstance(message, Done) for _, message in door.heard) == 11)
+    until(lambda: sum(isinstance(message, Done) for _, message in frontend.outbox) == 11)
     assert statistics.mean(waited[True]) < statistics.mean(waited[False]), waited
-    # The device went from one to the next.
+    # The device ran without pauses.
     idle = [after - before - device.seconds for before, after in itertools.pairwise(device.ends)]
     assert statistics.median(idle) < device.seconds / 4, idle

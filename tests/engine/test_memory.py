@@ -1,4 +1,4 @@
-"""How a rank's memory is divided: what is refused and why, and that the parts never exceed the whole."""
+"""The memory plan of a rank: what it refuses and why, and that the parts never exceed the whole."""
 
 import re
 import subprocess
@@ -107,26 +107,26 @@ def refused(available: int, **options: Any) -> str:
 def test_everything_fits() -> None:
     done = plan(8 * GIB)
     assert done.expert_slots == 32
-    assert done.num_pages == 64 * 4096 // 16, "what 64 sequences of full length can use"
+    assert done.num_pages == 64 * 4096 // 16, "64 sequences of full length"
     assert done.max_model_len == 4096
     assert done.reserve.margin == 8 * GIB // 20
     assert done.reserve.exchange == 0, "a single worker exchanges nothing"
 
 
-def test_what_does_not_fit_shrinks() -> None:
+def test_slots_and_length_shrink_to_fit() -> None:
     done = plan(120 * MIB)
     assert 0 < done.expert_slots < 32
     assert done.max_model_len == done.num_pages * 16 < 4096
 
 
 def planner(**given: Any) -> Planner:
-    """`plan` with options that belong to the model's side."""
+    """Return `plan_memory` with the arguments that describe the model."""
     given = {"resident_bytes": 10 * MIB, "dtype": "float32", "num_local_experts": 32, **given}
     return partial(plan_memory, model=MODEL, footprints=footprint, **given)
 
 
-def told(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list[dict[str, int]]]:
-    """The whole refusal, and what it says would fit, one config's changes each."""
+def refused_with_ways(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list[dict[str, int]]]:
+    """Return the error, and the changes of the config that would fit according to it."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what the tests look at
         plan_or_suggest(plan, config, available)
     text = str(caught.value)
@@ -135,7 +135,7 @@ def told(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list
 
 
 def changes(text: str) -> list[dict[str, int]]:
-    """Of "..; would fit: --kv-memory 3MiB --expert-slots 4 or --max-num-seqs 5"."""
+    """Parse "..; would fit: --kv-memory 3MiB --expert-slots 4 or --max-num-seqs 5"."""
     _, found, said = text.partition("; would fit: ")
     ways = [way.split() for way in said.split(" or ")] if found else []
     return [
@@ -147,10 +147,10 @@ def changes(text: str) -> list[dict[str, int]]:
     ]
 
 
-def test_dense_weights_that_do_not_fit_beside_a_step_say_which_step_would() -> None:
-    """The most rows of a step, and no row more; logits of few sequences do not make room enough."""
+def test_error_of_dense_weights_suggests_a_smaller_step() -> None:
+    """The suggestion is the largest step, not a row less. Logits of fewer sequences would not free enough."""
     config, available = EngineConfig(model_path="", max_batch_tokens=4096), 200 * MIB
-    text, found = told(planner(resident_bytes=120 * MIB), config, available)
+    text, found = refused_with_ways(planner(resident_bytes=120 * MIB), config, available)
     assert text.startswith("the dense weights need 120 MiB beside a reserve of")
     [way] = found
     rows = way["max_batch_tokens"]
@@ -162,11 +162,11 @@ def test_dense_weights_that_do_not_fit_beside_a_step_say_which_step_would() -> N
         plan(config=replace(config, **more))
 
 
-def test_logits_that_do_not_fit_say_how_many_sequences_would() -> None:
+def test_error_of_logits_suggests_fewer_sequences() -> None:
     model = replace(MODEL, vocab_size=200_000)
     config, available = EngineConfig(model_path="", max_num_seqs=256), 700 * MIB
     plan = partial(planner(), model=model)
-    _, found = told(plan, config, available)
+    _, found = refused_with_ways(plan, config, available)
     [way] = [way for way in found if "max_num_seqs" in way]
     assert 1 <= way["max_num_seqs"] < 256
     done = plan(config=replace(config, **way), available=available)
@@ -175,18 +175,18 @@ def test_logits_that_do_not_fit_say_how_many_sequences_would() -> None:
         plan(config=replace(config, max_num_seqs=way["max_num_seqs"] + 1), available=available)
 
 
-def test_kv_memory_that_does_not_fit_says_how_much_would() -> None:
+def test_error_of_kv_memory_suggests_a_size_that_fits() -> None:
     config = EngineConfig(model_path="", kv_memory=2 * GIB)
-    text, found = told(planner(), config, GIB)
+    text, found = refused_with_ways(planner(), config, GIB)
     assert text.startswith("--kv-memory 2 GiB does not fit")
     [way] = [way for way in found if "kv_memory" in way]
     done = planner()(config=replace(config, **way), available=GIB)
-    assert (done.expert_slots, done.stream_slots, len(way)) == (32, 0, 1), "with slots for all experts"
+    assert (done.expert_slots, done.stream_slots, len(way)) == (32, 0, 1), "all experts have slots"
     more = replace(config, kv_memory=way["kv_memory"] + 2 * MIB)
     assert planner()(config=more, available=GIB).expert_slots < 32
-    # There is no room for all of so many.
+    # 1000 experts do not all fit.
     plan = planner(num_local_experts=1000)
-    _, found = told(plan, config, GIB)
+    _, found = refused_with_ways(plan, config, GIB)
     [way] = [way for way in found if "kv_memory" in way]
     done = plan(config=replace(config, **way), available=GIB)
     assert (done.expert_slots, done.stream_slots) == (way["expert_slots"], 1)
@@ -194,25 +194,25 @@ def test_kv_memory_that_does_not_fit_says_how_much_would() -> None:
         plan(config=replace(config, kv_memory=way["kv_memory"] + 2 * MIB), available=GIB)
 
 
-def test_what_no_flag_can_mend_says_nothing_more() -> None:
-    """Weights that do not fit alone, and what is no matter of room."""
-    assert told(planner(resident_bytes=2 * GIB), EngineConfig(model_path=""), GIB)[1] == []
-    text, found = told(planner(), EngineConfig(model_path="", max_model_len=5000), GIB)
+def test_errors_that_no_flag_can_fix_have_no_suggestion() -> None:
+    """Dense weights too large by themselves, and errors that are not about memory, have no suggestion."""
+    assert refused_with_ways(planner(resident_bytes=2 * GIB), EngineConfig(model_path=""), GIB)[1] == []
+    text, found = refused_with_ways(planner(), EngineConfig(model_path="", max_model_len=5000), GIB)
     assert (text, found) == ("--max-model-len 5000 exceeds the model's 4096", [])
 
 
-def test_small_kv_memory_is_named_in_small_units() -> None:
+def test_small_kv_memory_is_suggested_in_kib() -> None:
     reserve = planner()(config=EngineConfig(model_path=""), available=GIB).reserve.total
     small = planner(resident_bytes=GIB - reserve - 8 * MIB)
-    _, [way, *_] = told(small, EngineConfig(model_path="", kv_memory=16 * MIB), GIB)
+    _, [way, *_] = refused_with_ways(small, EngineConfig(model_path="", kv_memory=16 * MIB), GIB)
     assert way["kv_memory"] % KIB == 0
     assert 2 * PAGE_BYTES <= way["kv_memory"] < 8 * MIB
 
 
 @pytest.mark.parametrize("kv_memory", [None, 256 * MIB])
 @pytest.mark.parametrize("taken", [0, 300 * MIB])
-def test_memory_that_ran_out_says_what_takes_less(kv_memory: int | None, taken: int) -> None:
-    """Pages and slots are both named, as both grow into what is free: planned of all of it they leave the margin."""
+def test_out_of_memory_error_suggests_a_smaller_plan(kv_memory: int | None, taken: int) -> None:
+    """The error names pages and slots, because both grow into free memory. The suggestion leaves the margin."""
     config, available = EngineConfig(model_path="", kv_memory=kv_memory), GIB
     planned = planner(num_local_experts=1000)(config=config, available=available)
     text = ran_out(
@@ -232,10 +232,10 @@ def test_memory_that_ran_out_says_what_takes_less(kv_memory: int | None, taken: 
     least = max(taken, planned.reserve.margin)
     held = again.held_bytes(**sizes) - again.reserve.margin + again.prefix_bytes
     assert held <= available - least - int((available - least) * 0.05)
-    assert held > 0.95 * (available - least) - int((available - least) * 0.05) - 64 * MIB, "and hardly less"
+    assert held > 0.95 * (available - least) - int((available - least) * 0.05) - 64 * MIB, "little memory stays unused"
 
 
-def test_weights_that_fit_alone_are_refused_for_the_reserve() -> None:
+def test_weights_must_leave_room_for_the_reserve() -> None:
     reserve = plan(GIB, dense=MIB).reserve
     plan(GIB, dense=GIB - reserve.total - 64 * MIB)
     assert str(reserve) in refused(GIB, dense=GIB - reserve.total)
@@ -250,7 +250,7 @@ def test_kv_memory_does_not_fit() -> None:
 
 
 def test_kv_memory_leaves_no_room_for_its_longest_sequence() -> None:
-    """The pages alone would fit."""
+    """The pages fit without the attention's workspace."""
     free = GIB - 10 * MIB - plan(GIB).reserve.total
     needed = 4096 * prefix_bytes(MODEL, 4, footprint)
     kv = (free - needed) // PAGE_BYTES * PAGE_BYTES
@@ -274,13 +274,13 @@ def test_max_model_len_needs_more_pages() -> None:
     assert plan(8 * GIB, max_model_len=100, kv_memory=7 * PAGE_BYTES).max_model_len == 100
 
 
-def test_what_moves_through_process_groups_is_reserved() -> None:
-    """NCCL's own memory, and results that travel as tensors of a step; one rank has no peer to hold a channel to."""
+def test_nccl_memory_is_reserved() -> None:
+    """NCCL needs its own memory and tensors for results. A single rank has no peer channels."""
     gpus: dict[str, Any] = {"device": "cuda", "num_workers": 4}
     nccl, nvlink = (plan(64 * GIB, exchange=kind, **gpus).reserve for kind in ("nccl", "nvlink"))
     assert nccl.exchange == NCCL_BYTES + 3 * NCCL_PEER_BYTES
     results = EngineConfig(model_path="").max_batch_tokens * 4 * MODEL.top_k * MODEL.hidden_size
-    assert nccl.workspace - nvlink.workspace > 4 * results, "once more as many, in fp32"
+    assert nccl.workspace - nvlink.workspace > 4 * results, "fp32 results in addition"
     assert plan(64 * GIB, exchange="nccl", device="cuda").reserve.exchange == 0
 
 
@@ -293,7 +293,7 @@ def test_expert_memory_does_not_fit() -> None:
 def test_expert_memory_below_one_expert() -> None:
     text = refused(GIB, expert_memory=2 * EXPERT_BYTES - 1)
     assert "needs at least one expert of 1.5 MiB and 1 more for prompts, 3 MiB, but --expert-memory gives it" in text
-    assert "reserve" not in text, "not what is in the way"
+    assert "reserve" not in text, "the reserve is not the reason"
     assert plan(GIB, expert_memory=2 * EXPERT_BYTES).expert_slots == 1
 
 
@@ -311,8 +311,8 @@ def test_no_room_for_one_expert() -> None:
     assert "a reserve of" in text
 
 
-def test_kv_gives_way_where_all_experts_then_fit() -> None:
-    """A quarter of what is free, or what is left beside all experts, if that is no less than a sixteenth."""
+def test_kv_shrinks_if_all_experts_then_fit() -> None:
+    """KV gets a quarter of free memory, or the rest beside all experts if that is at least a sixteenth."""
     overhead = GIB - sum(free_of(GIB))
     all_experts = 32 * EXPERT_BYTES
     found = {}
@@ -327,12 +327,12 @@ def test_kv_gives_way_where_all_experts_then_fit() -> None:
         assert (done.expert_slots == 32) == fits, (spare, done)
         assert any(("all experts fit beside it" if spare > 0.25 else "all experts") in each for each in done.reasons)
     assert found[0.1] == 32 > found[0.05] > 16
-    # What the user says of experts leaves KV alone.
+    # The user's number of experts does not change KV.
     assert "as their flag says" in plan(GIB, expert_slots=3).reasons[0]
 
 
 def free_of(available: int) -> tuple[int]:
-    """Bytes that `plan` divides."""
+    """Return the bytes that `plan` divides."""
     return (available - 10 * MIB - plan(4 * GIB).reserve.workspace - int(available * 0.05),)
 
 
@@ -342,10 +342,10 @@ STATE_BYTES = 3 * (4 * 64 * 64 * 4 + 3 * 512 * 4)
 
 
 def test_state_per_sequence_is_counted_first() -> None:
-    """Slots for all sequences, and what they leave, beside the dense weights; the log says what they take."""
+    """State slots of all sequences and snapshots are resident like dense weights, and the log has their size."""
     slots = STATE_BYTES
     done = plan(8 * GIB, model=HYBRID, max_num_seqs=16)
-    assert done.num_snapshots == 4 * 16, "more are no use"
+    assert done.num_snapshots == 4 * 16, "more would have no use"
     assert done.resident_bytes == 10 * MIB + (16 + 64) * slots
     assert f"state of 16 sequences, {format_size(16 * slots)}; 64 snapshots of it" in str(done)
     off = plan(8 * GIB, model=HYBRID, prefix_caching=False)
@@ -357,8 +357,8 @@ def test_state_per_sequence_is_counted_first() -> None:
     assert "lower --max-num-seqs or --max-batch-tokens" in text
 
 
-def test_state_behind_drafts_is_counted() -> None:
-    """A slot for each row of a sequence that a step may verify; snapshots are of one."""
+def test_state_of_drafts_is_counted() -> None:
+    """Each row of a sequence that a step may verify has a slot. A snapshot is one state."""
     drafting: dict[str, Any] = {"model": HYBRID, "speculate": "mtp", "draft_tokens": 2}
     done = plan(8 * GIB, max_num_seqs=16, **drafting)
     assert done.resident_bytes == 10 * MIB + (3 * 16 + 64) * STATE_BYTES
@@ -367,24 +367,24 @@ def test_state_behind_drafts_is_counted() -> None:
     assert "lower --max-num-seqs, --draft-tokens or --max-batch-tokens" in text
 
 
-def test_snapshots_are_a_part_of_kv_memory() -> None:
+def test_snapshots_are_part_of_kv_memory() -> None:
     page, kv = PAGE_BYTES // 4, 64 * MIB
     done = plan(8 * GIB, model=HYBRID, kv_memory=kv)
     assert done.num_snapshots == 32 * MIB // STATE_BYTES
     assert done.num_pages == (kv - done.num_snapshots * STATE_BYTES) // page
     asked = plan(8 * GIB, model=HYBRID, kv_memory=kv, snapshot_memory=STATE_BYTES * 3 + 1)
     assert (asked.num_snapshots, asked.num_pages) == (3, (kv - 3 * STATE_BYTES) // page)
-    # A length that was asked for comes before a share that was not.
+    # A requested length has priority over the default share of snapshots.
     room = 4096 // 16 * page + 2 * STATE_BYTES
     long = plan(8 * GIB, model=HYBRID, kv_memory=room, max_model_len=4096)
     assert long.max_model_len == 4096
-    assert long.num_snapshots == 2, "attending to it takes other memory"
+    assert long.num_snapshots == 2, "attention uses other memory"
     none = plan(8 * GIB, model=HYBRID, kv_memory=STATE_BYTES)
     assert none.num_snapshots == 0
     assert "prefixes are not reused: there is no snapshot" in str(none)
 
 
-def test_snapshot_memory_that_cannot_be_had() -> None:
+def test_snapshot_memory_that_does_not_fit() -> None:
     assert "here no state is kept per sequence" in refused(8 * GIB, snapshot_memory=MIB)
     for kv_memory in (None, 64 * MIB):
         text = refused(8 * GIB, model=HYBRID, kv_memory=kv_memory, snapshot_memory=64 * GIB)
@@ -393,22 +393,22 @@ def test_snapshot_memory_that_cannot_be_had() -> None:
         assert "raise --kv-memory or lower --snapshot-memory" in text
     text = refused(8 * GIB, model=HYBRID, snapshot_memory=STATE_BYTES - 1)
     assert f"holds no snapshot: each takes {format_size(STATE_BYTES)}" in text
-    # The message names the flag, because the field's name is its opposite.
+    # The message names the flag, because the field's name means its opposite.
     with pytest.raises(ValueError, match="snapshot_memory has no use with --no-prefix-caching") as caught:
         EngineConfig(model_path="", snapshot_memory=MIB, prefix_caching=False)
     assert "prefix_caching" not in str(caught.value)
 
 
-def test_kv_memory_that_does_not_fit_is_told_with_its_snapshots() -> None:
-    """They are a part of it: what is free is what there was for both."""
+def test_error_of_kv_memory_includes_snapshots() -> None:
+    """Snapshots are part of the KV memory, so the free memory in the error is for both."""
     asked: dict[str, Any] = {"model": HYBRID, "kv_memory": 100 * GIB, "max_num_seqs": 512}
     texts = [refused(8 * GIB, prefix_caching=on, **asked).partition(" of free memory")[0] for on in (True, False)]
     assert texts[0] == texts[1]
     assert texts[0].startswith("--kv-memory 100 GiB does not fit: this worker has ")
 
 
-def test_experts_without_slots_are_kept_by_the_host() -> None:
-    """As a GPU reads them from pinned memory; prompts stream through slots of their own."""
+def test_experts_without_slots_are_in_host_memory() -> None:
+    """A GPU reads experts without a slot from pinned host memory, and prompts stream through their own slots."""
     model = replace(MODEL, num_experts=64)
     sizes: dict[str, Any] = {
         "model": model,
@@ -431,8 +431,8 @@ def test_experts_without_slots_are_kept_by_the_host() -> None:
     assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
 
 
-def test_what_peers_read_for_a_rank_has_its_place_if_it_misses_anything() -> None:
-    """Eight experts and a flag for each unit of 128 KiB; of nothing where all have slots, or each reads alone."""
+def test_shared_fetch_reserves_its_buffer_only_if_ranks_miss() -> None:
+    """The buffer has 8 experts and one flag per 128 KiB. Without misses or shared reads there is none."""
     model = replace(MODEL, num_experts=64)
     sizes: dict[str, Any] = {
         "model": model,
@@ -455,8 +455,8 @@ def test_what_peers_read_for_a_rank_has_its_place_if_it_misses_anything() -> Non
         assert 0 <= done.reserve.exchange - rows - 8 * EXPERT_BYTES <= 2048
 
 
-def test_a_tokenizer_for_grammars_is_reserved_where_it_stands() -> None:
-    assert plan(GIB).reserve.grammars == 0, "nothing is read for a model of chance"
+def test_tokenizer_of_grammars_is_reserved_on_its_device() -> None:
+    assert plan(GIB).reserve.grammars == 0, "a random model reads no tokenizer"
     assert plan(GIB, model_path="/a/checkpoint").reserve.grammars == 1000 * KIB
     sizes: dict[str, Any] = {
         "model": replace(MODEL, vocab_size=151_936),
@@ -473,7 +473,7 @@ def test_a_tokenizer_for_grammars_is_reserved_where_it_stands() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_slab_is_reserved_where_rows_leave_the_rank_and_once(dtype: str) -> None:
+def test_exchange_slab_is_reserved_once_for_several_ranks(dtype: str) -> None:
     config = EngineConfig(model_path="", num_workers=2, max_batch_tokens=100, dtype=dtype)
     shape = ExchangeShape(num_experts=8, top_k=2, hidden=512, dtype=dtype, max_tokens=100)
     assert exchange_shape(config, MODEL) == shape
@@ -504,7 +504,7 @@ def test_the_slab_is_reserved_where_rows_leave_the_rank_and_once(dtype: str) -> 
     num_experts=st.integers(1, 64),
     available=st.integers(1, 4 * GIB),
 )
-def test_parts_never_exceed_what_is_available(
+def test_parts_never_exceed_available_memory(
     config: EngineConfig, attention: Gqa | Mla, dtype: str, dense: int, num_experts: int, available: int
 ) -> None:
     model = replace(MODEL, attention=(attention,) * 4)
@@ -530,7 +530,7 @@ def test_parts_never_exceed_what_is_available(
 
 
 def held_bytes(root: object) -> int:
-    """Bytes of all tensors that are reachable from an object of ours, shared memory once."""
+    """Return the bytes of all tensors that are reachable from our objects. Shared storage counts once."""
     storages: dict[object, int] = {}
     seen: set[int] = set()
     stack = [root]
@@ -540,7 +540,7 @@ def held_bytes(root: object) -> int:
             continue
         seen.add(id(each))
         if isinstance(each, torch.Tensor):
-            # What is packed for the kernels has no storage to look at.
+            # Weights packed for the kernels have no storage to inspect.
             key = id(each) if each.is_mkldnn else each.untyped_storage().data_ptr()
             storages[key] = each.numel() * each.dtype.itemsize if each.is_mkldnn else each.untyped_storage().nbytes()
         elif isinstance(each, dict):
@@ -557,7 +557,7 @@ def held_bytes(root: object) -> int:
 
 
 class NoExperts:
-    """A runner that only loads asks for nothing."""
+    """The experts of a runner that only loads."""
 
     defers_choices = all_resident = False
 
@@ -586,7 +586,7 @@ PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
 )
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])
-def test_resident_bytes_are_what_a_runner_holds(
+def test_resident_bytes_equal_those_of_a_runner(
     tmp_path: Path, family: str, overrides: dict[str, Any], served: torch.dtype, stored: torch.dtype
 ) -> None:
     make_checkpoint(tmp_path, family, dtype=stored, **overrides)
@@ -608,7 +608,7 @@ def test_resident_bytes_are_what_a_runner_holds(
     assert held_bytes(runner) == checkpoint.resident_bytes(str(served).removeprefix("torch."), footprint) + pool
 
 
-# The peak of one step, measured in a process of its own: a first step has warmed up all libraries.
+# The peak of one step, measured in its own process after a first step that warms up all libraries.
 _PEAK = """
 import re, sys
 from pathlib import Path
@@ -658,14 +658,14 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "olmoe"])
 def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
-    """A chunk of 512 rows at the end of 4096 positions; the estimate is not more than three times too large."""
+    """A chunk of 512 rows at the end of 4096 positions. The estimate is less than three times the peak."""
     sizes = {
         "deepseek_v3": {
             **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256},
             **{"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
         },
         "qwen3_moe": {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128},
-        # With narrow heads in its full attention, whose prefix would outweigh what linear attention takes.
+        # Narrow heads keep the prefix of full attention smaller than the memory of linear attention.
         "qwen3_next": {
             **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 16},
             **{"linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_key_head_dim": 128},
@@ -714,7 +714,7 @@ def test_no_control_group(tmp_path: Path) -> None:
 
 
 def test_group_of_a_container(tmp_path: Path) -> None:
-    """Its own group is what it sees as the root."""
+    """A container sees its own group as the root."""
     group(tmp_path, "", limit="1000", current=300)
     assert cgroup_available(tmp_path, "0::/\n") == 700
     assert cgroup_available(tmp_path, "0::/../other\n") == 700
@@ -745,7 +745,7 @@ def test_available_memory_is_at_most_the_hosts() -> None:
     assert 0 < available_memory() <= psutil.virtual_memory().total
 
 
-def test_reserve_is_named_in_full() -> None:
+def test_error_lists_the_parts_of_the_reserve() -> None:
     config = {"num_workers": 2, "max_batch_tokens": 1024, "model_path": "/a/checkpoint"}
     text = refused(GIB, dense=2 * GIB, model=replace(MODEL, vocab_size=4096), **config)
     named = r"a reserve of (.*) MiB \(exchange (.*) MiB, one step (.*) MiB, grammars (.*) MiB, margin (.*) MiB\)"

@@ -1,4 +1,4 @@
-"""What a rank's metrics say of a step."""
+"""The metrics of a rank after a step."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ SPEC = WorkerSpec(config=CONFIG, rank=0, epoch=1, host="127.0.0.1", version="tes
 
 @pytest.fixture
 def parts() -> dict[str, Any]:
-    """What a step is observed with, of a worker that serves nobody."""
+    """Return the arguments of `observe_step`, from a worker without requests."""
     worker = Worker(SPEC)
     worker.connect([worker.endpoints()["mesh"]])
     worker.load(1)
@@ -37,7 +37,7 @@ def parts() -> dict[str, Any]:
     return found
 
 
-def test_time_on_the_device_is_absent_where_no_device_tells_it(parts: dict[str, Any]) -> None:
+def test_device_time_is_absent_without_a_device(parts: dict[str, Any]) -> None:
     metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     page = generate_latest(metrics.registry).decode()
@@ -50,7 +50,7 @@ def test_time_on_the_device_is_absent_where_no_device_tells_it(parts: dict[str, 
     assert 'moeyard_step_seconds_count{model_name="tiny",rank="3"} 2.0' in page
 
 
-def test_time_per_output_token_is_of_ended_requests(parts: dict[str, Any]) -> None:
+def test_time_per_output_token_covers_ended_requests(parts: dict[str, Any]) -> None:
     parts["scheduler"].stats.token_seconds += [0.012, 0.004]
     metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
@@ -60,8 +60,8 @@ def test_time_per_output_token_is_of_ended_requests(parts: dict[str, Any]) -> No
     assert parts["scheduler"].stats.token_seconds == []
 
 
-def test_what_was_refused_is_counted_by_door_and_reason() -> None:
-    """From the first scrape on; and as it is at the moment of one."""
+def test_refusals_are_counted_by_port_and_reason() -> None:
+    """All series exist from the first scrape, and a scrape shows the current counts."""
     metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     counts = metrics.refused["router"] = {}
     assert (
@@ -86,7 +86,7 @@ def test_refusals_by_peers_add_up_over_epochs() -> None:
         worker.stop()
 
 
-def test_a_rank_that_cannot_be_built_frees_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_construction_frees_the_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     for each in (WorkerMetrics, Mesh):
         close = each.close
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_be_built_frees_its_ports(monkeypatch: pytest.MonkeyP
     assert closed == ["WorkerMetrics", "Mesh"]
 
 
-def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -> None:
+def test_drafts_are_counted_by_position_and_steps_by_depth(parts: dict[str, Any]) -> None:
     metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=None, **parts)
     assert "moeyard_spec_decode_steps_total{" not in generate_latest(metrics.registry).decode()
@@ -121,7 +121,7 @@ def test_drafts_are_counted_by_place_and_steps_by_depth(parts: dict[str, Any]) -
 
 
 def test_every_series_names_model_and_rank(parts: dict[str, Any]) -> None:
-    """So that one Prometheus can watch several fleets."""
+    """One Prometheus can watch several fleets."""
     metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
     metrics.observe_step(num_tokens=2, seconds=0.25, device_seconds=0.125, **parts)
     metrics.observe_load(parts["scheduler"])

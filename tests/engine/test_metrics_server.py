@@ -1,4 +1,4 @@
-"""The metrics port under clients that send nothing, little, or too much: bounded threads, and scrapes go on."""
+"""The metrics port under clients that send nothing, little, or too much: threads are bounded, and scrapes succeed."""
 
 import gzip
 import http.client
@@ -42,7 +42,7 @@ def idle(server: MetricsServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.server_port), timeout=HANG_SECONDS)
 
 
-def test_what_prometheus_reads(server: MetricsServer) -> None:
+def test_prometheus_scrape(server: MetricsServer) -> None:
     status, body, kind = scrape(server)
     assert (status, kind.split(";")[0]) == (200, "text/plain")
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -58,21 +58,21 @@ def test_idle_connections_are_bounded_and_scrapes_go_on(server: MetricsServer, m
     assert scrape(server)[0] == 200
     while threads() > MAX_CONNECTIONS:
         time.sleep(0.01)
-    # The first ones were ended for the last ones.
+    # The newest connections replaced the oldest.
     assert held[0].recv(1) == b""
     for sock in held:
         sock.close()
 
 
-def test_a_client_that_drips_is_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then keeps a connection from being idle, not from being old."""
+def test_slow_client_is_disconnected(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then keeps a connection from being idle, but not from its maximum age."""
     monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.3)
     with idle(server) as sock:
         assert is_cut(sock)
 
 
 def is_cut(sock: socket.socket) -> bool:
-    """Whether the server ends a connection that sends a byte of a header every 20 ms."""
+    """Return whether the server ends a connection that sends one byte of a header every 20 ms."""
     until = time.monotonic() + HANG_SECONDS
     sock.settimeout(0.02)
     sock.sendall(b"GET / HTTP/1.0\r\nx: ")

@@ -1,4 +1,4 @@
-"""Which captured step runs where peers take part: by a rank's own rows and by the most that anybody brings."""
+"""Which captured step runs with peers: it depends on a rank's own rows and on the most rows of any rank."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ MOST = 8192
 
 
 def captured(own: list[StepSize]) -> dict[StepSize, StepSize]:
-    """As the graph runner keeps them: the smallest first."""
+    """Return the sizes as the graph runner stores them, smallest first."""
     buckets = sorted(with_peers(own), key=lambda size: size.order)
     assert len(set(buckets)) == len(buckets)
     return {bucket: bucket for bucket in buckets}
@@ -39,8 +39,8 @@ SIZES += [StepSize(prompt=5000, width=9, chunks=2)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_whatever_others_bring_there_is_one_step_for_it(size: StepSize, graphs: dict[StepSize, StepSize]) -> None:
-    # What a rank says before it knows of the others.
+def test_every_peer_load_has_a_captured_step(size: StepSize, graphs: dict[StepSize, StepSize]) -> None:
+    # The size that a rank announces before it knows of its peers.
     own = smallest(graphs, size, 0)
     assert own is not None
     for others in (0, 1, 2, 8, 12, 16, 17, 64, 65, 128, 512, 513, 2048, 2112, 2113, MOST):
@@ -52,14 +52,14 @@ def test_whatever_others_bring_there_is_one_step_for_it(size: StepSize, graphs: 
         assert bool(found.rows) == bool(size.rows)
 
 
-def test_alone_a_rank_has_room_for_no_more_than_it_brings(graphs: dict[StepSize, StepSize]) -> None:
+def test_single_rank_gets_no_room_for_peers(graphs: dict[StepSize, StepSize]) -> None:
     for rows in ROWS:
         found = smallest(graphs, StepSize(sequences=rows, width=8), rows)
         assert found is not None
         assert (found.rows, found.peers, found.width) == (rows, rows, 8)
 
 
-def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[StepSize, StepSize]) -> None:
+def test_peer_with_nine_rows_costs_some_room(graphs: dict[StepSize, StepSize]) -> None:
     eight, nine = StepSize(sequences=8, width=8), StepSize(sequences=9, width=8)
     brought = smallest(graphs, nine, 0)
     assert brought is not None
@@ -69,7 +69,7 @@ def test_a_rank_at_nine_rows_costs_one_at_eight_some_room(graphs: dict[StepSize,
     assert (found.rows, found.peers) == (8, 16)
 
 
-def test_output_beside_a_peer_with_prompts_and_output_has_room_for_no_longer_prompts(
+def test_decode_rows_with_a_mixed_peer_get_exact_room(
     graphs: dict[StepSize, StepSize],
 ) -> None:
     found = smallest(graphs, StepSize(sequences=8, width=8), 2048 + 64)
@@ -77,7 +77,7 @@ def test_output_beside_a_peer_with_prompts_and_output_has_room_for_no_longer_pro
     assert (found.rows, found.peers) == (8, 2048 + 64)
 
 
-def test_more_than_any_captured_step_is_launched(graphs: dict[StepSize, StepSize]) -> None:
+def test_larger_steps_run_eager(graphs: dict[StepSize, StepSize]) -> None:
     for size in SIZES:
         assert smallest(graphs, size, MOST + 1) is None
 
@@ -87,14 +87,14 @@ def test_few_buckets_for_few_rows() -> None:
     assert {(b.rows, b.peers) for b in captured(own)} == {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
 
 
-def test_there_are_not_too_many(graphs: dict[StepSize, StepSize]) -> None:
-    """Every one takes its time at the start."""
+def test_number_of_captured_steps_is_bounded(graphs: dict[StepSize, StepSize]) -> None:
+    """Each capture lengthens the start."""
     assert len(graphs) < 3 * len(OWN)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 5, 12, 16, 17, 48, 64])
-def test_where_all_ranks_have_one_room_they_choose_the_same(most: int) -> None:
-    """Whoever brings how many rows over how long tables, or none: what travels is of one size."""
+def test_ranks_agree_on_the_room_for_peers(most: int) -> None:
+    """Exchanged rows have one size for any rows and tables of the ranks, including none."""
     sizes = (1, 4, 16, 64)
     own = [bucket for bucket in OWN if not bucket.prompt]
     graphs = {b: b for b in sorted(with_agreed_rows(own, sizes), key=lambda size: size.order)}

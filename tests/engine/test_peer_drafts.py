@@ -1,7 +1,7 @@
-"""Speculation over the nvlink exchange, ranks and graphs as in test_peer_steps.py: answers are those of plain decoding.
+"""Speculation over the nvlink exchange with ranks and graphs as in test_peer_steps.py equals plain decoding.
 
-The bundled model, which drafts well, in bf16 over the oracles. Ranks have other numbers of sequences and of rows, or
-none, verify drafts or a lone token, wish for other depths, and launch some steps where their peers replay graphs.
+The bundled model, which drafts well, runs in bf16 over the references. Ranks differ in sequences and rows, may have
+none, verify drafts or single tokens, want different depths, and run some steps eager while peers replay graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_peer_steps import Fleet, Starter, config, house, start
+from tests.engine.test_peer_steps import Fleet, Starter, config, gpu_memory, start
 from tests.engine.test_speculation import DEMO, prompts
 
 from moeyard_kernels import ops
@@ -22,13 +22,13 @@ from moeyard_worker.engine.steps.sizes import with_peers
 from moeyard_worker.protocol import Done, Grammar
 from moeyard_worker.scheduling.scheduler import Scheduler
 
-__all__ = ["house", "start"]
+__all__ = ["gpu_memory", "start"]
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 
 
 def asked() -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompts of text, from a few tokens to more than a chunk, and all ways of choosing that steps know."""
+    """Prompts from a few tokens to more than a chunk, with all kinds of sampling."""
     a, b, c, d, _, f = prompts()
     common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
     seeded = {"temperature": 0.8, "seed": 11}
@@ -44,7 +44,7 @@ def asked() -> dict[str, tuple[list[int], dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fleet, and on which rank each request is."""
+    """One fleet. `where` is the rank of each request."""
 
     ranks: int
     drafts: int | None
@@ -85,7 +85,7 @@ def settings(case: Case) -> EngineConfig:
 
 @pytest.fixture(autouse=True)
 def _rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's bits must not depend on the rows beside it, as on a GPU."""
+    """Make a row's bits independent of the other rows, as on a GPU."""
     monkeypatch.setattr(ops.linear, "reference", by_row)
 
 
@@ -97,28 +97,30 @@ def by_row(
     static_weight: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`ops.linear`, a row at a time: products of other sizes add in another order on a CPU."""
+    """Compute `ops.linear` row by row, because a CPU sums products of other sizes in another order."""
     y = torch.stack([weight.float() @ row for row in x.float()]) if len(x) else x.new_empty(0, len(weight)).float()
     return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
 
 
 def answers(fleet: Fleet, label: str, where: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """All at once, each on its rank: ids, log-probabilities without tolerance, and how each ended."""
+    """Run all requests at once, each on its rank."""
     for rank, (name, (prompt, sampling)) in zip(where, asked().items(), strict=True):
         fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
-    told = {}
-    for name in asked():
-        (answer,) = fleet.client.wait(f"{label}-{name}")
-        assert isinstance(answer.end, Done), answer.end
-        assert answer.end.error is None
-        ends = answer.end.finish_reason, answer.end.stop_token_id
-        told[name] = tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
-    return told
+    return {name: result(fleet, f"{label}-{name}") for name in asked()}
+
+
+def result(fleet: Fleet, name: str) -> tuple[Any, ...]:
+    """Return ids, log-probabilities without tolerance, and the end of a request."""
+    (answer,) = fleet.client.wait(name)
+    assert isinstance(answer.end, Done), answer.end
+    assert answer.end.error is None
+    ends = answer.end.finish_reason, answer.end.stop_token_id
+    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, dict[str, tuple[Any, ...]]]:
-    """What one rank that drafts nothing answers, computed once."""
+    """The answers of one rank without drafts, computed once."""
     return {}
 
 
@@ -133,10 +135,7 @@ def expected(plain: dict[str, Any], start: Starter) -> dict[str, tuple[Any, ...]
 def answers_alone(fleet: Fleet, name: str) -> tuple[Any, ...]:
     prompt, sampling = asked()[name]
     fleet.client.submit(0, name, prompt, **sampling)
-    (answer,) = fleet.client.wait(name)
-    assert isinstance(answer.end, Done)
-    ends = answer.end.finish_reason, answer.end.stop_token_id
-    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), ends
+    return result(fleet, name)
 
 
 def runners(fleet: Fleet) -> Iterator[GpuRunner]:
@@ -152,11 +151,11 @@ def schedulers(fleet: Fleet) -> Iterator[Scheduler]:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any], start: Starter) -> None:
+def test_drafts_on_any_rank_change_no_answer(case: Case, plain: dict[str, Any], start: Starter) -> None:
     wanted = expected(plain, start)
     fleet = start(settings(case))
     assert answers(fleet, "first", case.where) == wanted
-    # Prefixes are found now, so that steps with prompts are fewer; and each is on another rank.
+    # Prefix hits make steps with prompts fewer, and each request is on another rank.
     turned = [(rank + 1) % case.ranks for rank in case.where]
     assert answers(fleet, "again", turned) == wanted
     stats = [scheduler.stats for scheduler in schedulers(fleet)]
@@ -168,7 +167,7 @@ def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any
         assert runner.num_replayed >= 5, f"rank {rank}: {runner.num_replayed} replayed, {runner.num_eager} launched"
         assert runner.num_replayed > runner.num_eager or case.slots
     assert (fleet.turns.num_fetches > 0) == (case.slots is not None)
-    # What crossed is counted, drafts' passes too.
+    # Counted bytes include those of the drafts' passes.
     if case.ranks > 1:
         counted = [worker._engine._exchange for worker in fleet.workers]  # type: ignore[union-attr]
         for exchange in counted:
@@ -177,7 +176,7 @@ def test_drafts_change_nothing_whoever_has_them(case: Case, plain: dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_replaced_finds_the_others_graphs_as_they_were(plain: dict[str, Any], start: Starter) -> None:
+def test_replaced_rank_keeps_the_graphs_of_its_peers(plain: dict[str, Any], start: Starter) -> None:
     wanted, case = expected(plain, start), Case(2, 2)
     fleet = start(settings(case))
     assert answers(fleet, "before", case.where) == wanted
@@ -198,7 +197,7 @@ OWN = [
 ]
 
 
-def test_whatever_others_verify_there_is_one_step_for_it() -> None:
+def test_every_peer_depth_has_a_captured_step() -> None:
     sizes = sorted(with_peers(OWN), key=lambda size: size.order)
     assert len(set(sizes)) == len(sizes) < 3 * len(OWN)
     graphs, most = {size: size for size in sizes}, 256

@@ -1,7 +1,7 @@
-"""Whole ranks in lockstep over the nvlink exchange, their graphs and all, without a GPU; and over nccl's, by gloo.
+"""Whole ranks in lockstep with graphs, over the nvlink exchange without a GPU, and over the nccl exchange with gloo.
 
-Ranks are threads of this process. Their backend runs over the oracles, "captured" steps are run again with what the
-host had said when they were captured, and launches meet at a barrier (`test_nvlink_exchange.Turns`).
+Ranks are threads of this process, and their backend runs over the references. A "captured" step runs again with the
+host's values at the capture. Launches meet at a barrier (`test_nvlink_exchange.Turns`).
 """
 
 import re
@@ -45,7 +45,7 @@ NUM_PAGES, PAGE_SIZE = 64, 64
 
 
 class Event:
-    """Of a device on which everything has happened when its call returns."""
+    """An event of a device where all work is done when a call returns."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -64,7 +64,7 @@ class Event:
 
 
 class _InGraph(threading.local):
-    """Of a rank's thread: whether what it launches is a graph's."""
+    """Whether this rank's thread is replaying a graph."""
 
     replays = False
 
@@ -73,23 +73,23 @@ in_graph = _InGraph()
 
 
 class Recorded:
-    """In place of a graph: what was captured, run again as the host had it then."""
+    """A stand-in for a graph: it runs the captured function again with the host's values at the capture."""
 
     def __init__(self, run: "partial[Any]", *, runs: bool = True) -> None:
         self._run, self._exchange = run, getattr(run.func.__self__, "_exchange", None)  # type: ignore[attr-defined]
-        # What is captured in the midst of steps must leave no trace, as in a capture it does not run.
+        # A capture between steps does not run and must leave no trace.
         self.result = run() if runs else None
-        self._said = self._now()
+        self._values = self._now()
 
     def _now(self) -> tuple[Any, ...]:
         exchange = self._exchange
         return () if not hasattr(exchange, "_max_rows") else (exchange.steps.rows, exchange._max_rows, exchange._prompt)
 
     def replay(self) -> None:
-        if self._said:
+        if self._values:
             exchange = self._exchange
             assert exchange is not None
-            exchange.steps.rows, exchange._max_rows, exchange._prompt = self._said
+            exchange.steps.rows, exchange._max_rows, exchange._prompt = self._values
         in_graph.replays = True
         again = self._run()
         in_graph.replays = False
@@ -105,7 +105,7 @@ class Recorded:
 
 
 class RecordedGroup(TorchGroup):
-    """Gloo's, as if a graph could hold it."""
+    """A gloo group that claims to support graphs."""
 
     def __init__(self, device: torch.device, *, captures: bool) -> None:
         super().__init__(device, captures=True)
@@ -121,7 +121,7 @@ def captured(run: "partial[Any]", pool: Any, *, ahead: bool = True) -> tuple[Rec
 
 
 class Gpu(CudaDevice):
-    """One that is the CPU."""
+    """A GPU that is the CPU."""
 
     def __init__(self, config: EngineConfig, gpu: int) -> None:
         self.backend = CudaBackend(page_size=config.page_size, device=torch.device("cpu"))
@@ -142,23 +142,23 @@ class Gpu(CudaDevice):
         pass
 
 
-class House:
-    """Ranks of one process, and the memory that they share."""
+class ProcessMemory:
+    """The shared memory of ranks in one process."""
 
     def __init__(self) -> None:
         self.memory: dict[str, dict[int, torch.Tensor]] = {}
         self.next_rank = 0
 
     def make_memory(self, num_bytes: int, device: torch.device, name: str = "moeyard") -> Memory:
-        """Of the rank that is being loaded."""
+        """Return the memory of the rank that is loading."""
         of_name = self.memory.setdefault(name, {})
         of_name[self.next_rank] = torch.zeros(num_bytes, dtype=torch.uint8)
         return Memory(self.next_rank, cast(Sequence[torch.Tensor], of_name))
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    found = House()
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> ProcessMemory:
+    found = ProcessMemory()
     monkeypatch.setattr(factory, "GpuMemory", found.make_memory)
     monkeypatch.setattr(worker_module, "make_device", Gpu)
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
@@ -202,12 +202,16 @@ def config(model: Path, *, ranks: int, exchange: str, deep: int = 2, eager: bool
 
 
 class Fleet:
-    """Its ranks, and a client of all."""
+    """Ranks and a client of all of them."""
 
     def __init__(
-        self, house: House, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, placement: Placement | None
+        self,
+        gpu_memory: ProcessMemory,
+        config: EngineConfig,
+        monkeypatch: pytest.MonkeyPatch,
+        placement: Placement | None,
     ) -> None:
-        self.house, self.config, self.placement = house, config, placement
+        self.gpu_memory, self.config, self.placement = gpu_memory, config, placement
         self.turns = Turns(config.num_workers)
         monkeypatch.setattr(nvlink, "ops", self.turns)
         monkeypatch.setattr(kernel_ops, "fetch_experts", self.turns.fetch_experts)
@@ -238,11 +242,11 @@ class Fleet:
         together([lambda worker=worker: worker.connect(mesh) for worker in self.workers])
 
     def load(self, rank: int) -> None:
-        self.house.next_rank = rank
+        self.gpu_memory.next_rank = rank
         self.workers[rank].load(1)
 
     def replace(self, rank: int) -> list[dict[str, Any]]:
-        """Another in a rank's place, as a launcher does when it is lost; what the others told."""
+        """Replace a lost rank as the launcher does. Return the losses that the others report."""
         self.workers[rank].stop()
         others = [worker for other, worker in enumerate(self.workers) if other != rank]
         losses = [cast(dict[str, Any], worker.wait()) for worker in others]
@@ -260,7 +264,7 @@ class Fleet:
         return losses
 
     def answers(self, label: str, ranks: dict[str, int]) -> dict[str, tuple[Any, ...]]:
-        """All at once, each on its rank."""
+        """Run all requests at once, each on its rank."""
         for name, rank in ranks.items():
             prompt, sampling = requests()[name]
             self.client.submit(rank, f"{label}-{name}", prompt[:70], **{**sampling, "max_tokens": 5})
@@ -281,11 +285,11 @@ Starter = Callable[..., Fleet]
 
 
 @pytest.fixture
-def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+def start(gpu_memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
     fleets: list[Fleet] = []
 
     def one(config: EngineConfig, placement: Placement | None = None) -> Fleet:
-        fleets.append(Fleet(house, config, monkeypatch, placement))
+        fleets.append(Fleet(gpu_memory, config, monkeypatch, placement))
         return fleets[-1]
 
     yield one
@@ -294,8 +298,8 @@ def start(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
 
 
 @pytest.mark.slow
-def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
-    """Alone, beside an idle rank, spread over ranks of other sizes, deep and not, in graphs and launched."""
+def test_one_answer_for_any_spread_of_requests(model: Path, start: Starter) -> None:
+    """Requests run alone beside idle ranks and spread, over several fleet sizes, depths, in graphs and eager."""
     names = list(requests())
     alone = start(config(model, ranks=1, exchange="auto"))
     expected = {name: alone.answers("reference", {name: 0})[name] for name in names}
@@ -308,7 +312,7 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
         assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(names)}) == expected
         assert fleet.answers("again", dict.fromkeys(names, last)) == expected
         if not eager:
-            # Steps with scored prompts are launched one by one, whoever has them; those beside them are not.
+            # Steps with scored prompts run eager, on any rank. Their peers replay graphs.
             runners = [fleet.runner(rank) for rank in range(ranks)]
             assert all(runner.num_replayed >= 10 for runner in runners), [r.num_replayed for r in runners]
             if ranks == 3:
@@ -319,8 +323,8 @@ def test_one_answer_whoever_brings_what(model: Path, start: Starter) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "options"), [("qwen3_next", {"head_dim": 32}), ("kimi_linear", {})])
 def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tmp_path: Path, start: Starter) -> None:
-    """Each rank keeps the state of its own sequences: spread evenly, all but one on the last rank, and there again
-    behind the state of a prefix, with experts of any rank."""
+    """Each rank keeps the state of its own sequences. Requests are spread evenly, then all but one are on the last
+    rank, then all are there with prefix hits. Experts have a random placement."""
     model = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **options)
     names = list(requests())
     alone = start(config(model, ranks=1, exchange="auto"))
@@ -339,7 +343,7 @@ def test_one_answer_of_linear_attention(family: str, options: dict[str, Any], tm
 @pytest.mark.parametrize(
     ("how", "ranks"), [("in graphs", 3), ("shared", 2), ("through groups", 2), ("through groups", 3)]
 )
-def test_one_answer_whoever_has_an_expert(
+def test_one_answer_for_any_placement(
     how: str,
     ranks: int,
     copied: bool,
@@ -348,8 +352,8 @@ def test_one_answer_whoever_has_an_expert(
     alone: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In graphs, with experts in slots that ranks read for each other, and through process groups, launched and
-    captured. Shuffled: one rank has all experts of the first layer."""
+    """Cases: in graphs, with shared reads of experts in slots, and through process groups, eager and captured.
+    Shuffled: one rank has all experts of the first layer."""
     read, names = load_model_config(model), list(requests())
     shared = how == "shared"
     placed = (dealt_evenly if shared else partial(dealt, alone=not copied))(read, ranks, how, copied=copied)
@@ -364,10 +368,8 @@ def test_one_answer_whoever_has_an_expert(
 
 
 @pytest.mark.sampled(0)
-def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, start: Starter) -> None:
-    if not model.name.startswith("gqa"):
-        pytest.skip("the same for every attention")
-    fleet = start(config(model, ranks=2, exchange="nvlink"))
+def test_graphs_work_with_a_new_peer(gqa: Path, start: Starter) -> None:
+    fleet = start(config(gqa, ranks=2, exchange="nvlink"))
     names = list(requests())
     spread = {name: i % 2 for i, name in enumerate(names)}
     expected = fleet.answers("before", spread)
@@ -379,13 +381,11 @@ def test_what_was_captured_goes_on_with_another_in_a_peers_place(model: Path, st
 
 
 @pytest.mark.sampled(0)
-def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> None:
-    """As its window's counts have them. An oracle has no clock, so that there are no times."""
-    if not model.name.startswith("gqa"):
-        pytest.skip("the same for every attention")
-    fleet = start(config(model, ranks=2, exchange="nvlink"))
+def test_metrics_have_the_bytes_between_ranks(gqa: Path, start: Starter) -> None:
+    """The bytes come from the window's counters. A reference has no clock, so there are no times."""
+    fleet = start(config(gqa, ranks=2, exchange="nvlink"))
     fleet.answers("first", {name: i % 2 for i, name in enumerate(requests())})
-    # A rank looks at its counters after a step.
+    # A rank reads its counters after a step.
     fleet.answers("then", {"c": 0})
     for worker in fleet.workers:
         with urllib.request.urlopen(worker.endpoints()["metrics_url"], timeout=HANG_SECONDS) as response:
@@ -396,11 +396,9 @@ def test_bytes_between_ranks_are_on_their_pages(model: Path, start: Starter) -> 
 
 
 @pytest.mark.sampled(0)
-def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Starter) -> None:
-    """It has rejoined a fleet in which another still loads: it would wait for that for twelve deadlines."""
-    if not model.name.startswith("gqa"):
-        pytest.skip("the same for every attention")
-    fleet = start(config(model, ranks=2, exchange="nvlink"))
+def test_worker_stops_while_it_waits_for_peers(gqa: Path, start: Starter) -> None:
+    """It has rejoined a fleet whose other rank still loads, and would wait for twelve deadlines."""
+    fleet = start(config(gqa, ranks=2, exchange="nvlink"))
     fleet.workers[1].stop()
     loss = cast(dict[str, Any], fleet.workers[0].wait())
     epoch = secrets.randbits(31)
@@ -410,32 +408,38 @@ def test_a_worker_whose_peers_do_not_come_can_be_stopped(model: Path, start: Sta
     fleet.workers[0].rejoin(loss["steps"])
     mesh = fleet.workers[0]._mesh
     assert mesh.failure is None
-    # Its word to the other has come: it waits.
+    # Its message to the other rank has arrived, so it waits.
     assert fleet.workers[1]._mesh._open_wires()._sockets[0].poll(1000 * HANG_SECONDS)
     fleet.workers[0].stop()
     assert mesh.failure == "rank 0 was stopped at step 0, meeting"
 
 
 def few_slots(model: Path, fetch: str, ranks: int = 2) -> EngineConfig:
-    """With slots for half of a rank's experts, of which there are four in a layer; of three ranks for three."""
+    """Return a config with slots for half of a rank's experts, or for 3 experts with three ranks."""
     read = load_model_config(model)
     few = read.num_experts * len(read.moe_layers) // 4 if ranks == 2 else 3
     return replace(config(model, ranks=ranks, exchange="nvlink"), expert_slots=few, expert_fetch=cast(Any, fetch))
 
 
 @pytest.fixture
-def alone(model: Path, start: Starter) -> dict[str, tuple[Any, ...]]:
-    """What one rank answers to each request alone."""
+def gqa(model: Path) -> Path:
+    """The model, for tests that do not depend on its attention."""
     if not model.name.startswith("gqa"):
         pytest.skip("the same for every attention")
-    fleet = start(config(model, ranks=1, exchange="auto"))
+    return model
+
+
+@pytest.fixture
+def alone(gqa: Path, start: Starter) -> dict[str, tuple[Any, ...]]:
+    """The answers of one rank to each request alone."""
+    fleet = start(config(gqa, ranks=1, exchange="auto"))
     expected = {name: fleet.answers("reference", {name: 0})[name] for name in requests()}
     fleet.close()
     return expected
 
 
 def bytes_of(fleet: Fleet, direction: str) -> list[float]:
-    """Of each rank's page of metrics."""
+    """Return the bytes on each rank's metrics page."""
     fleet.answers(f"counted {direction}", {"c": 0})
     found = []
     for worker in fleet.workers:
@@ -448,16 +452,16 @@ def bytes_of(fleet: Fleet, direction: str) -> list[float]:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(("fetch", "ranks"), [("auto", 2), ("alone", 2), ("shared", 3)])
-def test_partial_residency_launches_what_has_prompts_on_any_rank(
+def test_steps_with_prompts_run_eager_under_partial_residency(
     fetch: str, ranks: int, model: Path, alone: dict[str, Any], start: Starter
 ) -> None:
-    """Their rows ask the host about experts, also those that a peer sent. In all other steps ranks may read for each
-    other what they miss, replayed and launched."""
+    """Rows of prompts, also those from a peer, ask the host about experts, so these steps run eager. In all other
+    steps, replayed and eager, ranks may read each other's misses."""
     fleet = start(few_slots(model, fetch, ranks))
     assert fleet.answers("mixed", {name: i % ranks for i, name in enumerate(requests())}) == alone
     runners = [fleet.runner(rank) for rank in range(ranks)]
     assert all(runner.num_replayed for runner in runners)
-    # A rank has no row of its own in some of its peer's steps with prompts, and those do not count as launched.
+    # A rank has no rows in some of its peer's prompt steps, and those do not count as eager.
     assert sum(runner.num_eager > 0 for runner in runners) >= 2
     for worker in fleet.workers:
         worker.experts.validate()
@@ -467,9 +471,7 @@ def test_partial_residency_launches_what_has_prompts_on_any_rank(
 
 
 @pytest.mark.sampled(0)
-def test_a_successors_experts_are_read_in_place_of_those_before(
-    model: Path, alone: dict[str, Any], start: Starter
-) -> None:
+def test_experts_of_a_new_rank_are_read(model: Path, alone: dict[str, Any], start: Starter) -> None:
     fleet = start(few_slots(model, "shared"))
     spread = {name: i % 2 for i, name in enumerate(requests())}
     assert fleet.answers("before", spread) == alone
@@ -482,13 +484,13 @@ def test_a_successors_experts_are_read_in_place_of_those_before(
     assert fleet.answers("behind", spread) == alone
     assert fleet.turns.num_fetches > begun
     assert fleet.runner(0)._graphs.captured == graphs != {}
-    # It was given back before the successor kept its own.
+    # The old memory was released before the new rank kept its own.
     assert not borrowed._give_back.alive
     assert exchange._fetch._borrowed[1].lent == fleet.workers[1].experts.lent != borrowed.lent
 
 
-def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[], None]:
-    """Rank 1 tells of a file that is not there, or lends nothing, until the result is called."""
+def offer_wrong_memory(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[], None]:
+    """Make rank 1 offer a file that does not exist, or no memory, until the result is called."""
     right = worker_module.fetch_offer
 
     def wrong(config: EngineConfig, model: Any, experts: Any) -> Any:
@@ -504,7 +506,7 @@ def misled(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -> Callable[[
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
-def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
+def test_all_ranks_read_alone_if_one_cannot_share(
     lends: bool,
     model: Path,
     alone: dict[str, Any],
@@ -512,19 +514,19 @@ def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All of them, and say why; what was captured then does not, once all can."""
+    """Every rank reads alone and logs why. Graphs of that time do not stay once all ranks can share."""
     caplog.set_level("INFO")
-    found = misled(monkeypatch, lends=lends)
+    found = offer_wrong_memory(monkeypatch, lends=lends)
     fleet = start(few_slots(model, "auto"))
     spread = {name: i % 2 for i, name in enumerate(requests())}
     assert fleet.answers("apart", spread) == alone
     assert fleet.turns.num_fetches == 0
-    said = [record.getMessage() for record in caplog.records if "experts that it misses alone" in record.getMessage()]
-    assert len(said) == 2
+    lines = [record.getMessage() for record in caplog.records if "experts that it misses alone" in record.getMessage()]
+    assert len(lines) == 2
     lent = fleet.workers[1].experts.lent
     assert lent is not None
     why = f"rank 0: file {lent.fd} of process " if lends else "rank 1: CUDA cannot pin memory there that others may map"
-    assert all(f"alone: {why}" in line for line in said)
+    assert all(f"alone: {why}" in line for line in lines)
     found()
     fleet.replace(1)
     assert fleet.answers("together", spread) == alone
@@ -532,13 +534,11 @@ def test_ranks_of_whom_one_cannot_read_for_the_others_read_alone(
 
 
 @pytest.mark.sampled(0)
-def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
-    model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+def test_required_shared_reads_that_fail_end_the_ranks(
+    gqa: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not model.name.startswith("gqa"):
-        pytest.skip("the same for every attention")
-    misled(monkeypatch)
-    fleet = start(few_slots(model, "shared"))
+    offer_wrong_memory(monkeypatch)
+    fleet = start(few_slots(gqa, "shared"))
     losses = [cast(dict[str, Any], worker.wait()) for worker in fleet.workers]
     assert len({loss["reason"] for loss in losses}) == 1
     assert re.fullmatch(
@@ -550,10 +550,10 @@ def test_ranks_that_have_to_read_for_each_other_end_where_they_cannot(
 
 
 @pytest.mark.slow
-def test_where_one_rank_has_slots_for_all_the_others_read_alone(
+def test_ranks_read_alone_if_one_has_all_experts(
     model: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds it so: ranks agree when they meet, and the one without misses has no memory for others' reads."""
+    """Ranks agree when they meet, and the one without misses has no memory for others' reads."""
     settings = few_slots(model, "auto")
     make = Fleet.make
 
@@ -566,7 +566,7 @@ def test_where_one_rank_has_slots_for_all_the_others_read_alone(
     assert [worker.experts.all_resident for worker in fleet.workers] == [False, True]
     assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == alone
     assert fleet.turns.num_fetches == 0
-    assert sorted(fleet.house.memory["moeyard-fetch"]) == [0]
+    assert sorted(fleet.gpu_memory.memory["moeyard-fetch"]) == [0]
 
 
 @pytest.mark.sampled(0)
@@ -574,8 +574,8 @@ def test_where_one_rank_has_slots_for_all_the_others_read_alone(
 def test_one_answer_through_process_groups(
     captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever brings what; another in a peer's place makes another group with the others. Captured are steps without
-    prompts, when they are met, and in that group anew."""
+    """Any rank brings rows, and a new rank joins a new group. Steps without prompts are captured on first use, once per
+    group."""
     if captures:
         monkeypatch.setattr(factory, "TorchGroup", RecordedGroup)
     names = list(requests())
@@ -590,7 +590,7 @@ def test_one_answer_through_process_groups(
         runners = [fleet.runner(rank) for rank in range(ranks)]
         assert [runner.num_replayed > 3 for runner in runners] == [captures] * ranks
         assert all(runner.num_eager for runner in runners)
-        # Who launches what others replay meets them.
+        # An eager rank works with peers that replay.
         runners[-1].eager = True
         assert fleet.answers("one launches", spread) == expected
         runners[-1].eager = False
@@ -599,26 +599,21 @@ def test_one_answer_through_process_groups(
             (loss,) = fleet.replace(1)
             assert loss["ranks"] == (1,)
             assert fleet.answers("behind", spread) == expected
-            behind = runners[0]._graphs.captured
-            assert bool(before) == bool(behind) == captures
-            assert all(behind[size] is not graph for size, graph in before.items() if size in behind)
+            after = runners[0]._graphs.captured
+            assert bool(before) == bool(after) == captures
+            assert all(after[size] is not graph for size, graph in before.items() if size in after)
         fleet.close()
 
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
 def test_partial_residency_through_process_groups(
-    captures: bool, model: Path, start: Starter, monkeypatch: pytest.MonkeyPatch
+    captures: bool, gqa: Path, alone: dict[str, Any], start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host asks about experts in the midst of a step with prompts, where it must not wait for peers."""
+    """The host asks about experts within a prompt's step, where it must not wait for peers."""
     if captures:
         monkeypatch.setattr(factory, "TorchGroup", RecordedGroup)
-    if not model.name.startswith("gqa"):
-        pytest.skip("the same for every attention")
-    alone = start(config(model, ranks=1, exchange="auto"))
-    expected = {name: alone.answers("reference", {name: 0})[name] for name in requests()}
-    alone.close()
-    read = load_model_config(model)
+    read = load_model_config(gqa)
     few = read.num_experts * len(read.moe_layers) // 4
-    fleet = start(replace(config(model, ranks=2, exchange="nccl"), expert_slots=few))
-    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == expected
+    fleet = start(replace(config(gqa, ranks=2, exchange="nccl"), expert_slots=few))
+    assert fleet.answers("mixed", {name: i % 2 for i, name in enumerate(requests())}) == alone

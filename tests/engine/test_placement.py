@@ -1,4 +1,4 @@
-"""Who owns which expert: contiguous, from a file, and without those that are away."""
+"""Owners of experts: contiguous shards, from a file, and without lost ranks."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def test_shards() -> None:
 
 
 @given(placements(), st.sets(st.integers(0, 4)))
-def test_those_that_stay_keep_what_they_have_and_share_the_rest(placed: Placement, away: set[int]) -> None:
+def test_remaining_ranks_keep_their_experts_and_share_the_rest(placed: Placement, away: set[int]) -> None:
     left = [rank for rank in placed.ranks if rank not in away]
     if not left:
         with pytest.raises(ValueError, match="no rank remains"):
@@ -51,17 +51,17 @@ def test_those_that_stay_keep_what_they_have_and_share_the_rest(placed: Placemen
         second, still = dict(placed.copies_of(i)), dict(dealt.copies_of(i))
         for expert, (old, new) in enumerate(zip(row, dealt.owners[i], strict=True)):
             there = [rank for rank in (old, second.get(expert, old)) if rank in left]
-            assert new == there[0] if there else new in left, "whoever has it keeps it"
+            assert new == there[0] if there else new in left, "experts stay where they are"
             assert still.get(expert) == (there[1] if len(set(there)) > 1 else None)
-        # As even as it can be where nothing is taken from anybody.
+        # Owners are as even as they can be without moving an expert of a remaining rank.
         count = {rank: len(after[rank][i]) for rank in left}
         gained = [rank for rank in left if count[rank] > len(before[rank][i])]
         assert all(count[rank] <= min(count.values()) + 1 for rank in gained)
-        assert all(set(before[rank][i]) <= set(after[rank][i]) for rank in left), "nobody loses anything"
+        assert all(set(before[rank][i]) <= set(after[rank][i]) for rank in left), "remaining ranks lose no expert"
     assert (dealt.fingerprint == placed.fingerprint) == (dealt == placed)
 
 
-def test_a_file_names_all_layers_or_each() -> None:
+def test_file_names_all_layers_or_each() -> None:
     def read(value: Any) -> Placement:
         return Placement.parse(json.dumps(value), layers=LAYERS, num_experts=3, num_ranks=2)
 
@@ -95,14 +95,14 @@ def test_a_file_names_all_layers_or_each() -> None:
         ),
     ],
 )
-def test_a_file_that_places_nothing_is_refused(value: Any, said: str) -> None:
+def test_invalid_files_are_refused(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Placement.parse(json.dumps(value), layers=LAYERS, num_experts=3, num_ranks=2)
     with pytest.raises(ValueError, match="not a JSON object"):
         Placement.parse("[" * 100_000, layers=LAYERS, num_experts=3, num_ranks=2)
 
 
-def test_copies_that_cannot_be_are_refused() -> None:
+def test_invalid_copies_are_refused() -> None:
     for copies, said in {
         ((),): "copies of 1 layers",
         (((0, 1), (0, 2)), (), ()): "has one at most",
@@ -115,17 +115,17 @@ def test_copies_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize("placed", [WHOLE, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
-def test_other_sizes_move_no_more_than_they_must(placed: Placement, size: int) -> None:
+def test_resizing_moves_as_few_experts_as_possible(placed: Placement, size: int) -> None:
     after = placed.resized(size)
     assert after.ranks == tuple(range(size))
     before = max(placed.ranks) + 1
     for then, now in zip(placed.owners, after.owners, strict=True):
         moved = [(a, b) for a, b in zip(then, now, strict=True) if a != b]
         if size <= before:
-            assert all(a >= size > b for a, b in moved), "only what has to"
+            assert all(a >= size > b for a, b in moved), "only experts of removed ranks move"
             assert all(owner < size for owner in now)
         else:
-            assert all(b >= before for _, b in moved), "only to ranks that come"
+            assert all(b >= before for _, b in moved), "experts move only to new ranks"
             counts = [now.count(rank) for rank in range(size)]
             assert min(counts[before:]) >= max(counts) - 1, counts
 
@@ -138,7 +138,7 @@ def test_copies_stay_when_a_fleet_is_resized() -> None:
     assert smaller.owners[2][11] == 0, "the rank with the copy becomes the owner"
 
 
-def test_there_and_back_again_is_even() -> None:
+def test_resizing_back_is_even() -> None:
     back = WHOLE.resized(6).resized(3)
     assert {row.count(rank) for row in back.owners for rank in range(3)} == {4}
     assert WHOLE.resized(3) == WHOLE
@@ -148,6 +148,6 @@ def test_there_and_back_again_is_even() -> None:
     ("size", "said"),
     [(0, "at least 1 rank, got 0"), (13, "13 ranks for 12 experts per layer: every rank must own one")],
 )
-def test_sizes_that_cannot_be(size: int, said: str) -> None:
+def test_invalid_sizes_of_a_fleet(size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         WHOLE.resized(size)

@@ -22,7 +22,7 @@ V = 40
 
 
 def row(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: Any) -> SampledRow:
-    """A row about to sample its request's next token."""
+    """Return a row that is about to sample its request's next token."""
     params = SamplingParams(**{"max_tokens": 1000, **sampling})
     return SampledRow(params=params, prompt=prompt, output=list(output))
 
@@ -35,12 +35,12 @@ def one(logits: torch.Tensor, eos: tuple[int, ...] = (), **options: Any) -> int:
     return choose(BACKEND, logits[None], [row(**options)], eos)[0][0]
 
 
-def told(logits: torch.Tensor, **options: Any) -> TokenLogprob | None:
+def logprob_of(logits: torch.Tensor, **options: Any) -> TokenLogprob | None:
     return choose(BACKEND, logits[None], [row(**options)], ())[0][1]
 
 
 def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
-    """Temperature, min-p, top-k, top-p by their definitions; ties at a cut go to the lower id."""
+    """Apply temperature, min-p, top-k, top-p by their definitions. At a cut the lower of equal ids stays."""
     top = max(logits)
     weights = [math.exp((x - top) / p.temperature) for x in logits]
     total = sum(weights)
@@ -61,7 +61,7 @@ def naive_probabilities(logits: list[float], p: SamplingParams) -> list[float]:
 
 
 def naive_edit(logits: list[float], s: SampledRow) -> list[float]:
-    """Bias, then the three penalties, token by token."""
+    """Apply the bias, then the three penalties, token by token."""
     p, edited = s.params, []
     for token_id, x in enumerate(logits):
         x += p.logit_bias.get(token_id, 0.0)
@@ -91,8 +91,8 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> None:
-    """Chi-square over 2000 fixed seeds; d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
+def test_frequencies_match_the_probabilities(cuts: dict[str, Any], seed: int) -> None:
+    """Chi-square over 2000 fixed seeds. d + 4 sqrt(2 d) + 4 is about the 1 - 10^-4 quantile for d in 1..40."""
     logits = logits_for(seed, V)
     params = SamplingParams(**{"max_tokens": 1, **cuts})
     expected = naive_probabilities(logits.double().tolist(), params)
@@ -111,7 +111,7 @@ def test_frequencies_are_the_probabilities(cuts: dict[str, Any], seed: int) -> N
     bound = freedom + 4 * math.sqrt(2 * freedom) + 4
     assert chi2 <= bound
     if set(cuts) <= {"temperature"}:
-        # The bound would notice a temperature that is half as high again.
+        # The bound detects a temperature that is higher by half.
         wrong = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **_hotter(cuts)))
         off = sum((counts[i] - n * wrong[i]) ** 2 / (n * wrong[i]) for i in support if n * wrong[i] >= 8)
         assert off > bound
@@ -122,8 +122,8 @@ def _hotter(cuts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cuts", CUTS[1:], ids=str)
-def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
-    """A flat part of the distribution makes each surviving token frequent, so that each is seen."""
+def test_support_matches_the_reference(cuts: dict[str, Any], seed: int) -> None:
+    """A flat distribution makes each remaining token frequent enough to appear."""
     logits = torch.linspace(1, 0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(seed))]
     expected = naive_probabilities(logits.double().tolist(), SamplingParams(max_tokens=1, **cuts))
     n = 800
@@ -132,7 +132,7 @@ def test_support_is_the_naive_one(cuts: dict[str, Any], seed: int) -> None:
     assert drawn >= {i for i in range(V) if n * expected[i] > 15}
 
 
-def test_ties_at_a_cut_belong_to_the_lowest_ids() -> None:
+def test_lowest_ids_survive_ties_at_a_cut() -> None:
     logits = torch.zeros(V)
     for cuts, kept in (({"top_k": 3}, 3), ({"top_p": 0.1}, 4), ({"top_k": 8, "top_p": 0.5}, 4)):
         drawn = {one(logits, seed=i, **cuts) for i in range(200)}
@@ -144,12 +144,12 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     logits[[30, 7, 21]] = 5.0
     for options in ({}, {"logit_bias": {39: -1.0}}, {"min_tokens": 1}, {"presence_penalty": 0.5}):
         assert one(logits, temperature=0.0, **options) == 7
-    # Edits are made in float64: in float32 this bias would round away.
+    # Edits use float64. In float32 this bias would round away.
     assert one(logits, temperature=0.0, logit_bias={21: 1e-9}) == 21
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
-def test_a_tiny_temperature_is_greedy(temperature: float, seed: int) -> None:
+def test_tiny_temperature_is_greedy(temperature: float, seed: int) -> None:
     logits = logits_for(seed, V)
     assert one(logits, temperature=temperature) == int(logits.argmax())
     assert one(logits, temperature=temperature, top_p=0.5, min_p=0.1) == int(logits.argmax())
@@ -167,8 +167,8 @@ PENALTIES = [
 
 
 @pytest.mark.parametrize("edits", PENALTIES, ids=str)
-def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
-    """Greedy choices over many rows, and sampling equal to that of the edited logits without edits."""
+def test_penalties_match_the_reference(edits: dict[str, Any], seed: int) -> None:
+    """Greedy choices over many rows, and samples equal those of the edited logits without edits."""
     rng = np.random.default_rng(seed)
     changed = 0
     for values in logits_for(seed, 200, V):
@@ -181,7 +181,7 @@ def test_penalties_are_the_naive_ones(edits: dict[str, Any], seed: int) -> None:
     assert changed > 5, "the rows are too easy to notice the edits"
 
 
-def test_penalties_weigh_the_prompt_only_where_they_should() -> None:
+def test_only_repetition_penalty_counts_the_prompt() -> None:
     logits = torch.full((V,), -10.0)
     logits[5], logits[6] = 2.0, 1.5
     for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
@@ -191,7 +191,7 @@ def test_penalties_weigh_the_prompt_only_where_they_should() -> None:
     assert one(logits, prompt=(1,), output=(5,), temperature=0.0, repetition_penalty=2.0) == 6
 
 
-def test_penalties_act_on_sampling_too(seed: int) -> None:
+def test_penalties_apply_to_sampling(seed: int) -> None:
     logits = logits_for(seed, V)
     edits = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {8: 1.0}}
     prompt, output = (1, 2, 3), (4, 4, 5)
@@ -202,7 +202,7 @@ def test_penalties_act_on_sampling_too(seed: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_holds_back_every_stop(temperature: float) -> None:
+def test_min_tokens_excludes_every_stop(temperature: float) -> None:
     logits = torch.zeros(V)
     logits[[2, 3]] = 50.0
     options: dict[str, Any] = {"temperature": temperature, "min_tokens": 2, "stop_token_ids": (3, 1000)}
@@ -210,11 +210,11 @@ def test_min_tokens_holds_back_every_stop(temperature: float) -> None:
         for seed in range(20):
             assert one(logits, eos=(2,), output=output, seed=seed, **options) not in (2, 3)
     assert one(logits, eos=(2,), output=(5, 5), **options) in (2, 3)
-    # With ignore_eos an end-of-sequence token is an ordinary one.
+    # With ignore_eos the end-of-sequence token is an ordinary token.
     assert one(logits, eos=(2,), output=(5,), ignore_eos=True, **options) == 2
 
 
-def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
+def test_logprobs_ignore_edits_and_cuts(seed: int) -> None:
     logits = logits_for(seed, 30, V)
     logits[3, [4, 9, 17]] = 12.0
     expected = torch.log_softmax(logits.double(), dim=-1)
@@ -233,12 +233,12 @@ def test_logprobs_are_those_of_the_unmodified_logits(seed: int) -> None:
 
 def test_number_of_logprobs(seed: int) -> None:
     logits = logits_for(seed, V)
-    assert told(logits) is None
+    assert logprob_of(logits) is None
     for asked in (0, 1, 20):
-        logprob = told(logits, logprobs=asked)
+        logprob = logprob_of(logits, logprobs=asked)
         assert logprob is not None
         assert len(logprob.top) == asked
-    # Each row is told as many as it asked for.
+    # Each row gets the number that it asked for.
     (_, few), (_, none), (_, many) = choose(BACKEND, logits.expand(3, V), [row(logprobs=n) for n in (2, None, 7)], ())
     assert none is None
     assert few is not None
@@ -247,8 +247,8 @@ def test_number_of_logprobs(seed: int) -> None:
     assert many.top[:2] == few.top
 
 
-def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
-    """Token ids and log-probability bits, for rows of every kind, in two orders and with padding rows behind."""
+def test_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
+    """Token ids and log-probability bits of all kinds of rows, in two orders and with padding rows."""
     kinds: list[dict[str, Any]] = [*CUTS, *PENALTIES, {"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 9}]
     logits = logits_for(seed, len(kinds) + 5, 257)
     rows = [row((1, 2), (3, 4, 4), seed=i, logprobs=3, **kind) for i, kind in enumerate(kinds)]
@@ -259,9 +259,9 @@ def test_a_row_is_the_same_alone_and_in_any_batch(seed: int) -> None:
     assert len({token_id for token_id, _ in alone}) > 3
 
 
-def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
+def test_sample_depends_only_on_seed_and_position(seed: int) -> None:
     logits = logits_for(seed, V)
-    # The same position reached as prompt or as output: as after a failover that sends the outputs as a prompt.
+    # A failover sends the output as part of the prompt, so the same position occurs in both.
     for i in range(50):
         draws = {
             one(logits, prompt=(1, 2, 3, 4, 5), seed=i),
@@ -275,7 +275,7 @@ def test_the_draw_depends_on_seed_and_position_alone(seed: int) -> None:
     assert len(set(by_position)) > 3
 
 
-def test_sampling_leaves_the_logits_alone(seed: int) -> None:
+def test_sampling_does_not_change_the_logits(seed: int) -> None:
     logits = logits_for(seed, 1, V)
     before = logits.clone()
     choose(BACKEND, logits, [row(output=(1,), min_tokens=5, stop_token_ids=(4,), **PENALTIES[-1], logprobs=2)], (3,))
@@ -284,8 +284,8 @@ def test_sampling_leaves_the_logits_alone(seed: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("scale", [1.0, 3e38])
-def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: float, seed: int) -> None:
-    """The ends of every range at once, on logits up to the largest fp32: some token is always chosen."""
+def test_extreme_edits_leave_a_token_to_choose(scale: float, temperature: float, seed: int) -> None:
+    """All ranges at their limits, on logits up to the largest fp32: some token is always chosen."""
     logits = logits_for(seed, 50).clamp(-1, 1) * scale
     edits = {"logit_bias": {1: 100.0, 2: -100.0}, "presence_penalty": 2.0, "frequency_penalty": -2.0, "min_p": 1.0}
     for penalty in (0.01, 100.0):
@@ -293,8 +293,8 @@ def test_no_allowed_edit_leaves_nothing_to_choose(scale: float, temperature: flo
         assert 0 <= chosen < 50
 
 
-def test_the_most_that_is_let_in_can_be_chosen_from() -> None:
-    """A request that is too much for the sampler would end the rank, and then the next one."""
+def test_largest_allowed_request_can_be_sampled() -> None:
+    """A request that is too large for the sampler would end one rank after the other."""
     vocab = 8192
     params = SamplingParams(
         max_tokens=9,
@@ -325,8 +325,8 @@ def request(prompt: tuple[int, ...], output: tuple[int, ...]) -> Request:
     )
 
 
-def test_rows_that_are_fed_take_what_the_step_before_yielded() -> None:
-    """Two tokens accepted, one draft behind them: the start moves, the rows are known, the sampler counts all."""
+def test_fed_rows_take_the_results_of_the_step_before() -> None:
+    """Two tokens were accepted with one draft after them: the start moves, rows are known, and the sampler counts."""
     known = Chunk(key=(b"", "a"), start=3, token_ids=(7,), pages=(0,), prompt=False, num_sampled=1)
     fed = Chunk(key=(b"", "b"), start=5, token_ids=(0, 0, 0), pages=(1,), prompt=False, num_sampled=3, fed=1, slack=2)
     results = [Accepted((1,)), Accepted((11, 12), drafts=(13,))]
@@ -342,7 +342,7 @@ def test_rows_that_are_fed_take_what_the_step_before_yielded() -> None:
     assert nothing.decode == (known,)
 
 
-def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     chunk = Chunk(key=(b"", ""), start=3, token_ids=(7, 20, 21), pages=(0,), prompt=False, num_sampled=3)
     plain = Chunk(key=(b"", ""), start=3, token_ids=(7, 8, 9), pages=(0,), prompt=False, num_sampled=1)
     step = Step(decode=(chunk, plain))

@@ -1,4 +1,4 @@
-"""Which steps are captured, and the one line at the start that lists them."""
+"""Which steps are captured, and the log line that lists them at the start."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.sizes import DECODING, decode_sizes, listed, prompt_sizes
 
 
-def test_sizes_of_a_rank_by_itself() -> None:
+def test_sizes_of_a_single_rank() -> None:
     decode = [*decode_sizes(DECODING, max_sequences=5, max_pages=40)]
     assert [(b.decode, b.width) for b in decode] == [(rows, width) for rows in (1, 2, 4, 5) for width in (8, 32, 40)]
     prompts = [*prompt_sizes(max_sequences=5, max_pages=40, max_prompt=130, flat=False)]
@@ -37,7 +37,7 @@ def test_long_prompts_and_their_keys() -> None:
     assert {b.keys for b in long if b.prompt == 32768} == {32768}
 
 
-def test_the_line_that_lists_them() -> None:
+def test_log_line_of_captured_sizes() -> None:
     plain = [
         *decode_sizes(DECODING, max_sequences=2, max_pages=9),
         *prompt_sizes(max_sequences=2, max_pages=9, max_prompt=64, flat=False),
@@ -62,9 +62,7 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 
 
 @pytest.mark.parametrize("drafts", [{}, {"speculate": "mtp", "draft_tokens": 1}], ids=["plain", "drafts"])
-def test_a_start_lists_what_it_captured_in_one_line(
-    drafts: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_start_logs_captured_sizes_in_one_line(drafts: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     options = {"max_num_seqs": 2, "max_batch_tokens": 64, "max_model_len": 208, **drafts, **PLACE}
     with caplog.at_level("INFO"), gpu_steps(), Rank(DEMO, **options) as rank:
         runner = rank.worker.runner
@@ -73,7 +71,7 @@ def test_a_start_lists_what_it_captured_in_one_line(
         assert found is not None, line
         assert isinstance(runner, GpuRunner)
         if not drafts:
-            # Beside the steps the sampler's: six chains of each number of rows.
+            # The sampler has six more graphs for each number of rows.
             assert int(found[1]) == len([*runner.sizes()]) + 6 * 2
             assert "decode rows 1, 2; tables of pages" in line
             assert "; prompt rows 64" in line

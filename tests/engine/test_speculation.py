@@ -1,7 +1,7 @@
-"""Speculation changes nothing: tokens, log-probability bits and ends of requests, whatever is drafted, with one rank.
+"""Speculation on one rank changes no answer: tokens, log-probability bits and ends, whatever the drafts.
 
-The bundled model drafts well (about four of five tokens), a copy of it whose layer is noise drafts badly. The same over
-ranks and processes is in tests/e2e/test_one_answer.py.
+The bundled model drafts well (about four of five tokens are right). A copy with random weights in its MTP layer drafts
+badly. tests/e2e/test_one_answer.py has several ranks in processes.
 """
 
 import json
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 
 def requests() -> dict[str, tuple[list[int], SamplingParams]]:
-    """Everything that a request can ask for of its tokens, some of it on each."""
+    """Requests that together use every option for tokens."""
     a, b, c, d, e, f = prompts()
     common: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
     seeded = {"temperature": 0.8, "seed": 11}
@@ -56,7 +56,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
                 logit_bias={7: -3.0, 20: 2.0},
             ),
         ),
-        # Stopped by some token behind the least number of them, most of which are accepted drafts.
+        # A stop token after min_tokens. Most tokens are accepted drafts.
         "stopped": (d, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=6, stop_token_ids=tuple(range(200)))),
         "short": (e, SamplingParams(max_tokens=1, temperature=0.0)),
         "shared": (e, SamplingParams(**common, temperature=0.0)),
@@ -66,7 +66,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
-    """Each request alone, on a rank that does not speculate and has not loaded the layer for it."""
+    """Answer each request alone, on a rank without speculation and without the MTP layer."""
     with Rank(DEMO) as rank:
         found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
     assert found["stopped"].end is not None
@@ -96,20 +96,20 @@ def drafting() -> Iterator[Rank]:
     ],
     ids=str,
 )
-def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
-    told, stats = drafting.run(requests(), **changes)
-    assert told == expected
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+    answers, stats = drafting.run(requests(), **changes)
+    assert answers == expected
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     if "adaptive_drafts" in changes:
-        assert stats.accepted[0] > 0, "how deep it goes is a matter of the clock"
+        assert stats.accepted[0] > 0, "the depth depends on measured times"
     else:
         assert 0.5 < stats.accepted[0] / stats.drafts[0] < 1
         assert all(count > 0 for count in stats.accepted)
-    # Found prefixes hold what the layer keeps, too: the prompt of "shared" is that of those before it.
+    # Cached prefixes include the MTP layer's keys. The prompt of "shared" equals earlier ones.
     assert stats.prefix_hit_tokens > 0 or "num_pages" in changes
 
 
-def test_answers_stay_while_the_depth_changes_from_step_to_step(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_answers_stay_the_same_while_the_depth_changes_per_step(drafting: Rank, expected: dict[str, Told]) -> None:
     chance = random.Random(3)
     depths: list[int] = []
 
@@ -117,24 +117,24 @@ def test_answers_stay_while_the_depth_changes_from_step_to_step(drafting: Rank, 
         depths.append(min(wanted, chance.randrange(4)))
         return depths[-1]
 
-    told, stats = drafting.run(requests(), depth)
-    assert told == expected
+    answers, stats = drafting.run(requests(), depth)
+    assert answers == expected
     assert set(depths) == {0, 1, 2, 3}
     assert stats.accepted[0] > 0
     assert drafting.run(requests(), num_drafts=0)[0] == expected
 
 
-def test_answers_stay_with_few_expert_slots(expected: dict[str, Told]) -> None:
+def test_few_expert_slots_change_no_answer(expected: dict[str, Told]) -> None:
     with Rank(DEMO, speculate="mtp", expert_slots=9) as rank:
-        told, stats = rank.run(requests())
-    assert told == expected
+        answers, stats = rank.run(requests())
+    assert answers == expected
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
-    # The layer's experts are in the cache as any other's.
+    # The cache holds the MTP layer's experts like any others.
     assert 6 in rank.worker.experts.stats.expert_rows
     assert rank.worker.experts.stats.counters.num_misses > 0
 
 
-def test_drafts_of_noise_change_nothing(tmp_path: Path, expected: dict[str, Told]) -> None:
+def test_random_drafts_change_no_answer(tmp_path: Path, expected: dict[str, Told]) -> None:
     for path in DEMO.glob("*.json"):
         (tmp_path / path.name).symlink_to(path)
     tensors = load_file(DEMO / "model.safetensors")
@@ -143,12 +143,12 @@ def test_drafts_of_noise_change_nothing(tmp_path: Path, expected: dict[str, Told
     tensors["model.layers.6.eh_proj.weight"] = noise.to(join.dtype)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with Rank(tmp_path, speculate="mtp", draft_tokens=3) as rank:
-        told, stats = rank.run(requests())
-    assert told == expected
+        answers, stats = rank.run(requests())
+    assert answers == expected
     assert stats.accepted[0] < 0.1 * stats.drafts[0]
 
 
-def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_mtp_layer_is_loaded_only_on_request(tmp_path: Path) -> None:
     make_demo(tmp_path)
     plain, config = EngineConfig(model_path=str(tmp_path)), EngineConfig(model_path=str(tmp_path), speculate="mtp")
     without, model = served_model(plain), served_model(config)
@@ -164,7 +164,7 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path) -> None:
     assert checked.dense_bytes() > check_weights(plain, without).dense_bytes()
 
 
-def test_a_layer_without_its_join_is_incomplete(tmp_path: Path) -> None:
+def test_mtp_layer_without_eh_proj_is_incomplete(tmp_path: Path) -> None:
     make_demo(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.2.eh_proj.weight"]
@@ -174,7 +174,7 @@ def test_a_layer_without_its_join_is_incomplete(tmp_path: Path) -> None:
         check_weights(config, served_model(config))
 
 
-def test_a_checkpoint_without_such_a_layer(tmp_path: Path) -> None:
+def test_checkpoint_without_an_mtp_layer(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(make_checkpoint(tmp_path, "deepseek_v3")), speculate="mtp")
     with pytest.raises(
         ValueError, match=r"^--speculate mtp: .*: this model has no layer for multi-token prediction \("

@@ -1,7 +1,7 @@
-"""Speculation as a GPU does it changes nothing: drafts verified and made by graphs, one and two steps in flight.
+"""Speculation on a GPU changes no answer: graphs verify and make drafts, one and two steps in flight.
 
-Without a GPU the same steps run over the kernels' oracles (captured_on_cpu.py), in fp32: tokens and ends are those of
-plain decoding; log-probabilities nearly, since an oracle's products may see how many rows there are. On a GPU all bits.
+Without a GPU the same steps run over the kernels' references in fp32 (captured_on_cpu.py). Tokens and ends equal plain
+decoding. Log-probabilities nearly do, since a reference's sums may depend on the number of rows. On a GPU all bits do.
 """
 
 import random
@@ -38,25 +38,25 @@ def drafting() -> Iterator[Rank]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Told]:
-    """Each request alone, on a rank that does not speculate, launched kernel by kernel."""
+    """Answer each request alone, without drafts, eager."""
     with load(enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
         return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
 
 
-def same(told: dict[str, Told], expected: dict[str, Told]) -> None:
+def same(answers: dict[str, Told], expected: dict[str, Told]) -> None:
     if GPU:
-        assert told == expected
+        assert answers == expected
         return
-    for name, answer in told.items():
+    for name, answer in answers.items():
         wanted = expected[name]
         assert (answer.token_ids, answer.end) == (wanted.token_ids, wanted.end), name
         for ours, theirs in ((answer.logprobs, wanted.logprobs), (answer.prompt_logprobs, wanted.prompt_logprobs)):
-            assert [_words(entry) for entry in ours] == [_words(entry) for entry in theirs], name
+            assert [_ranked(entry) for entry in ours] == [_ranked(entry) for entry in theirs], name
             found = torch.tensor([entry.logprob for entry in ours])
             assert torch.allclose(found, torch.tensor([entry.logprob for entry in theirs]), atol=1e-4), name
 
 
-def _words(entry: TokenLogprob) -> tuple[Any, ...]:
+def _ranked(entry: TokenLogprob) -> tuple[Any, ...]:
     return entry.rank, tuple(token for token, _ in entry.top)
 
 
@@ -82,12 +82,12 @@ def runner(rank: Rank) -> GpuRunner:
     ],
     ids=str,
 )
-def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
     adaptive = {"adaptive_drafts": False, **changes}
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
-    told, stats = drafting.run(requests(), **adaptive)
-    same(told, expected)
+    answers, stats = drafting.run(requests(), **adaptive)
+    same(answers, expected)
     replayed, eager = launches.num_replayed - before[0], launches.num_eager - before[1]
     assert replayed > (0 if "num_pages" in changes else eager), (replayed, eager)
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
@@ -97,7 +97,7 @@ def test_answers_stay(drafting: Rank, expected: dict[str, Told], changes: dict[s
 
 
 @pytest.mark.parametrize("deep", [1, 2])
-def test_answers_stay_while_the_depth_changes_from_step_to_step(
+def test_answers_stay_the_same_while_the_depth_changes_per_step(
     drafting: Rank, expected: dict[str, Told], deep: int
 ) -> None:
     chance = random.Random(3)
@@ -107,37 +107,37 @@ def test_answers_stay_while_the_depth_changes_from_step_to_step(
         depths.append(min(wanted, chance.randrange(4)))
         return depths[-1]
 
-    told, stats = drafting.run(requests(), depth, adaptive_drafts=False, max_in_flight=deep)
-    same(told, expected)
+    answers, stats = drafting.run(requests(), depth, adaptive_drafts=False, max_in_flight=deep)
+    same(answers, expected)
     assert set(depths) == {0, 1, 2, 3}
     assert stats.accepted[0] > 0
 
 
 @pytest.mark.parametrize("deep", [1, 2])
 def test_prompts_alone_are_replayed(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
-    """In chunks, the last with a row that is sampled, and drafts behind it."""
+    """Chunks of a prompt, the last one with a sampled row, and drafts after it."""
     launches = runner(drafting)
     before = launches.num_eager, launches.num_replayed
     asked, options = {"greedy": requests()["greedy"]}, {"adaptive_drafts": False, "num_drafts": 2}
-    told, stats = drafting.run(asked, prefill_chunk=16, max_in_flight=deep, **options)
-    same(told, {"greedy": expected["greedy"]})
+    answers, stats = drafting.run(asked, prefill_chunk=16, max_in_flight=deep, **options)
+    same(answers, {"greedy": expected["greedy"]})
     assert launches.num_eager == before[0]
     assert launches.num_replayed > before[1] + -(-len(asked["greedy"][0]) // 16)
     assert stats.accepted[0] > 0.5 * stats.drafts[0] > 0
 
 
-def test_launched_kernel_by_kernel_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
     launches, replayed = runner(drafting), runner(drafting).num_replayed
     launches.eager = True
-    told, stats = drafting.run(requests(), adaptive_drafts=False, max_in_flight=2)
+    answers, stats = drafting.run(requests(), adaptive_drafts=False, max_in_flight=2)
     launches.eager = False
-    same(told, expected)
+    same(answers, expected)
     assert launches.num_replayed == replayed
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
 
 
-def test_drafts_are_those_that_launches_make(drafting: Rank) -> None:
-    """Of greedy and drawn requests: as many are right, whether graphs make them or the host does."""
+def test_graphs_and_host_make_equally_good_drafts(drafting: Rank) -> None:
+    """Greedy and seeded requests have as many right drafts from graphs as from the host."""
     asked = {name: request for name, request in requests().items() if name in ("greedy", "seeded", "shared")}
     asked = {name: (prompt, replace(params, prompt_logprobs=None)) for name, (prompt, params) in asked.items()}
     launches, counts = runner(drafting), []
@@ -151,15 +151,15 @@ def test_drafts_are_those_that_launches_make(drafting: Rank) -> None:
 
 
 @pytest.mark.slow
-def test_few_expert_slots_change_nothing(expected: dict[str, Told]) -> None:
+def test_few_expert_slots_change_no_answer(expected: dict[str, Told]) -> None:
     with load(speculate="mtp", draft_tokens=2, expert_slots=9) as rank:
-        told, stats = rank.run(requests(), max_in_flight=2)
-    same(told, expected)
+        answers, stats = rank.run(requests(), max_in_flight=2)
+    same(answers, expected)
     assert stats.accepted[0] > 0.5 * stats.drafts[0]
 
 
-def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None:
-    """The head is spoilt between the prompt's step and the next; both are graphs."""
+def test_graph_reports_non_finite_logits(drafting: Rank) -> None:
+    """The head becomes NaN between the prompt's step and the next. Both are graphs."""
     scheduler = drafting.scheduler(adaptive_drafts=False, num_drafts=2)
     prompt, params = requests()["greedy"]
     submit = Submit(request_id="spoilt", prompt_token_ids=tuple(prompt), sampling=replace(params, logprobs=None))
@@ -178,26 +178,26 @@ def test_logits_that_are_not_finite_are_found_in_a_graph(drafting: Rank) -> None
             scheduler.complete(step, launched.results, 0.0)
     for reply in scheduler.fail(["spoilt"], "it was spoilt"):
         assert isinstance(reply.message, Done)
-    # The rank itself is sound: nothing of it is kept where others read.
-    told, _ = drafting.run({"greedy": requests()["greedy"]}, adaptive_drafts=False)
-    assert told["greedy"].end == ("length", None)
+    # The rank stays usable: no other request reads the NaNs.
+    answers, _ = drafting.run({"greedy": requests()["greedy"]}, adaptive_drafts=False)
+    assert answers["greedy"].end == ("length", None)
 
 
 @pytest.mark.parametrize("deep", [1, 2])
-def test_tokens_that_penalties_count_stay_on_the_device(
+def test_penalty_counts_stay_on_the_device(
     drafting: Rank, expected: dict[str, Told], deep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host counts a request's tokens once, behind its prompt."""
+    """The host counts a request's tokens once, after its prompt."""
     counted: list[str] = []
     count = EditCounts._count
 
-    def noted(self: EditCounts, chunk: Any, request: Any, *rest: Any) -> Any:
+    def recorded(self: EditCounts, chunk: Any, request: Any, *rest: Any) -> Any:
         counted.append(request.request_id)
         return count(self, chunk, request, *rest)
 
-    monkeypatch.setattr(EditCounts, "_count", noted)
+    monkeypatch.setattr(EditCounts, "_count", recorded)
     for name in ("penalised", "stopped"):
-        told, stats = drafting.run({name: requests()[name]}, adaptive_drafts=False, max_in_flight=deep)
-        same(told, {name: expected[name]})
+        answers, stats = drafting.run({name: requests()[name]}, adaptive_drafts=False, max_in_flight=deep)
+        same(answers, {name: expected[name]})
         assert stats.accepted[0] > 0
     assert counted == ["penalised", "stopped"]

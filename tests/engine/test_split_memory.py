@@ -1,4 +1,4 @@
-"""Memory for what decode attention leaves of each split of the keys: planned for every step that there can be."""
+"""The plan has memory for the partial sums of decode attention, for every step that can run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 
 
 def serving(shape: str, **options: Any) -> EngineConfig:
-    """A shape on a GPU, with the defaults of one."""
+    """Return the config of a shape on a GPU with the defaults of a GPU."""
     named = {**DEVICE_DEFAULTS["cuda"], **options}
     return EngineConfig(model_path=None, load_format="dummy", shape=shape, device="cuda", **named)
 
@@ -46,8 +46,8 @@ def planned(config: EngineConfig, available: int) -> MemoryPlan:
     )
 
 
-def taken(sums: SplitSums, *, sequences: int, queries: int, pages: int, most: int = CAPTURED) -> int:
-    """The most that one launch makes of a step's, in bytes, by the launch itself; nothing where there is one split."""
+def bytes_of(sums: SplitSums, *, sequences: int, queries: int, pages: int, most: int = CAPTURED) -> int:
+    """Return the most bytes that one launch of a step allocates, as the launch computes it, or 0 with one split."""
     like = torch.empty(1, dtype=torch.bfloat16, device="meta")
     with torch.device("meta"):
         tables = DecodeTables(
@@ -66,42 +66,42 @@ def taken(sums: SplitSums, *, sequences: int, queries: int, pages: int, most: in
 
 @pytest.mark.parametrize("card", [78, 139], ids=["80GB", "141GB"])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_every_captured_step_fits_into_what_is_planned_beside_one_that_is_launched(name: str, card: int) -> None:
+def test_plan_covers_every_captured_step_and_one_eager_step(name: str, card: int) -> None:
     config = serving(name)
     model, plan = served_model(config), planned(config, card * GIB)
     pages = -(-plan.max_model_len // 64)
     most = {"max_sequences": config.max_num_seqs, "max_pages": pages}
     sizes = [*decode_sizes(DECODING, **most), *prompt_sizes(**most, max_prompt=8192, flat=True)]
     found = [sums for kind in model.attention_kinds() if (sums := kind.footprint(footprint).sums) is not None]
-    assert found, "every model attends in some layer"
+    assert found, "every model has attention in some layer"
     captured = max(
-        taken(sums, sequences=size.decode, queries=1, pages=size.width)
+        bytes_of(sums, sequences=size.decode, queries=1, pages=size.width)
         for sums in found
         for size in sizes
         if size.decode
     )
-    launched = max(taken(sums, sequences=8192, queries=1, pages=pages, most=LAUNCHED) for sums in found)
+    launched = max(bytes_of(sums, sequences=8192, queries=1, pages=pages, most=LAUNCHED) for sums in found)
     assert captured + launched <= plan.reserve.sums / footprint.ALLOCATED <= (CAPTURED + LAUNCHED) * 1.005
-    assert captured + launched >= 0.6 * plan.reserve.sums / footprint.ALLOCATED, "and not much more"
+    assert captured + launched >= 0.6 * plan.reserve.sums / footprint.ALLOCATED, "the plan is not much larger"
 
 
-def test_drafts_take_as_many_times_more_and_have_their_room() -> None:
-    """DeepSeek-V3's 64 sequences of four rows would have taken 10 GiB."""
+def test_plan_covers_the_rows_of_drafts() -> None:
+    """DeepSeek-V3's 64 sequences of four rows would need 10 GiB."""
     config = serving("DeepSeek-V3", speculate="mtp", max_num_seqs=4)
     model = served_model(config)
     [sums] = {kind.footprint(footprint).sums for kind in model.attention_kinds()}
     assert sums is not None
     sizes = decode_sizes(DRAFTING, max_sequences=4, max_pages=2560, queries=(1, 2, 3, 4))
-    most = max(taken(sums, sequences=size.sequences, queries=size.queries, pages=size.width) for size in sizes)
+    most = max(bytes_of(sums, sequences=size.sequences, queries=size.queries, pages=size.width) for size in sizes)
     assert most == 4 * 4 * 160 * 128 * 513 * 4
-    one = taken(sums, sequences=8192, queries=1, pages=2560, most=LAUNCHED)
+    one = bytes_of(sums, sequences=8192, queries=1, pages=2560, most=LAUNCHED)
     assert most + one <= sums_bytes(config, model, 2, footprint) / footprint.ALLOCATED <= most + LAUNCHED * 1.002
     wide = sums_bytes(replace(config, max_num_seqs=64), model, 2, footprint) / footprint.ALLOCATED
     assert wide <= (CAPTURED + LAUNCHED) * 1.002
 
 
-def test_pages_and_slots_are_what_is_left_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek-V2-Lite: 64 rows x 320 splits x 16 heads x 513 numbers, and a launch's room; experts in slots, all."""
+def test_pages_and_slots_get_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V2-Lite: 64 rows x 320 splits x 16 heads x 513 numbers, and one launch. All experts have slots."""
     config = serving("DeepSeek-V2-Lite")
     done = planned(config, 78 * GIB)
     assert done.reserve.sums == int((64 * 320 * 16 * 513 * 4 + LAUNCHED // 512 * 513) * footprint.ALLOCATED)
@@ -110,7 +110,7 @@ def test_pages_and_slots_are_what_is_left_beside_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("moeyard_worker.engine.memory.plan.sums_bytes", lambda *_: 0)
     before = planned(config, 78 * GIB)
     assert before.expert_slots == done.expert_slots
-    # A quarter of what is free is KV's; less where that leaves no room for all experts.
+    # KV gets a quarter of free memory, or less if all experts then fit.
     assert 0.24 * done.reserve.sums < (before.num_pages - done.num_pages) * page < done.reserve.sums + page
     assert "sums of split keys" not in str(before)
 
@@ -121,28 +121,28 @@ def test_pages_and_slots_are_what_is_left_beside_it(monkeypatch: pytest.MonkeyPa
         ({}, 163840, 64),
         ({"max_num_seqs": 8}, 163840, 8),
         ({"max_model_len": 10000}, 10048, 64),
-        # Pages of so much: 27 layers x 576 values of 2 bytes a token.
+        # This KV memory has fewer tokens: 27 layers x 576 values of 2 bytes each.
         ({"kv_memory": GIB}, GIB // (27 * 576 * 2), 64),
         ({"enforce_eager": True}, 163840, 0),
     ],
     ids=["default", "fewer", "shorter", "kv", "eager"],
 )
-def test_what_it_depends_on(options: dict[str, Any], longest: int, sequences: int) -> None:
+def test_options_that_change_the_sums(options: dict[str, Any], longest: int, sequences: int) -> None:
     config = serving("DeepSeek-V2-Lite", **options)
     sums = SplitSums(heads=16, dim=512, split=mla_split(16))
     pages = -(-longest // 64)
-    captured = taken(sums, sequences=sequences, queries=1, pages=pages) if sequences else 0
+    captured = bytes_of(sums, sequences=sequences, queries=1, pages=pages) if sequences else 0
     found = sums_bytes(config, served_model(config), 2, footprint) / footprint.ALLOCATED - LAUNCHED // 512 * 513
     assert abs(found - captured) <= 1
 
 
-def test_a_step_on_a_cpu_knows_nothing_of_it() -> None:
+def test_cpu_steps_need_no_sums() -> None:
     config = serving("DeepSeek-V2-Lite")
     assert sums_bytes(config, served_model(config), 2, cpu_footprint) == 0
 
 
-def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
-    """The refusal has the part; of the ways to less there is one with fewer sequences, which take less of it."""
+def test_error_names_the_sums_and_suggests_fewer_sequences() -> None:
+    """The error lists the sums. One of its suggestions is fewer sequences, which need less of them."""
     config = serving("DeepSeek-V2-Lite", max_num_seqs=512)
     model = served_model(config)
     rest = {
@@ -165,8 +165,8 @@ def test_what_does_not_fit_names_it_and_fewer_sequences_do() -> None:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("drafts", [{}, {"speculate": "mtp", "draft_tokens": 2}], ids=["plain", "drafts"])
-def test_steps_make_no_more_than_was_planned(drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a rank of the demo model runs, captured or launched, by the tables that its attention is asked with."""
+def test_steps_stay_within_the_planned_sums(drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch the tables of all attention calls of the demo model, captured and eager."""
     seen: set[tuple[int, int, int, int]] = set()
     attend = ops.mla_decode
 
@@ -185,13 +185,13 @@ def test_steps_make_no_more_than_was_planned(drafts: dict[str, Any], monkeypatch
     assert sums is not None
     most = {
         room: max(
-            (taken(sums, sequences=b, queries=q, pages=width, most=m) for b, q, width, m in seen if m == room),
+            (bytes_of(sums, sequences=b, queries=q, pages=width, most=m) for b, q, width, m in seen if m == room),
             default=0,
         )
         for room in (CAPTURED, LAUNCHED)
     }
     budget = sums_bytes(config, model, 4, footprint) / footprint.ALLOCATED
     assert sum(most.values()) <= budget
-    # The widest graph: two splits, and of three sequences every row with its drafts; 64 rows are launched at most.
+    # The widest graph has two splits and three sequences with every draft. At most 64 rows run eager.
     assert most[CAPTURED] == 3 * (1 + config.num_drafts) * 2 * 6 * 65 * 4
     assert budget - most[CAPTURED] == pytest.approx(64 * 2 * 6 * 65 * 4, abs=1)

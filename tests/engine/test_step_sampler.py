@@ -1,6 +1,6 @@
-"""The sampler of a GPU's steps against `choose`, which is told every token: same tokens and log-probabilities.
+"""The sampler of a GPU's steps against `choose`, which knows every token: equal tokens and log-probabilities.
 
-Without a GPU its chains run through the oracles, launch by launch; with one they are captured too.
+Without a GPU it runs over the references, eager. With one its chains are captured too.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ BACKEND = CpuBackend(page_size=16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "told": {"temperature": 0.0, "logprobs": 3},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
     "seeded": {"seed": 2**63 + 11, "logprobs": 0},
     "cut": {"seed": 3, "top_k": 9, "top_p": 0.8, "min_p": 0.01},
     "counted": {"seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
     "biased": {"temperature": 0.0, "logit_bias": {5: 3.0, 7: 50.0, 11: -4.0}, "logprobs": 2},
-    "held": {"seed": 5, "min_tokens": 4, "logit_bias": {8: 2.0}, "stop_token_ids": (9, 10)},
-    "held_only": {"temperature": 0.0, "min_tokens": 3},
+    "min_tokens": {"seed": 5, "min_tokens": 4, "logit_bias": {8: 2.0}, "stop_token_ids": (9, 10)},
+    "min_tokens_only": {"temperature": 0.0, "min_tokens": 3},
 }
 
 
@@ -40,7 +40,7 @@ def request(name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
 
 
 class Before:
-    """A launched step whose results are known when somebody asks."""
+    """A launched step that counts reads of its results."""
 
     def __init__(self, results: Sequence[Accepted]) -> None:
         self._results = list(results)
@@ -53,7 +53,7 @@ class Before:
 
 
 class Session:
-    """Requests that decode, the tokens of the newest step unknown to the scheduler when `deep`."""
+    """Requests that decode. With `deep` the scheduler does not know the tokens of the newest step."""
 
     def __init__(self, sampler: StepSampler, *, deep: bool) -> None:
         self.sampler, self.deep = sampler, deep
@@ -120,16 +120,16 @@ def logits_of(step: int, count: int) -> torch.Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(step)) * 2
 
 
-@pytest.mark.parametrize("deep", [False, True], ids=["one deep", "two deep"])
-def test_chooses_what_choose_does(sampler: StepSampler, deep: bool) -> None:
-    """All kinds together, then some of them, then others again: counts survive a request's absence."""
+@pytest.mark.parametrize("deep", [False, True], ids=["1deep", "2deep"])
+def test_sampler_equals_choose(sampler: StepSampler, deep: bool) -> None:
+    """All kinds, then some, then others: counts survive steps without the request."""
     requests = {
         name: request(name, (1, 2, 3, 5)[: 2 + i % 3], **params) for i, (name, params) in enumerate(REQUESTS.items())
     }
     session = Session(sampler, deep=deep)
     for i in range(6):
         session.step(list(requests.values()), logits_of(i, len(requests)))
-    for i, names in enumerate((["greedy", "seeded"], ["counted"], ["cut", "told"], list(REQUESTS))):
+    for i, names in enumerate((["greedy", "seeded"], ["counted"], ["cut", "logprobs"], list(REQUESTS))):
         session.step([requests[name] for name in names], logits_of(10 + i, len(names)))
 
 
@@ -144,8 +144,8 @@ def test_counts_do_not_wait_for_the_step_before(sampler: StepSampler) -> None:
         assert asked.asked == 0
 
 
-def test_a_name_and_a_place_used_again(sampler: StepSampler) -> None:
-    """More requests than there are places, and the name of one that ended for another prompt."""
+def test_names_and_places_are_reused(sampler: StepSampler) -> None:
+    """There are more requests than places, and a name returns with another prompt."""
     session = Session(sampler, deep=False)
     for i in range(20):
         name = f"r{i % 11}"
@@ -156,16 +156,15 @@ def test_a_name_and_a_place_used_again(sampler: StepSampler) -> None:
 
 
 def near_tie(penalty: str) -> torch.Tensor:
-    """[1, V]: by a penalty of 1.1 or 0.1 as asked, token 5 of the prompt and output is above token 4; by what fp32 has
-    of it, both are equal."""
+    """Logits [1, V]: a penalty of exactly 1.1 or 0.1 ranks token 5 above token 4, and one rounded to fp32 ties them."""
     logits = torch.full((1, V), -9.0)
     logits[0, 4:6] = torch.tensor([1.0, 1.1]) if penalty == "repetition_penalty" else torch.tensor([0.0, 0.1])
     return logits
 
 
 @pytest.mark.parametrize(("penalty", "value"), [("repetition_penalty", 1.1), ("presence_penalty", 0.1)])
-def test_penalties_are_what_was_asked_to_the_last_bit(sampler: StepSampler, penalty: str, value: float) -> None:
-    """Wherever a row is chosen: beside one that the device has no room for it is by `choose`."""
+def test_penalties_are_exact_to_the_last_bit(sampler: StepSampler, penalty: str, value: float) -> None:
+    """This holds on the device and, next to a row that does not fit there, in `choose`."""
     session = Session(sampler, deep=False)
     one = request("a", (5,), temperature=0.0, **{penalty: value})
     session.tokens["a"] = [5]
@@ -173,8 +172,8 @@ def test_penalties_are_what_was_asked_to_the_last_bit(sampler: StepSampler, pena
     assert session.tokens["a"] == [5, 5]
 
 
-def test_too_many_biases_for_the_device_are_edited_on_the_host(sampler: StepSampler) -> None:
-    """Beside a row whose biases the device has just room for, and one without any."""
+def test_host_edits_rows_with_too_many_biases(sampler: StepSampler) -> None:
+    """The other rows are one whose biases just fit on the device, and one without biases."""
     many = request("m", (1,), logit_bias={5: 4.0}, stop_token_ids=(9,) * MAX_BIASES, seed=3)
     few = request("f", (1,), logit_bias={6: 3.0}, stop_token_ids=(9,) * (MAX_BIASES - 1 - len(EOS)), seed=4)
     assert [sampler._counts.takes(each.sampling) for each in (many, few)] == [False, True]

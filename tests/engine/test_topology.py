@@ -1,4 +1,4 @@
-"""Which exchange a rank has: what `auto` finds, and what a named one lacks, in one line."""
+"""How a rank chooses its exchange: the result of `auto`, and one-line errors for a named one that cannot run."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SHAPE = ExchangeShape(num_experts=8, top_k=2, hidden=16, dtype="bfloat16", max_t
 
 @dataclass
 class Gpus:
-    """A device that reaches these, as far as it is asked."""
+    """A device that reaches these GPUs unless it has a problem."""
 
     problem: str | None = None
 
@@ -64,7 +64,7 @@ def test_gpus_that_reach_each_other() -> None:
     ],
     ids=("hosts", "rows"),
 )
-def test_what_keeps_gpus_apart(given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against_nvlink(given: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     assert settled("auto", **given) == ("nccl" if "shape" in given else "zmq", why)
     with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {why}; use --exchange zmq$"):
@@ -82,9 +82,9 @@ def test_cpus() -> None:
             EngineConfig(model_path="m", num_workers=2, exchange=cast(Any, kind))
 
 
-def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one host `auto` chooses it where GPUs do not reach each other, unless drafts are verified, or torch has none;
-    where ranks are on several hosts, it is asked for by name (docs/concepts/exchange.md says why)."""
+def test_nccl_needs_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host `auto` chooses nccl if GPUs lack peer access, unless drafts are verified or torch has no NCCL. For
+    ranks on several hosts it must be chosen by name (docs/concepts/exchange.md says why)."""
     monkeypatch.setattr(topology, "missing_nccl", lambda: None)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     access = "GPU 0 has no peer access to GPU 2"
@@ -97,7 +97,7 @@ def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled("nccl", **far) == ("nccl", "asked for")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert settled("auto", **far) == ("nccl", access)
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo", "nobody asked for a network without keys"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo", "auto uses no network without keys"
     drafts = "steps that verify drafts have no such exchange so far"
     assert settled("auto", speculate="mtp", **far) == ("zmq", f"{access}; nccl: {drafts}")
     with pytest.raises(ValueError, match=f"^--exchange nvlink cannot be: {access}; use --exchange zmq$"):
@@ -111,8 +111,8 @@ def test_nccl_wants_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled("auto", **far) == ("zmq", f"{access}; nccl: torch 9 has no NCCL")
 
 
-def test_who_reads_experts_for_each_other() -> None:
-    """Ranks of an nvlink exchange, whichever way it was found; one that was asked to and cannot says so in one line."""
+def test_which_ranks_share_expert_reads() -> None:
+    """Ranks of any nvlink exchange share reads. Ranks that must share but cannot fail with one line."""
 
     def fetch(asked: str, exchange: str = "auto", workers: int = 3, device: Gpus | None = None) -> str:
         config = EngineConfig(
@@ -137,9 +137,9 @@ def test_who_reads_experts_for_each_other() -> None:
         fetch("shared", "nvlink", workers=1)
 
 
-def test_how_long_a_rank_waits_for_a_peer() -> None:
-    """A device as long as a first step may have to be compiled, where nobody could tell it; a host as long as a layer
-    may take, or a peer's device may wait."""
+def test_patience_with_a_peer() -> None:
+    """A device waits as long as a first step may compile, if the compilation cannot be announced. A host waits as long
+    as a layer may take or a peer's device may wait."""
 
     def of(exchange: str, **options: Any) -> tuple[float, float]:
         options = {"device": "cuda", **options}
@@ -154,7 +154,7 @@ def test_how_long_a_rank_waits_for_a_peer() -> None:
         assert of(exchange, device="cpu")[1] == 60.0
 
 
-def test_a_mesh_waits_so_long() -> None:
+def test_mesh_gets_the_deadlines() -> None:
     config = EngineConfig(model_path="m", num_workers=2, device="cuda", exchange="nccl", step_deadline=5.0)
     spec = WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test")
     mesh = bind_mesh(spec, SHAPE, 1, Placement.of_shards((0,), partition(8, 2)))

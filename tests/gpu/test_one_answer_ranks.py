@@ -1,11 +1,11 @@
 """One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
 
 Each rank has its own GPU. The product is {NVLink, NCCL, shared memory, TCP} x {one, two steps in flight} x {all, half
-of the experts in slots}, with requests alone and mixed, prefix misses and hits. The reference is each request alone on
-one rank, eager. NVLink also runs with a quarter of the experts or one in slots, and with misses that each rank reads
-alone instead of for its peers. The demo model runs with {1 draft, 3, adaptive} against itself without drafts.
-All three exchanges run with random placements and with half of the experts on two ranks. NVLink also runs models with
-linear attention, where in one case one rank has three of four requests.
+of the experts in slots}. Requests run alone and mixed, with prefix misses and hits. The reference is each request alone
+on one rank, eager. NVLink also runs with a quarter of the experts or one in slots, and with misses that each rank reads
+alone instead of for its peers. The demo model runs with {1 draft, 3, adaptive} against itself without drafts. All three
+exchanges run with random placements and with half of the experts on two ranks. NVLink also runs models with linear
+attention, where in one case one rank has three of four requests.
 """
 
 import itertools
