@@ -102,6 +102,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }
 _FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads": 8, "pad_token_id": None}
+DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
+# MLA head sizes that GPU kernels accept: powers of two from 16 on.
+MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # For `qwen3_moe`: rows long enough that GPU kernels choose one row's experts.
 WIDE: dict[str, Any] = {
     "hidden_size": 512,

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoints import add_drafts, make_checkpoint
+from tests.checkpoints import DEMO, add_drafts, make_checkpoint
 from tests.fleet import ProcessPool
-
-DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.checkpoints import WIDE, add_drafts, make_checkpoint
+from tests.checkpoints import DEMO, MLA, WIDE, add_drafts, make_checkpoint
 from tests.e2e import gpu_matrix_ranks
 from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
@@ -47,8 +47,6 @@ from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import SchedulerStats
 from moeyard_worker.scheduling.scheduler import Scheduler
 
-DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # Family, dtype and overrides of `make_checkpoint`. The demo model is unchanged.
 MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", torch.bfloat16, MLA),

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO, MLA, make_checkpoint
 from tests.e2e.test_one_answer import requests
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_peer_steps import Starter, config, gpu_memory, start
-from tests.engine.test_speculation import DEMO
 from tests.fleet import Client, ProcessPool, start_fleet
 from tests.rank import Rank, Requests
 
@@ -27,7 +26,6 @@ from moeyard_worker.protocol import ExpertLoads, SamplingParams
 
 __all__ = ["gpu_memory", "start"]
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 DRAFTS: dict[str, Any] = {"speculate": "mtp", "draft_tokens": 2, "max_num_seqs": 8, "max_batch_tokens": 128}
 DRAFTS["max_model_len"] = 208
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "qwen3_next": {"head_dim": 32}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_speculation import DEMO
+from tests.checkpoints import DEMO
 from tests.rank import Rank, Told
 from tokenizers import Tokenizer
 

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO, MLA, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_compaction import requests
-from tests.engine.test_speculation import DEMO
 from tests.engine.test_speculation_cuda import same
 from tests.rank import Rank, Requests, Told
-
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 
 
 def load(model: Any, **options: Any) -> Rank:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_grammars import KINDS
-from tests.engine.test_speculation import DEMO
 from tests.engine.test_speculation_cuda import same
 from tests.rank import Rank, Requests, Told
 from tokenizers import Tokenizer

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import MLA, VOCAB_SIZE, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.rank import Rank, Requests, Told
 
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.protocol import SamplingParams
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 HEADS = {"head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": HEADS, "qwen3_5_moe": HEADS, "kimi_linear": MLA}
 # Pages of 16 positions. With SCARCE, three of the requests start together and outgrow their pages.

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
-from tests.engine.test_hybrid_cuda import MLA
+from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
 from tests.rank import Rank, Told
 
 from moeyard_worker.checkpoint.check import check_weights

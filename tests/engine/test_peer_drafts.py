@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoints import DEMO
 from tests.engine.test_peer_steps import Fleet, Starter, config, gpu_memory, start
-from tests.engine.test_speculation import DEMO, prompts
+from tests.engine.test_speculation import prompts
 
 from moeyard_kernels import ops
 from moeyard_kernels.types.step_size import StepSize

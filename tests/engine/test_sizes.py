@@ -1,9 +1,9 @@
 """Which steps are captured, and the log line that lists them at the start."""
 
 import re
-from pathlib import Path
 
 import pytest
+from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.rank import Rank
 
@@ -56,9 +56,6 @@ def test_log_line_of_captured_sizes() -> None:
     )
     drafts = [StepSize(sequences=count, queries=rows, width=8) for count in (1, 2) for rows in (1, 4)]
     assert listed(drafts, num_graphs=40, seconds=1).endswith(": sequences 1, 2; rows of each 1, 4; tables of pages 8")
-
-
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 
 
 @pytest.mark.parametrize("drafts", [{}, {"speculate": "mtp", "draft_tokens": 1}], ids=["plain", "drafts"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO, make_checkpoint
 from tests.deploy.tiny_demo import make_demo
 from tests.rank import Rank, Told
 from tokenizers import Tokenizer
@@ -24,7 +24,6 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import Grammar, SamplingParams
 
-DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a"]}
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
-from tests.engine.test_speculation import DEMO, requests
+from tests.engine.test_speculation import requests
 from tests.rank import Rank, Told
 
 from moeyard_worker.engine.sampling.edit_counts import EditCounts

@@ -1,11 +1,11 @@
 """The plan has memory for the partial sums of decode attention, for every step that can run."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.rank import Rank
 
@@ -24,7 +24,6 @@ from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import SamplingParams
 
 MIB, GIB = 1 << 20, 1 << 30
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
 
 
 def serving(shape: str, **options: Any) -> EngineConfig:

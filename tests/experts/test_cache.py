@@ -1,22 +1,23 @@
-"""The expert cache: the same bits whatever is resident, and counters that follow the policy.
+"""The expert cache: residency changes no bit, and counters follow the policy.
 
-On the CPU's backend, whose host decides, and on the GPU's, which decides itself: through its kernels on a GPU, through
-their oracles without one.
+The CPU backend decides on the host. The CUDA backend decides on the device, through kernels on a GPU and through their
+references otherwise.
 """
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.experts.accesses import RandomExperts
 from tests.experts_written import written
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cpu.linear import linear, pack_weight
 from moeyard_kernels.cuda.backend import CudaBackend
-from moeyard_kernels.types.matrix import ExpertViews
 from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
@@ -34,7 +35,7 @@ def gpu_backend(stream_slots: int) -> Backend:
     return backend
 
 
-# With few slots for prompts their misses come in many groups.
+# With few stream slots the misses of prompts come in many groups.
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "cpu": lambda: CpuBackend(page_size=16),
     "gpu": lambda: gpu_backend(16),
@@ -42,28 +43,11 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-class Weights:
-    """Random experts in memory, and a note of which were read."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.reads: list[tuple[int, int]] = []
-        generator = torch.Generator().manual_seed(5)
-        self.experts = {
-            key: tuple(
-                torch.randn(shape, generator=generator).to(dtype)
-                for shape in ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-            )
-            for key in itertools.product(LAYERS, EXPERTS)
-        }
-
-    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
-        self.reads.append((layer, expert))
-        gate, up, down = self.experts[layer, expert]
-        out.copy_(gate, up, down)
+Weights = partial(RandomExperts, LAYERS, EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
 
 
 def make_cache(
-    source: Weights, *, num_slots: int, policy: str = "slru", dtype: torch.dtype, backend: str = "cpu"
+    source: RandomExperts, *, num_slots: int, policy: str = "slru", dtype: torch.dtype, backend: str = "cpu"
 ) -> ExpertCache:
     cache = ExpertCache(
         backend=BACKENDS[backend](),
@@ -80,7 +64,7 @@ def make_cache(
 
 def run(cache: ExpertCache, layer: int, dispatched: Dispatched, backend: str) -> torch.Tensor:
     device = torch.device("cpu") if backend == "cpu" else GPU
-    # As an exchange says it: no mask where no row is a prompt's.
+    # An exchange sends no mask if no row belongs to a prompt.
     assert dispatched.prompt is not None
     moved = Dispatched(
         rows=dispatched.rows.to(device),
@@ -92,7 +76,7 @@ def run(cache: ExpertCache, layer: int, dispatched: Dispatched, backend: str) ->
 
 
 def dispatch(generator: torch.Generator, *, counts: list[int], decodes: list[int], dtype: torch.dtype) -> Dispatched:
-    """Rows of two pairs each, one of them a hole, in any order; the first `decodes` of an expert are decode rows."""
+    """Rows of two pairs, one of them a hole, in any order. The first `decodes` rows of an expert are decode rows."""
     pairs = [
         (local, i >= num_decode)
         for local, (count, num_decode) in enumerate(zip(counts, decodes, strict=True))
@@ -111,7 +95,7 @@ def dispatch(generator: torch.Generator, *, counts: list[int], decodes: list[int
 
 
 def accesses(seed: int, num_steps: int, dtype: torch.dtype) -> list[tuple[int, Dispatched]]:
-    """Steps over all layers: idle ones, decode only, prefill only and both; counts from 0 to 40."""
+    """Steps over all layers: idle, decode only, prefill only and mixed, with 0 to 40 rows per expert."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for step in range(num_steps):
@@ -133,12 +117,12 @@ def needs(dispatched: Dispatched) -> tuple[list[int], list[int]]:
 
 
 def here(dispatched: Dispatched) -> torch.Tensor:
-    """[R, K], where the expert is here: the rest of a result are holes."""
+    """Return a mask [R, K] of pairs whose expert is local. All other results are holes."""
     return dispatched.experts >= 0
 
 
-def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch.dtype) -> torch.Tensor:
-    """One pair at a time from the checkpoint's tensors, in double precision; holes are zero."""
+def sequential(source: RandomExperts, layer: int, dispatched: Dispatched, dtype: torch.dtype) -> torch.Tensor:
+    """Compute one pair at a time from the checkpoint's tensors, in double precision, with zeros in holes."""
     out = torch.zeros(*dispatched.experts.shape, HIDDEN, dtype=torch.float64)
     for row, k in here(dispatched).nonzero().tolist():
         x = dispatched.rows[row].double()
@@ -151,7 +135,7 @@ def sequential(source: Weights, layer: int, dispatched: Dispatched, dtype: torch
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
-    source = Weights(dtype)
+    source = Weights(dtype=dtype)
     caches = [
         make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype, backend=backend)
         for policy in sorted(POLICIES)
@@ -174,10 +158,10 @@ def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2])
-def test_a_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
-    """Decode steps of all layers in one graph, replayed with new rows, with prompts launched between the replays."""
+def test_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
+    """One graph has the decode steps of all layers. It replays with new rows, and prompts run eager in between."""
     dtype, num_rows = torch.bfloat16, 5
-    source = Weights(dtype)
+    source = Weights(dtype=dtype)
     part, whole = (
         make_cache(source, num_slots=size, policy=policy, dtype=dtype, backend="gpu2") for size in (num_slots, TOTAL)
     )
@@ -213,7 +197,7 @@ def test_a_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2, TOTAL, TOTAL + 5])
-def test_counters_are_those_of_the_policy(policy: str, num_slots: int, backend: str) -> None:
+def test_counters_equal_those_of_the_policy(policy: str, num_slots: int, backend: str) -> None:
     source = Weights()
     cache = make_cache(source, num_slots=num_slots, policy=policy, dtype=torch.float32, backend=backend)
     oracle = start_policy(policy, layers=LAYERS, experts=EXPERTS, num_slots=num_slots)
@@ -233,9 +217,9 @@ def test_counters_are_those_of_the_policy(policy: str, num_slots: int, backend: 
     assert cache.num_slots == filled
     assert stats.bytes_copied == (counters.num_misses + filled) * expert_bytes
     if backend != "cpu":
-        # What is all there is not counted where the host would have to wait.
+        # Accesses of a fully resident cache are not counted, because the host would have to wait.
         assert stats.counters == (counters if num_slots < TOTAL else Counters())
-        # And what has no slot is in the host's memory: the source was read once.
+        # Experts without a slot are in host memory, so the source was read once.
         assert source.reads == list(itertools.product(LAYERS, EXPERTS))
     else:
         assert stats.counters == counters
@@ -280,12 +264,12 @@ def test_load_imbalance_is_the_busiest_over_the_mean() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> None:
+def test_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> None:
     slots = CpuBackend(page_size=16).expert_slots(
         num_slots=3, form=plain_expert(hidden=16, intermediate=8, dtype=str(dtype).removeprefix("torch."))
     )
     experts = [(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)]
-    # Slot 0 is written twice: nothing of its first expert may stay, and no slot may share memory with another.
+    # Slot 0 is written twice: its first expert must disappear, and slots must not share memory.
     for slot, expert in ((0, 2), (1, 1), (0, 0), (2, 2)):
         slots.write(slot, written(*experts[expert]))
     x, h = torch.randn(5, 16).to(dtype), torch.randn(5, 8).to(dtype)
@@ -297,8 +281,8 @@ def test_a_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("num_slots", [1, 5, TOTAL - 1])
 @pytest.mark.parametrize("backend", ["gpu", "gpu2"])
-def test_many_rows_have_the_next_layers_experts_copied_ahead(backend: str, num_slots: int) -> None:
-    """Whoever comes: prompts layer by layer, a layer left out, decode rows between that change who is resident."""
+def test_prompts_copy_the_next_layers_experts_ahead(backend: str, num_slots: int) -> None:
+    """Prompts go layer by layer or skip one, and decode rows change residency in between."""
     generator = torch.Generator().manual_seed(num_slots)
     all_counts, none = [9] * len(EXPERTS), [0] * len(EXPERTS)
     some = [9, 0, 9, 9, 0, 9]

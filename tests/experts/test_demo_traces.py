@@ -1,8 +1,9 @@
-"""The expert cache on what the demo model's router chose for held-out text.
+"""The expert cache on the demo model's routing of held-out text.
 
-tests/experts/data/demo-routing is the trace of one rank and one stream, demo-routing.json what the engine of every run
-counted on these accesses, demo-routing-4 the trace of four streams with every expert resident and demo-routing-4.json
-what that engine counted. `python bench/cache.py --keep-trace tests/experts/data/demo-routing` records all anew.
+In tests/experts/data, `demo-routing` is the trace of one rank and one stream. The file demo-routing.json has the
+counters of all engine runs on these accesses. The trace `demo-routing-4` and its .json are the same for four streams
+with all experts resident. To record all of them again, run `python bench/cache.py --keep-trace
+tests/experts/data/demo-routing`.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ Replays = dict[tuple[str, int], Counters]
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    """bench/cache.py, which is a script."""
+    """The script bench/cache.py as a module."""
     with loaded(ROOT / "bench" / "cache.py") as module:
         yield module
 
@@ -58,13 +59,13 @@ def trace() -> RankTrace:
 
 @pytest.fixture(scope="module")
 def sizes(trace: RankTrace) -> list[int]:
-    """Slots at each of `SHARES`."""
+    """Numbers of slots, one for each of `SHARES`."""
     return [round(share * len(trace.header.layers) * len(trace.header.experts)) for share in SHARES]
 
 
 @pytest.fixture(scope="module")
 def replays(sizes: list[int]) -> Replays:
-    """What the simulator counts for one stream, by policy and slots."""
+    """The simulator's counters for one stream, by policy and slots."""
     return replay(TRACE, sizes)
 
 
@@ -90,24 +91,24 @@ def decode_rate(counters: Counters) -> float:
 
 
 @pytest.mark.parametrize("path", [TRACE, FOUR], ids=["one stream", "four streams"])
-def test_the_traces_are_of_the_bundled_checkpoint(path: Path, model: ModelConfig) -> None:
+def test_traces_match_the_bundled_checkpoint(path: Path, model: ModelConfig) -> None:
     notes = json.loads(path.with_name(f"{path.name}.json").read_text())
     bundled = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()
-    assert notes["model_sha256"] == bundled, "the demo model has changed: record its routing anew (see the top)"
+    assert notes["model_sha256"] == bundled, "the demo model has changed: record its routing again (see the top)"
     [trace] = read_trace(path)
     header = trace.header
     assert (header.layers, header.experts, header.top_k) == (model.moe_layers, range(model.num_experts), model.top_k)
 
 
 def test_every_expert_is_used_and_none_dominates(trace: RankTrace) -> None:
-    """A trace of a collapsed router would say nothing about a cache."""
+    """The trace of a collapsed router would not test a cache."""
     uses = Counter((access.layer, expert) for access in trace for expert in access.decode)
     assert set(uses) == set(itertools.product(trace.header.layers, trace.header.experts))
     num_accesses = Counter(access.layer for access in trace if access.decode)
     assert max(count / num_accesses[layer] for (layer, _), count in uses.items()) < 0.75
 
 
-def test_the_simulator_counts_what_the_engine_counted(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
+def test_simulator_counts_equal_those_of_the_engine(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
     full, *partial = json.loads(NOTES.read_text())["engine"]
     recorded = {(run["policy"], run["slots"]): run["ranks"] for run in partial}
     assert recorded == {key: [bench.flat(counters)] for key, counters in replays.items()}
@@ -117,7 +118,7 @@ def test_the_simulator_counts_what_the_engine_counted(bench: ModuleType, replays
     assert everything.num_misses == everything.num_evictions == 0
 
 
-def test_no_policy_beats_what_none_can_exceed(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
+def test_no_policy_exceeds_the_optimum(bench: ModuleType, replays: Replays, sizes: list[int]) -> None:
     for slots in sizes:
         [best] = belady(TRACE, slots)
         for policy in POLICIES:
@@ -130,8 +131,8 @@ def test_no_policy_beats_what_none_can_exceed(bench: ModuleType, replays: Replay
     assert max(decode_hits(replays[policy, slots]) for policy in POLICIES) <= bound <= best.num_hits
 
 
-def test_lru_never_loses_by_more_slots(replays: Replays, sizes: list[int]) -> None:
-    """More slots hold all that fewer would (Mattson's stack property); of all accesses, and of decode's."""
+def test_more_slots_never_hurt_lru(replays: Replays, sizes: list[int]) -> None:
+    """More slots hold all that fewer would (Mattson's stack property), for all accesses and for those of decode."""
     assert sizes == sorted(sizes)
     for count in (lambda c: c.num_hits, decode_hits):
         hits = [count(replays["lru", slots]) for slots in sizes]
@@ -139,7 +140,7 @@ def test_lru_never_loses_by_more_slots(replays: Replays, sizes: list[int]) -> No
 
 
 def test_slru_is_not_below_lru(replays: Replays, replays_of_four: Replays, sizes: list[int]) -> None:
-    """Four streams need two fifths of all experts in a step: a segment that one token's needs fit in loses to lru."""
+    """Four streams need two fifths of all experts per step. A segment sized for one token's needs would lose to lru."""
     for each, slots in itertools.product((replays, replays_of_four), sizes):
         slru, lru = each["slru", slots], each["lru", slots]
         assert decode_rate(slru) >= decode_rate(lru) - MARGIN, slots
@@ -148,10 +149,10 @@ def test_slru_is_not_below_lru(replays: Replays, replays_of_four: Replays, sizes
         assert slru.hit_rate >= lru.hit_rate - MARGIN, slots
 
 
-def test_slru_hits_where_a_step_needs_more_than_the_slots(
+def test_slru_hits_when_a_step_needs_more_than_the_slots(
     replays: Replays, replays_of_four: Replays, sizes: list[int]
 ) -> None:
-    """By recency alone every expert goes before its layer comes round again."""
+    """Recency alone evicts every expert before its layer runs again."""
     for each, path in ((replays, TRACE), (replays_of_four, FOUR)):
         [trace] = read_trace(path)
         num_steps = len({access.step for access in trace if access.decode})
@@ -164,7 +165,7 @@ def test_slru_hits_where_a_step_needs_more_than_the_slots(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_live_engine_counts_what_the_simulator_does(
+def test_live_engine_counts_equal_those_of_the_simulator(
     bench: ModuleType, model: ModelConfig, tmp_path: Path, policy: str
 ) -> None:
     slots = round(0.1 * len(model.moe_layers) * model.num_experts)

@@ -1,4 +1,4 @@
-"""Placements by the rows that a fleet counted: what is read, what is refused, what is bettered."""
+"""Placements from the row counts of a fleet: parsing, refusals and improvements."""
 
 import json
 import random
@@ -24,13 +24,13 @@ def written(folder: Path, value: Any) -> Path:
 
 
 def test_rows_of_all_ranks_are_added_by_layer_and_expert(tmp_path: Path) -> None:
-    # Expert 1 lies on both, expert 3 had no row.
+    # Both ranks have expert 1. Expert 3 has no rows.
     file = written(
         tmp_path,
         reply(
             {"layers": [2, 1], "experts": [0, 1], "rows": [[5, 7], [1, 0]]},
             {"layers": [1, 2], "experts": [1, 2, 3], "rows": [[4, 0, 0], [2, 9, 0]]},
-            {"layers": [], "experts": [], "rows": []},  # has not told
+            {"layers": [], "experts": [], "rows": []},  # no report
         ),
     )
     assert is_loads(file)
@@ -38,7 +38,7 @@ def test_rows_of_all_ranks_are_added_by_layer_and_expert(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (
             {"ranks": [{"layers": [1], "experts": [0], "rows": [[1, 2]]}]},
@@ -52,12 +52,12 @@ def test_rows_of_all_ranks_are_added_by_layer_and_expert(tmp_path: Path) -> None
         ({"ranks": []}, "counts no rows of experts"),
     ],
 )
-def test_what_is_no_reply_is_refused(value: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_replies_are_refused(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         read_loads(written(tmp_path, value))
 
 
-def test_a_file_cut_short_and_one_too_large_are_refused(tmp_path: Path) -> None:
+def test_truncated_and_too_large_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "loads.json"
     file.write_text('{"ranks": [')
     with pytest.raises(ValueError, match="is not a reply"):
@@ -68,13 +68,13 @@ def test_a_file_cut_short_and_one_too_large_are_refused(tmp_path: Path) -> None:
         read_loads(file)
 
 
-def test_a_trace_is_not_taken_for_loads() -> None:
+def test_trace_is_not_mistaken_for_loads() -> None:
     assert not is_loads(TRACE)
     assert read_needs(TRACE).num_experts > 1
 
 
-def test_many_rows_of_few_experts_are_evened_out_by_copies() -> None:
-    """What distinct experts per step cannot show: all experts have rows in every step, few have most of them."""
+def test_copies_balance_rows_of_hot_experts() -> None:
+    """Distinct experts per step cannot show this: all experts have rows in every step, but few have most of them."""
     chance = random.Random(4)
     rows = tuple(tuple(int(4000 / (1 + e) ** 1.1) + chance.randrange(9) for e in range(32)) for _ in range(3))
     loads = Loads((1, 2, 3), 32, rows)
@@ -90,6 +90,6 @@ def test_many_rows_of_few_experts_are_evened_out_by_copies() -> None:
     assert table["balanced by load"] > table["balanced, 1 copied"] > table["balanced, 4 copied"] >= 1
     best = balanced(loads, 4)
     assert table["balanced, 4 copied"] == unevenness(rows, copied(loads, best, 4))
-    # By hand: expert 0 is more than a rank's even share, so that its owner is the fullest rank.
+    # Expert 0 exceeds a rank's even share, so its owner is the fullest rank.
     held = [sum(load for load, owner in zip(rows[0], best.owners[0], strict=True) if owner == r) for r in range(4)]
     assert unevenness(rows[:1], balanced(Loads((1,), 32, rows[:1]), 4)) == pytest.approx(max(held) * 4 / sum(rows[0]))

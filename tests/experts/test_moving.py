@@ -1,13 +1,13 @@
-"""Experts that come and go: the same bits as a cache that always had them, and no read that is not needed."""
+"""Changes of owned experts: bits equal those of a cache that always had them, without unneeded reads."""
 
-import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
+from tests.experts.accesses import RandomExperts
 
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_kernels.types.matrix import ExpertViews
 from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.cache import ExpertCache
@@ -19,24 +19,10 @@ MORE: Owned = ((0, 1, 2, 5), (0, 1, 2, 6), (0, 1, 2, 3, 4))
 OTHER: Owned = ((2, 6), (), (1, 3, 4))
 
 
-class Weights:
-    """Random experts, and a note of which were read."""
-
-    def __init__(self) -> None:
-        self.reads: list[tuple[int, int]] = []
-        generator = torch.Generator().manual_seed(5)
-        shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-        self.experts = {
-            key: tuple(torch.randn(shape, generator=generator) for shape in shapes)
-            for key in itertools.product(LAYERS, range(NUM_EXPERTS))
-        }
-
-    def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
-        self.reads.append((layer, expert))
-        out.copy_(*self.experts[layer, expert])
+Weights = partial(RandomExperts, LAYERS, range(NUM_EXPERTS), hidden=HIDDEN, intermediate=INTERMEDIATE)
 
 
-def make_cache(source: Weights, owned: Owned, num_slots: int) -> ExpertCache:
+def make_cache(source: RandomExperts, owned: Owned, num_slots: int) -> ExpertCache:
     cache = ExpertCache(
         backend=CpuBackend(page_size=16),
         source=source,
@@ -50,7 +36,7 @@ def make_cache(source: Weights, owned: Owned, num_slots: int) -> ExpertCache:
 
 
 def run(cache: ExpertCache, owned: Owned, seed: int) -> list[torch.Tensor]:
-    """Every layer once, with rows of decode and prompt; holes are zero."""
+    """Run every layer once, with decode and prompt rows. Holes are zero."""
     chance, out = random.Random(seed), []
     for layer, experts in zip(LAYERS, owned, strict=True):
         rows = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
@@ -67,7 +53,7 @@ def run(cache: ExpertCache, owned: Owned, seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_slots", [1, 4, 9])
 @pytest.mark.parametrize("room", [0, 2, 99])
-def test_the_bits_are_those_of_a_cache_that_always_had_them(num_slots: int, room: int) -> None:
+def test_bits_equal_a_cache_that_always_had_the_experts(num_slots: int, room: int) -> None:
     cache = make_cache(Weights(), HALF, num_slots)
     for step, owned in enumerate((HALF, MORE, OTHER, MORE, HALF)):
         cache.prepare(owned, room=room)
@@ -79,7 +65,7 @@ def test_the_bits_are_those_of_a_cache_that_always_had_them(num_slots: int, room
                 assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (step, seed)
 
 
-def test_only_what_came_is_read_and_before_it_is_adopted() -> None:
+def test_only_new_experts_are_read_before_adoption() -> None:
     source = Weights()
     cache = make_cache(source, HALF, 99)
     source.reads.clear()
@@ -90,13 +76,13 @@ def test_only_what_came_is_read_and_before_it_is_adopted() -> None:
     cache.adopt(MORE)
     assert cache.all_resident
     assert cache.num_slots == 13
-    # Given back: nothing is read for what stays.
+    # Going back reads nothing for experts that stay.
     cache.prepare(HALF)
     cache.adopt(HALF)
     assert (cache.num_slots, source.reads) == (9, [])
 
 
-def test_without_room_they_are_read_when_they_are_needed() -> None:
+def test_without_room_experts_are_read_on_demand() -> None:
     source = Weights()
     cache = make_cache(source, HALF, 99)
     source.reads.clear()
@@ -105,13 +91,13 @@ def test_without_room_they_are_read_when_they_are_needed() -> None:
     assert (cache.all_resident, cache.num_slots, source.reads) == (False, 10, [(1, 5)])
     run(cache, MORE, 0)
     assert (2, 6) in source.reads
-    # Then it holds few, and more room is of no use before all are its own again.
+    # It has few slots now, and more are useless before all experts are its own again.
     cache.prepare(MORE, room=99)
     cache.adopt(HALF)
     assert (cache.all_resident, cache.num_slots) == (True, 9)
 
 
-def test_what_was_prepared_for_another_placement_is_not_adopted() -> None:
+def test_preparation_for_another_placement_is_dropped() -> None:
     source = Weights()
     cache = make_cache(source, HALF, 99)
     cache.prepare(MORE, room=99)
@@ -123,7 +109,7 @@ def test_what_was_prepared_for_another_placement_is_not_adopted() -> None:
     run(cache, OTHER, 3)
 
 
-def test_rows_of_experts_that_stay_are_counted_on() -> None:
+def test_counts_of_remaining_experts_continue() -> None:
     cache = make_cache(Weights(), HALF, 99)
     run(cache, HALF, 1)
     before = cache.loads(0)
@@ -135,13 +121,13 @@ def test_rows_of_experts_that_stay_are_counted_on() -> None:
         assert after.rows[7 * layer : 7 * layer + 3] == before.rows[3 * layer : 3 * layer + 3]
 
 
-def test_residents_of_uneven_layers() -> None:
+def test_first_residents_of_uneven_layers() -> None:
     assert len(first_residents(LAYERS, OTHER, 3)) == 3
     assert set(first_residents(LAYERS, OTHER, 5)) == set(local_keys(LAYERS, OTHER))
     assert first_residents(LAYERS, HALF, 4) == [(1, 0), (1, 1), (2, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("owned", [((0, 1),), ((1, 0), (1,), ()), ((), (), ()), ((0, 0), (), ())])
-def test_experts_that_are_no_shard_are_refused(owned: Owned) -> None:
+def test_invalid_owned_experts_are_refused(owned: Owned) -> None:
     with pytest.raises(ValueError, match="are not a rank's experts of 3 layers"):
         of_layers(owned, 3)

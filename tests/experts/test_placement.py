@@ -1,4 +1,4 @@
-"""Shards of experts: contiguous, complete, larger first."""
+"""Shards of experts are contiguous, complete, and larger ones come first."""
 
 import pytest
 from hypothesis import given
@@ -26,6 +26,6 @@ def test_shards_cover_every_expert_once(num_experts: int, world_size: int) -> No
 
 
 @pytest.mark.parametrize("world_size", [0, -1])
-def test_no_rank_is_refused(world_size: int) -> None:
+def test_fewer_than_one_rank_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1 rank, got {world_size}"):
         partition(4, world_size)

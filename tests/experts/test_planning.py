@@ -1,4 +1,4 @@
-"""Placements by recorded needs: what they keep, what they better, what is predicted of them."""
+"""Placements from recorded needs: their invariants, improvements and predictions."""
 
 import random
 from pathlib import Path
@@ -26,7 +26,7 @@ ONE, FOUR = (Path(__file__).parent / "data" / name for name in ("demo-routing", 
 
 @st.composite
 def needed(draw: st.DrawFn) -> Needs:
-    """Two layers of up to 12 experts."""
+    """Return needs of two layers with up to 12 experts."""
     num_experts = draw(st.integers(2, 12))
     step = st.lists(st.integers(0, num_experts - 1), max_size=5).map(lambda ids: tuple(sorted(set(ids))))
     steps = draw(st.lists(st.tuples(step, step), min_size=2, max_size=12))
@@ -34,7 +34,7 @@ def needed(draw: st.DrawFn) -> Needs:
 
 
 def fullest_of(needs: Needs, placement: Placement) -> float:
-    """The same as `predict`, as one would count by hand."""
+    """Compute `predict` by counting."""
     total = 0
     for step in needs.steps:
         for experts, owners in zip(step, placement.owners, strict=True):
@@ -56,15 +56,15 @@ def test_all_placements_are_as_even_as_shards(needs: Needs, ranks: int, seed: in
 
 
 @given(needed(), st.integers(1, 3))
-def test_swaps_only_better_what_they_know(needs: Needs, ranks: int) -> None:
+def test_swaps_never_worsen_known_needs(needs: Needs, ranks: int) -> None:
     if ranks <= needs.num_experts:
         before, after = balanced(needs, ranks), together(needs, ranks)
         assert fullest_of(needs, after) <= fullest_of(needs, before)
-        assert after == together(needs, ranks), "the same needs have one placement"
+        assert after == together(needs, ranks), "the placement is deterministic"
 
 
-def test_what_is_needed_together_is_kept_apart() -> None:
-    """Pairs that always come together: contiguous shards have both on one rank, and loads say nothing."""
+def test_experts_needed_together_are_kept_apart() -> None:
+    """Pairs are always needed together. Contiguous shards have both on one rank, and loads do not show it."""
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
     needs = Needs((0,), 8, tuple((pair,) for pair in pairs * 3))
     shards = Placement.of_shards((0,), partition(8, 2))
@@ -72,19 +72,19 @@ def test_what_is_needed_together_is_kept_apart() -> None:
     assert predict("", needs, together(needs, 2)).fullest == 1
 
 
-def test_loads_are_dealt_to_the_emptiest() -> None:
+def test_loads_go_to_the_emptiest_rank() -> None:
     needs = Needs((0,), 4, tuple(((expert,),) for expert in (0, 0, 0, 0, 1, 1, 1, 2, 2, 3)))
     assert needs.loads() == ((4, 3, 2, 1),)
     assert balanced(needs, 2).owners == ((0, 1, 1, 0),)
 
 
-def test_copies_lie_elsewhere_and_bear_half_of_many_rows() -> None:
+def test_copies_are_on_other_ranks_and_take_half_of_many_rows() -> None:
     needs = Needs((0,), 4, (((0,),),) * 4)
     shards = Placement.of_shards((0,), partition(4, 2))
     both = copied(needs, shards, 1)
     assert both == Placement((0,), shards.owners, (((0, 1),),))
     assert (predict("", needs, shards).rows, predict("", needs, both).rows) == (2, 1)
-    # Of few rows the owner computes all.
+    # With few rows the owner computes all.
     assert predict("", needs, shards).fullest == predict("", needs, both).fullest == 1
     assert copied(needs, shards, 0) == shards
     with pytest.raises(ValueError, match="5 copies per layer of 4 experts"):
@@ -94,8 +94,8 @@ def test_copies_lie_elsewhere_and_bear_half_of_many_rows() -> None:
 
 
 @given(st.integers(2, 4), st.integers(0, 12), st.integers(0, 999))
-def test_copies_even_out_what_is_needed_unevenly(ranks: int, count: int, seed: int) -> None:
-    """Loads as of a trained model: a few experts are needed in nearly every step, most in few."""
+def test_copies_balance_uneven_needs(ranks: int, count: int, seed: int) -> None:
+    """Loads resemble a trained model: a few experts are needed in nearly every step, most in few steps."""
     chance = random.Random(seed)
     shares = [1 / (1 + expert) for expert in range(12)]
     chance.shuffle(shares)
@@ -109,11 +109,11 @@ def test_copies_even_out_what_is_needed_unevenly(ranks: int, count: int, seed: i
     assert found.fullest == before.fullest
     assert found.rows <= before.rows
     counts = [sum(rank == each for _, rank in placement.copies_of(0)) for each in range(ranks)]
-    assert max(counts) <= -(-count // ranks), "memory stays as even"
+    assert max(counts) <= -(-count // ranks), "memory stays balanced"
 
 
-def test_what_copies_gain() -> None:
-    """The hottest experts (by Zipf) all on one of eight ranks, and as many copies elsewhere: half of it stays."""
+def test_gain_of_copies() -> None:
+    """The hottest experts (by Zipf) are all on one of eight ranks. As many copies elsewhere halve its rows."""
     chance = random.Random(3)
     shares = [min(1.0, 4 / (1 + expert)) for expert in range(64)]
     steps = tuple((tuple(e for e in range(64) if chance.random() < shares[e]),) for _ in range(200))
@@ -125,15 +125,15 @@ def test_what_copies_gain() -> None:
 
 
 @pytest.mark.parametrize(("trace", "share"), [(ONE, 0.70), (FOUR, 0.87)])
-def test_of_the_demo_model_it_holds_for_steps_to_come(trace: Path, share: float) -> None:
-    """0.68 and 0.86 of contiguous shards on the fullest of four ranks, by needs of the first half alone."""
+def test_plan_of_the_demo_model_holds_for_later_steps(trace: Path, share: float) -> None:
+    """The fullest of four ranks has 0.68 and 0.86 of contiguous shards' needs, planned from the first half alone."""
     found = {each.name: each for each in compare(read_needs(trace), 4)}
     assert found["kept apart"].fullest < share * found["contiguous (linear)"].fullest
     assert found["kept apart"].fullest < 0.96 * found["balanced by load"].fullest
-    assert len({each.mean for each in found.values()}) == 1, "where experts lie changes nothing of what is needed"
+    assert len({each.mean for each in found.values()}) == 1, "the placement does not change the needs"
 
 
-def test_several_ranks_are_one_need(tmp_path: Path) -> None:
+def test_traces_of_several_ranks_are_joined(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for rank, shard in enumerate(partition(6, 2)):
         header = TraceHeader(
@@ -155,7 +155,7 @@ def test_several_ranks_are_one_need(tmp_path: Path) -> None:
     assert read_needs(path) == Needs((1, 3), 6, (((0, 5), (2, 3)),) * 2)
 
 
-def test_prompts_alone_say_nothing(tmp_path: Path) -> None:
+def test_trace_without_decode_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     header = TraceHeader(
         rank=0, world_size=1, layers=(0,), experts_start=0, experts_stop=4, top_k=1, num_slots=4, policy="lru"
@@ -166,7 +166,7 @@ def test_prompts_alone_say_nothing(tmp_path: Path) -> None:
         read_needs(path)
 
 
-def test_the_table_has_bytes_where_they_are_known() -> None:
+def test_table_has_bytes_if_they_are_known() -> None:
     chance = random.Random(5)
     steps = tuple((tuple(sorted(chance.sample(range(8), 3))),) for _ in range(40))
     predictions = compare(Needs((0,), 8, steps), 2, num_copies=(1,))

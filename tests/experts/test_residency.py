@@ -1,4 +1,4 @@
-"""The rules that hold for every residency policy, and LRU against an independent model."""
+"""Rules that every residency policy keeps, and LRU against an independent model."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from moeyard_worker.experts.policy import Counters, ExpertKey, Placed
 
 
 class Slots:
-    """What lies in each slot, followed from the outside, with every promise of `RankedPolicy.access` checked."""
+    """A model of the slots that checks every promise of `RankedPolicy.access`."""
 
     def __init__(self, resident: Sequence[ExpertKey]) -> None:
         self.size = len(resident)
@@ -27,7 +27,7 @@ class Slots:
         )
         assert all(waves)
         kinds = [p.kind for p in placed]
-        assert kinds == sorted(kinds), "a prompt's expert comes before one of a decode row"
+        assert kinds == sorted(kinds), "decode experts come first"
         decoding = [wave for wave in waves if wave[0].kind == "decode"]
         assert len(decoding) <= max_waves(len(decode), self.size)
         found = {p.expert for p in placed if p.kind == "decode" and p.hit is not None}
@@ -37,7 +37,7 @@ class Slots:
             assert len({p.slot for p in wave}) == len(wave), "a slot is assigned twice in a wave"
             assert len({p.kind for p in wave}) == 1
             hits = [p.hit is not None for p in wave]
-            assert hits == sorted(hits, reverse=True), "a miss stands before a hit"
+            assert hits == sorted(hits, reverse=True), "a miss comes before a hit"
             for p in wave:
                 self._follow(p, layer, {(layer, q.expert) for q in wave})
 
@@ -74,8 +74,8 @@ def test_every_policy_keeps_the_wave_rules(name: str, slots: int, streams: int, 
 
 
 @given(num_slots, needs())
-def test_lru_is_an_ordered_dict(slots: int, accesses: list[Need]) -> None:
-    """Waves are cut elsewhere, but whose slots are taken is what one list by recency says."""
+def test_lru_equals_an_ordered_dict(slots: int, accesses: list[Need]) -> None:
+    """The waves may differ, but the evicted experts are those of one list by recency."""
     policy = small("lru", slots)
     recent: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(sorted(policy.resident))
     for layer, decode, prefill in accesses:
@@ -94,7 +94,7 @@ def test_lru_is_an_ordered_dict(slots: int, accesses: list[Need]) -> None:
 
 
 @given(st.sampled_from(sorted(POLICIES)), needs())
-def test_settled_says_where_hits_are_found_while_nothing_is_evicted(name: str, accesses: list[Need]) -> None:
+def test_settled_is_the_segment_of_hits_without_evictions(name: str, accesses: list[Need]) -> None:
     policy = small(name, NUM_LAYERS * NUM_EXPERTS)
     used: set[ExpertKey] = set()
     for layer, decode, prefill in accesses:
@@ -113,7 +113,7 @@ def test_waves_of_a_single_slot() -> None:
         policy.validate()
 
 
-def test_a_hit_is_computed_before_misses_may_take_its_slot() -> None:
+def test_hits_run_before_misses_take_their_slots() -> None:
     for name in POLICIES:
         policy = small(name, 4, num_layers=1, num_experts=9)
         waves = policy.access(0, [0, 1, 4, 5, 6, 7], [])
@@ -122,19 +122,19 @@ def test_a_hit_is_computed_before_misses_may_take_its_slot() -> None:
         assert [p.evicted for p in waves[2]] == [(0, 0), (0, 1)]
 
 
-def test_prompts_take_nothing_from_decode() -> None:
+def test_prompts_evict_no_decode_expert() -> None:
     for name in POLICIES:
         policy = start_policy(name, layers=range(3), experts=range(7), num_slots=5, num_streams=2)
         policy.access(1, [3, 4], [])
         before = policy.resident
         waves = policy.access(1, [], list(range(7)))
-        # First what is resident, then the others through two slots beyond the policy's.
+        # Resident experts come first, then the others through two slots beyond the policy's.
         assert [[p.expert for p in wave] for wave in waves] == [[0, 1, 3, 4], [2, 5], [6]]
         assert [[p.slot for p in wave] for wave in waves[1:]] == [[5, 6], [5]]
         assert policy.resident == before
 
 
-def test_a_cache_starts_full() -> None:
+def test_cache_starts_full() -> None:
     for name in POLICIES:
         policy = start_policy(name, layers=[3, 5], experts=range(4, 7), num_slots=9)
         assert policy.num_slots == 6
@@ -156,7 +156,7 @@ def test_unknown_policies_and_empty_caches_are_refused() -> None:
 def test_counters_count_each_expert_once() -> None:
     policy, counters = small("slru", 2, num_layers=2), Counters()
     assert counters.hit_rate is None
-    # The slots begin with (0, 0) and (1, 0).
+    # The slots start with (0, 0) and (1, 0).
     for layer, decode, prefill in [(0, [1], [2]), (0, [1], [1, 3]), (1, [0], [])]:
         for wave in policy.access(layer, decode, [e for e in prefill if e not in decode]):
             counters.count(wave)

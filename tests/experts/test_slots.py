@@ -1,4 +1,4 @@
-"""From the user's wish to a number of slots."""
+"""The number of slots from the user's flags."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_slots_memory_and_auto() -> None:
     assert resolve(memory=59 * MIB) == 17
     assert resolve(memory=60 * MIB) == 20
     assert resolve(memory=90 * MIB) == 20
-    # As many as there are experts need no others.
+    # With slots for all experts no stream slots are needed.
     assert resolve(slots=20, available=60 * MIB) == 20
     assert resolve(slots=18, available=60 * MIB) == 18
 

@@ -1,4 +1,4 @@
-"""The default policy against a model of its rules, and what its rules are for."""
+"""The default policy against a model of its rules, and the purpose of the rules."""
 
 import math
 import random
@@ -29,13 +29,13 @@ class Entry:
 
 
 class PlainSlru:
-    """The default policy by its rules alone: one flat list, whole histories, every choice a search."""
+    """The default policy by its rules alone: one flat list, whole histories, every choice by search."""
 
     def __init__(self, resident: Sequence[ExpertKey]) -> None:
         self.entries = [Entry(key, slot) for slot, key in enumerate(resident)]
         self.half = max(1, len(resident) // 2)
         self.step, self.layer, self.visits = 0, -1, 0
-        self.uses: dict[ExpertKey, list[int]] = {}  # the steps in which a decode row needed it
+        self.uses: dict[ExpertKey, list[int]] = {}  # steps in which a decode row needed it
         self.visit: dict[int, tuple[int, list[int]]] = {}  # number and needs of the layer's last visit by decode rows
 
     def access(self, layer: int, decode: list[int]) -> list[list[Placed]]:
@@ -68,7 +68,7 @@ class PlainSlru:
 
     def order(self, entry: Entry) -> tuple[bool, float, int, ExpertKey]:
         layer, expert = entry.key
-        # The same arithmetic as the policy's, or equal sums would be ordered by what rounding leaves.
+        # The arithmetic is that of the policy, or rounding would order equal sums differently.
         uses = 0
         for step in self.uses.get(entry.key, []):
             uses = add_use(now_at(step), uses)
@@ -103,8 +103,8 @@ def compare_with_model(policy: RankedPolicy, accesses: list[Need]) -> None:
     policy.validate()
 
 
-def test_the_integers_are_decayed_sums() -> None:
-    """To a hundredth of a power of 2, whatever the history."""
+def test_integer_scores_are_decayed_sums() -> None:
+    """For any history the error is below a hundredth of a power of 2."""
     rng = random.Random(3)
     for _ in range(50):
         steps = sorted(rng.sample(range(400), rng.randint(1, 60)))
@@ -126,7 +126,7 @@ def decode_hit_rate(policy: RankedPolicy, accesses: Sequence[Need]) -> float:
 
 
 def passes(rng: random.Random, *, num_passes: int, num_needed: int) -> list[Need]:
-    """Steps through 6 layers of 32 experts, of which low ids are needed more often."""
+    """Return accesses over 6 layers of 32 experts, where low ids are needed more often."""
     accesses: list[Need] = []
     for step in range(num_passes * 6):
         used: set[int] = set()
@@ -138,21 +138,21 @@ def passes(rng: random.Random, *, num_passes: int, num_needed: int) -> list[Need
 
 @pytest.mark.parametrize(("slots", "num_needed"), [(8, 4), (16, 4), (8, 12), (16, 12), (48, 12)])
 def test_fewer_slots_than_a_step_needs_still_hit(slots: int, num_needed: int) -> None:
-    """Recency alone evicts every expert before its layer comes round again, and so does a probation in its order."""
+    """Recency alone evicts every expert before its layer runs again, and so would a probation segment by recency."""
     assert slots < 6 * num_needed
     accesses = passes(random.Random(slots), num_passes=60, num_needed=num_needed)
     rates = {name: decode_hit_rate(small(name, slots, num_layers=6, num_experts=32), accesses) for name in POLICIES}
     assert rates["lru"] < 0.01
-    # Experts held at random would be hit as often as they are resident; some slots serve the running layer.
+    # The hit rate of random residents is their share of all experts. Some slots serve the running layer.
     assert rates["slru"] > 0.7 * slots / (6 * 32)
 
 
 @pytest.mark.parametrize("slots", [8, 16])
-def test_a_loop_hits_what_stays(slots: int) -> None:
-    """24 experts in turn, again and again: all slots but those of the running layer can hit, and by recency none."""
+def test_loop_hits_resident_experts(slots: int) -> None:
+    """24 experts repeat in turn. All slots except those of the running layer can hit, but none by recency."""
     accesses: list[Need] = [(step % 6, [0, 1, 2, 3], []) for step in range(6 * 150)]
     rates = {name: decode_hit_rate(small(name, slots, num_layers=6, num_experts=32), accesses) for name in POLICIES}
-    # Of what slots start with, one or two each of the first pass.
+    # In the first pass one or two of the initial experts hit.
     assert rates["lru"] < 0.002
     assert rates["slru"] > (slots - 4) / 24
 
@@ -161,11 +161,11 @@ def test_the_last_visit_outranks_counts_and_counts_outrank_recency() -> None:
     policy = small("slru", 6, num_layers=1, num_experts=20)
     for decode in ([0], [0], [0], [1], [2]):
         policy.access(0, decode, [])
-    # 0 was needed three times, 1 once since, 2 at the last visit; 3, 4 and 5 never.
+    # 0 was needed three times, 1 once after that, 2 at the last visit, and 3, 4 and 5 never.
     for expert, evicted in [(6, 3), (7, 4), (8, 5), (9, 1), (10, 2), (11, 6), (12, 7)]:
         [[miss]] = policy.access(0, [expert], [])
         assert miss.evicted == (0, evicted), expert
-    # Counts decay: when HALF_LIFE x log2(3) steps have gone by, three old uses are worth less than a new one.
+    # Counts decay: after HALF_LIFE x log2(3) steps three old uses are worth less than a new one.
     for _ in range(2 * HALF_LIFE):
         policy.access(0, [12], [])
     for expert in (13, 14, 15, 16, 17):
@@ -174,19 +174,19 @@ def test_the_last_visit_outranks_counts_and_counts_outrank_recency() -> None:
     assert (0, 12) in policy.resident
 
 
-def test_what_a_layer_used_last_stays_until_it_comes_again() -> None:
-    """Of what all layers needed at their last visits, with equal counts, the layer visited last gives way."""
+def test_experts_of_the_last_visit_stay_until_the_next() -> None:
+    """If counts are equal, the experts of the layer that was visited last are evicted."""
     policy = small("slru", 8, num_layers=4, num_experts=9)
     for layer in range(4):
         policy.access(layer, [0, 1], [])
     [[first, second]] = policy.access(0, [5, 6], [])
-    # 0 and 1 of layer 0 itself are needed no more and go first.
+    # Experts 0 and 1 of layer 0 are no longer needed, so they go first.
     assert [first.evicted, second.evicted] == [(0, 0), (0, 1)]
     [[*_, miss]] = policy.access(1, [0, 1, 5], [])
     assert miss.evicted == (0, 5)
 
 
-def test_misses_of_a_wave_leave_half_of_the_slots_alone() -> None:
+def test_misses_of_a_wave_keep_half_of_the_slots() -> None:
     policy = small("slru", 8, num_layers=2, num_experts=10)
     policy.access(0, list(range(8)), [])
     waves = policy.access(1, list(range(10)), [])
@@ -194,7 +194,7 @@ def test_misses_of_a_wave_leave_half_of_the_slots_alone() -> None:
     assert len(hits_of(policy, 0, list(range(8)))) >= 4 - 2
 
 
-def test_the_decode_hot_set_survives_a_scan_of_decode_misses() -> None:
+def test_decode_hot_set_survives_a_scan() -> None:
     slru, lru = (small(name, 10, num_layers=2, num_experts=30) for name in ("slru", "lru"))
     for policy in (slru, lru):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Recording what the engine needed and replaying it: the simulator counts exactly what the engine counted."""
+"""Recording the engine's needs and replaying them: the simulator counts exactly what the engine counted."""
 
 import itertools
 import os
@@ -47,17 +47,17 @@ def header(*, rank: int = 0, world_size: int = 1, num_slots: int = 4, policy: st
     )
 
 
-def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertCache:
-    generator = torch.Generator().manual_seed(made.num_slots + made.rank)
-    with RoutingRecorder(path, made) as recorder:
+def run_engine(path: Path, trace_header: TraceHeader, *, num_steps: int = 60) -> ExpertCache:
+    generator = torch.Generator().manual_seed(trace_header.num_slots + trace_header.rank)
+    with RoutingRecorder(path, trace_header) as recorder:
         cache = ExpertCache(
             backend=CpuBackend(page_size=16),
             source=Zeros(),
             layers=LAYERS,
             experts=EXPERTS,
             form=plain_expert(hidden=SIZE, intermediate=SIZE, dtype="float32"),
-            num_slots=made.num_slots,
-            policy=made.policy,
+            num_slots=trace_header.num_slots,
+            policy=trace_header.policy,
             recorder=recorder,
         )
         cache.preload()
@@ -66,7 +66,7 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
             for layer in LAYERS:
                 counts = torch.randint(-3, 4, (len(EXPERTS),), generator=generator).clamp(min=0)
                 decodes = counts * torch.randint(0, 2, counts.shape, generator=generator)
-                # A row per pair, the other a hole; an expert's first rows are decode rows.
+                # Each row has one pair and one hole. The first rows of an expert are decode rows.
                 local = torch.arange(len(EXPERTS)).repeat_interleave(counts)
                 nth = torch.cat([torch.arange(count) for count in counts.tolist()])
                 dispatched = Dispatched(
@@ -83,7 +83,7 @@ def run_engine(path: Path, made: TraceHeader, *, num_steps: int = 60) -> ExpertC
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_slots", [1, 3, 9, 17, 18, 99])
-def test_simulated_counters_are_the_engines(tmp_path: Path, policy: str, num_slots: int) -> None:
+def test_simulated_counters_equal_the_engines(tmp_path: Path, policy: str, num_slots: int) -> None:
     path = tmp_path / "trace"
     caches = [
         run_engine(path, header(rank=rank, world_size=2, num_slots=num_slots, policy=policy)) for rank in range(2)
@@ -98,7 +98,7 @@ def test_simulated_counters_are_the_engines(tmp_path: Path, policy: str, num_slo
     assert format_table(result, best).count("\n") == 4
 
 
-def test_a_trace_is_a_stream_of_plain_msgpack(tmp_path: Path) -> None:
+def test_trace_is_a_stream_of_plain_msgpack(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     with RoutingRecorder(path, header()) as recorder:
         recorder.record(step=7, layer=2, decode=[4, 9], prefill=[5])
@@ -118,8 +118,8 @@ def test_a_trace_is_a_stream_of_plain_msgpack(tmp_path: Path) -> None:
     assert list(trace) == list(trace) == [Access(7, 2, (4, 9), (5,)), Access(8, 0, (), (6,))]
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a process that may write files of so many bytes, which is how Linux lets one try it without a disk."""
+def test_full_disk_ends_only_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file-size limit of the process acts like a full disk."""
     path, step = tmp_path / "trace", 0
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     recorder = RoutingRecorder(path, header())
@@ -136,20 +136,20 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: File too large; recording of routing ends here, serving goes on"
     ]
-    # What is there ends with a whole step.
+    # The recorded file ends with a whole step.
     [trace] = read_trace(path)
     accesses = list(trace)
     assert accesses == [Access(i + 1, layer, (4, 9), (5,)) for i in range(step - 2) for layer in LAYERS]
     assert len(accesses) > 50
 
 
-def test_a_disk_without_any_room(tmp_path: Path) -> None:
+def test_disk_without_space_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         RoutingRecorder(tmp_path / "full", header())
 
 
-def test_a_killed_worker_loses_only_its_last_step(tmp_path: Path) -> None:
+def test_killed_worker_loses_only_its_last_step(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     recorder = RoutingRecorder(path, header())
     for layer in LAYERS:
@@ -165,7 +165,7 @@ def test_a_killed_worker_loses_only_its_last_step(tmp_path: Path) -> None:
     assert [access.step for access in read_trace(path)[0]] == [1, 1, 1, 2]
 
 
-def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
+def test_invalid_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     with pytest.raises(FileNotFoundError):
         read_trace(path)
@@ -197,7 +197,7 @@ def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_simulating_with_too_few_slots_is_refused(tmp_path: Path) -> None:
+def test_simulation_with_too_few_slots_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     RoutingRecorder(path, header()).close()
     with pytest.raises(ValueError, match="at least 1 slot"):
@@ -210,9 +210,9 @@ def test_simulating_with_too_few_slots_is_refused(tmp_path: Path) -> None:
 
 
 def best_by_search(accesses: list[Access], slots: int) -> int:
-    """Most hits over every sequence of resident sets, each out of what was resident or needed before.
+    """Return the most hits over all sequences of resident sets, each taken from residents and needs before.
 
-    Starts as caches do, here with the first expert of as many layers as there are slots.
+    Like a cache it starts with the first expert of as many layers as there are slots.
     """
     reachable = {frozenset((layer, EXPERTS.start) for layer in LAYERS[:slots]): 0}
     for access in accesses:
@@ -231,7 +231,7 @@ def best_by_search(accesses: list[Access], slots: int) -> int:
     st.lists(st.sets(st.integers(4, 8), min_size=1, max_size=3), min_size=1, max_size=9),
     st.integers(1, 3),
 )
-def test_belady_equals_a_search_of_all_choices(
+def test_belady_equals_an_exhaustive_search(
     tmp_path_factory: pytest.TempPathFactory, needed: list[set[int]], slots: int
 ) -> None:
     path = tmp_path_factory.mktemp("belady") / "trace"
@@ -244,7 +244,7 @@ def test_belady_equals_a_search_of_all_choices(
     assert best.num_hits + best.num_misses == sum(map(len, needed))
 
 
-def test_simulating_loads_no_torch() -> None:
+def test_simulation_loads_no_torch() -> None:
     code = "import sys, moeyard_worker.experts.offline.sim; sys.exit('torch' in sys.modules)"
     packages = [str(Path(package.__file__ or "").parents[1]) for package in (moeyard_worker, moeyard_kernels)]
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(packages)})

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
-from tests.engine.test_speculation import DEMO
+from tests.checkpoints import DEMO, MLA, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 # family, fields of its config, options of the rank
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gqa": ("qwen3_moe", {}, {}),

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import MLA, make_checkpoint
 from tests.rank import Rank
 
 from moeyard_worker.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "kimi_linear": MLA}
 
 

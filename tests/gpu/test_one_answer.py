@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import WIDE, make_checkpoint
-from tests.e2e.conftest import DEMO
+from tests.checkpoints import DEMO, MLA, WIDE, make_checkpoint
 from tests.e2e.test_one_answer import (
     KEPT,
     MORE_PAGES,
@@ -38,7 +37,6 @@ pytestmark = pytest.mark.gpu
 
 # Positions per page, pages. Scarce pages are small, so that requests outgrow theirs.
 PAGES = {"ample": (64, 64), "scarce": (16, 10)}
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("deepseek_v3", MLA),
     "mla_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),

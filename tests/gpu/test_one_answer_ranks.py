@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
-from tests.e2e.conftest import DEMO
+from tests.checkpoints import DEMO, make_checkpoint
 from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
 from tests.gpu.test_one_answer import MODELS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO, MLA, make_checkpoint
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
@@ -24,8 +24,6 @@ from moeyard_worker.scheduling.step import Chunk, Step
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-DEMO = Path(__file__).resolve().parents[2] / "deploy/demo"
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": MLA,
     "kimi_k2": {**MLA, "n_group": 1, "topk_group": 1},

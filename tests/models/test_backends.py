@@ -1,7 +1,7 @@
-"""The GPU's backend computes what the CPU's does, through the kernels on a GPU and through their oracles without one.
+"""The CUDA backend computes what the CPU backend does, through kernels on a GPU and through their references otherwise.
 
-Every family and the configurations that take another path through a layer; prompts in chunks, decode rows beside them,
-several rows of one sequence. In fp32 the two agree as far as sums of another order may.
+Cases are all families, and configurations that take another path through a layer. Steps have prompts in chunks, decode
+rows, and several rows of one sequence. In fp32 both backends agree up to the order of sums.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import MLA, VOCAB_SIZE, make_checkpoint
 from tests.models.test_families import relative
 
 from moeyard_kernels.cpu.backend import CpuBackend
@@ -43,10 +43,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True},
     ),
 }
-# Kernels want widths that are powers of two from 16 on.
+# Kernels need widths that are powers of two from 16 on.
 WIDTHS = {
-    "deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
-    "deepseek_v2": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    "deepseek_v3": MLA,
+    "deepseek_v2": MLA,
 }
 NUM_PAGES = 40
 LENGTHS = (70, 33, 50, 41)
@@ -69,7 +69,7 @@ def prompt(length: int, seed: int = 5) -> list[int]:
 
 
 def chunk(which: int, start: int, end: int, *, is_prompt: bool, num_sampled: int = 1) -> Chunk:
-    """Of one of four sequences, each on pages of its own."""
+    """Return a chunk of one of four sequences, each with its own pages."""
     tokens, pages = tuple(prompt(LENGTHS[which], which)[start:end]), tuple(range(10 * which, 10 * which + 5))
     return Chunk(key=(b"", ""), start=start, token_ids=tokens, pages=pages, prompt=is_prompt, num_sampled=num_sampled)
 
@@ -81,7 +81,7 @@ def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
 
 
 def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
-    """Two prompts, of which one is in its middle, a single decode row, and three rows of one sequence."""
+    """Two prompts, one of them continued, a single decode row, and three rows of one sequence."""
     results = []
     for runner in runners:
         first = Step(prefill=(chunk(0, 0, 30, is_prompt=True), chunk(2, 0, 49, is_prompt=True)))
@@ -95,8 +95,8 @@ def test_prompts_beside_decode_rows(runners: tuple[Runner, Runner]) -> None:
     assert relative(*results) < 1e-4
 
 
-def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
-    """In blocks of one size, as a GPU's steps have them, beside a prompt that nobody asks about."""
+def test_prompt_scores(runners: tuple[Runner, Runner]) -> None:
+    """Scores come in blocks of one size, as in a GPU's steps, beside a prompt without scores."""
     ids, other = prompt(90), prompt(20, 6)
     scoring = Scoring(first=3, targets=tuple(ids[4:]), num_top=2)
     pages = (tuple(range(6)), tuple(range(10, 12)))
@@ -118,14 +118,14 @@ def test_scores_of_a_prompt(runners: tuple[Runner, Runner]) -> None:
     assert all(len(entry.top) == 2 for scores in found for entry in scores)
 
 
-def test_an_empty_step(runners: tuple[Runner, Runner]) -> None:
+def test_empty_step(runners: tuple[Runner, Runner]) -> None:
     assert runners[0].forward(Step.empty()).shape == (0, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["fp32 logits", "bf16 logits"])
 @pytest.mark.parametrize("num_experts", [12, 7])
-def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype: torch.dtype) -> None:
-    """Its logit is one more of the router's product on a GPU, and changes nothing of the choice."""
+def test_gate_of_a_shared_expert(num_experts: int, weight_dtype: torch.dtype) -> None:
+    """On a GPU the router's product includes the shared expert's logit, and the chosen experts stay the same."""
     weight = torch.randn(num_experts, 64).bfloat16().to(weight_dtype)
     shared, x = torch.randn(1, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     rule = GateRule(top_k=3, scoring="softmax", renormalize=True)
@@ -143,17 +143,17 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
         found_beside, alone = (gate.choose(on[2], plan, defer=True) for gate in gates)
         weights, ids, logits = found_beside.weights, found_beside.ids, found_beside.shared_gate
         assert torch.equal(ids, alone.ids)
-        # A CPU's product may sum a row of 16 logits otherwise than one of 7, which are what a GPU's oracle makes.
+        # A CPU may sum a row of 16 logits in another order than one of 7. A GPU's reference computes 16.
         padded = isinstance(backend, CudaBackend) and DEVICE.type == "cpu"
         exact = {"rtol": 1e-6, "atol": 1e-7} if padded else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(weights, alone.weights, **exact)
         assert alone.shared_gate is None
-        assert found_beside.deferred is alone.deferred is None, "there are several rows"
+        assert found_beside.deferred is alone.deferred is None, "several rows defer no choice"
         assert logits is not None
         assert logits.shape == (5,)
         found[backend] = weights.cpu(), ids.cpu(), logits.float().cpu()
         if backend.choices is not None:
-            # What lies behind the experts' logits is none of them, and row 1 is padding.
+            # The logits after the experts' own belong to no expert, and row 1 is padding.
             rows = torch.bincount(ids[[0, 2, 3, 4]].flatten().cpu(), minlength=num_experts).tolist()
             while (counted := backend.choices.read()) is None:
                 torch.cuda.synchronize()
@@ -168,7 +168,7 @@ def test_a_shared_experts_gate_beside_the_choice(num_experts: int, weight_dtype:
 
 
 def test_attention_without_a_rotation() -> None:
-    """As layers without positions want it: the values are those of any rotation at position 0."""
+    """Layers without positions give the same values as any rotation at position 0."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25, "window": None, "eps": 1e-6}
     step = Step(prefill=(Chunk(key=(b"", ""), start=0, token_ids=(0,) * 9, pages=(0,), prompt=True, num_sampled=1),))
     qkv = torch.randn(9, 8 * 16, generator=torch.Generator().manual_seed(1))
@@ -184,8 +184,8 @@ def test_attention_without_a_rotation() -> None:
     assert relative(*results) < 1e-5
 
 
-def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner]) -> None:
-    """Three decode rows in a step of five: one token known to the host, two that the step before chose."""
+def test_captured_decode_step_equals_a_plan(runners: tuple[Runner, Runner]) -> None:
+    """Three decode rows in a step of five: the host knows one token, and the step before chose two."""
     runner = runners[0]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
@@ -207,12 +207,12 @@ def test_captured_inputs_give_the_bits_of_a_plan(runners: tuple[Runner, Runner])
         got = runner.model.forward(inputs)
     rows = torch.cat((wanted[:3], wanted[:1], wanted[:1])).cpu()
     assert relative(got, rows) < 1e-5
-    # The oracles' products may see how many rows there are, the kernels' do not: padding repeats the first row.
+    # A reference's sums may depend on the number of rows. A kernel's do not, and padding repeats the first row.
     assert DEVICE.type == "cpu" or torch.equal(got.cpu(), rows)
 
 
-def test_a_padded_step_of_prompts_gives_the_bits_of_a_plan(runners: tuple[Runner, Runner]) -> None:
-    """A prompt in its middle, one whole, two that are not sampled, beside decode rows or not, in a larger step."""
+def test_padded_prompt_step_equals_a_plan(runners: tuple[Runner, Runner]) -> None:
+    """A continued prompt, a whole one, two without samples, with or without decode rows, in a larger step."""
     runner = runners[0]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
@@ -251,7 +251,7 @@ def test_a_padded_step_of_prompts_gives_the_bits_of_a_plan(runners: tuple[Runner
         assert DEVICE.type == "cpu" or torch.equal(got[:count], wanted[:count])
 
 
-def test_what_no_captured_step_holds() -> None:
+def test_steps_that_do_not_fit_a_size() -> None:
     decode = Chunk(key=(b"", ""), start=3, token_ids=(1,), pages=(0,), prompt=False, num_sampled=1)
     several = replace(decode, token_ids=(1, 2))
     longer = replace(decode, prompt=True, start=100, token_ids=(1,) * 29)
@@ -267,11 +267,11 @@ def test_what_no_captured_step_holds() -> None:
         assert not replace(fits, **less).holds(size), less
     only = StepSize.of(Step(decode=(decode,)))
     assert only is not None
-    assert not fits.holds(only), "decode rows do not pay for a prompt's"
+    assert not fits.holds(only), "decode rows do not use a prompt's step"
 
 
-def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
-    """Of each chunk the last tile may be one row."""
+def test_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
+    """The last tile of each chunk may have one row."""
     lengths = (129, 1, 257)
     chunks = tuple(
         Chunk(
@@ -291,7 +291,7 @@ def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
     assert plan.num_full_tiles == 4
     for some, tiles in (
         (chunks, [[2, 256], [0, 128], [2, 128], [0, 0], [1, 0], [2, 0]]),
-        # The fourth chunk is none.
+        # There is no fourth chunk.
         (chunks[:2], [[0, 128], [0, 0], [1, 0], [3, 0], [3, 0], [3, 0]]),
     ):
         inputs.fill(Step(prefill=some))
@@ -302,7 +302,7 @@ def test_a_captured_step_has_room_for_the_tiles_of_any_chunks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_residency_changes_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Prompts in chunks, decode rows alone and beside prompts, with every expert in a slot, a quarter, and one."""
+    """Prompts in chunks, and decode rows alone and with prompts, with all experts in slots, a quarter, and one."""
     directory = make_checkpoint(tmp_path, family, dtype=dtype, **WIDTHS.get(family, {}))
     config = load_model_config(directory)
     total = config.num_experts * len(config.moe_layers)

@@ -1,4 +1,4 @@
-"""Loading: every key accounted for, broken files named, experts read only where asked for, memory bounded."""
+"""Loading accounts for every key, names broken files, reads only the rank's experts, and bounds memory."""
 
 import json
 import struct
@@ -55,7 +55,7 @@ def test_dense_values(tmp_path: Path, dtype: torch.dtype, served: torch.dtype, s
         wanted = torch.float32 if weight.fp32 else served
         rows = [stored[part.key].to(wanted).flatten() for part in weight.parts]
         missing = torch.zeros(loaded.numel() - sum(map(len, rows)), dtype=wanted)
-        # Only the bias of the undivided query projection is absent, and it comes first.
+        # Only the bias of the full query projection is absent, and it comes first.
         assert torch.equal(plain.flatten(), torch.cat([missing, *rows])), weight
         assert (missing.numel() > 0) == (
             "bias" in weight.parts[0].key and len(weight.shape) == 1 and weight.shape[0] == 136
@@ -89,12 +89,12 @@ def expert_of(weights: CheckpointWeights, layer: int, expert: int) -> tuple[torc
 
 
 def open_files(directory: Path) -> set[Path]:
-    """Files under `directory` that this process holds open."""
+    """Return the files under `directory` that this process holds open."""
     links = (str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
     return {Path(name) for name in links if name.startswith(f"{directory}/")}
 
 
-def test_a_rank_touches_only_its_experts(tmp_path: Path) -> None:
+def test_rank_opens_only_files_of_its_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", max_shard_size="30KB", num_experts=6)
     checkpoint = check(tmp_path)
     owned = partition(6, 4)[0]
@@ -160,7 +160,7 @@ def test_known_extras_are_skipped_and_named(tmp_path: Path) -> None:
         "lm_head.weight": torch.zeros(272, 64),
     }
     edit_tensors(tmp_path, add=extras)
-    # The config counts no such layer yet.
+    # The config does not count this layer yet.
     assert "unexpected tensor model.layers.3." in refused(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)
     checkpoint = check(tmp_path)
@@ -298,7 +298,7 @@ print(status("VmHWM") - before)
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_peak_memory(tmp_path: Path, served: str) -> None:
-    """Loading takes what is kept, one parameter while it is packed and one scratch block."""
+    """The peak is the loaded weights, one parameter while it is packed, and one scratch block."""
     make_checkpoint(
         tmp_path,
         "qwen3_moe",

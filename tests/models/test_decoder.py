@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import MLA, make_checkpoint
 from tests.rank import Rank
 
 from moeyard_worker.protocol import SamplingParams
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-
 
 @pytest.mark.parametrize(
     ("family", "fields", "kinds"),
-    # Of Kimi-Linear here the first and the last attend alike, and the first has no experts.
+    # In this Kimi-Linear the first and last layer have the same attention, and the first has no experts.
     [("kimi_linear", MLA, [0, 1, 2]), ("qwen3_5_moe", {}, [0, 1]), ("deepseek_v3", {}, [0, 1]), ("qwen3_moe", {}, [0])],
 )
 def test_one_layer_of_each_kind(
@@ -37,5 +35,5 @@ def test_one_layer_of_each_kind(
         assert sorted(set(ran)) == kinds
         ran.clear()
         rank.run(asked)
-        # Prompt and output.
+        # Prefill and decode.
         assert ran == [0, 1, 2, 0, 1, 2]

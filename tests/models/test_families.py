@@ -1,4 +1,4 @@
-"""Every family and its odd configurations against transformers: logits of every prompt position, 64 greedy tokens."""
+"""Every family and its unusual configurations against transformers: logits of all positions, 64 greedy tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-# Of heads with 16 values.
+# Heads have 16 values.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -249,7 +249,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
-    # Sequences go beyond max_position_embeddings.
+    # Sequences exceed max_position_embeddings.
     "qwen3_moe-stretched_linear": ("qwen3_moe", {"rope_parameters": LINEAR, "max_position_embeddings": 40}),
     "deepseek_v3-stretched_yarn_old_keys": (
         "deepseek_v3",
@@ -294,15 +294,15 @@ def test_matches_transformers(tmp_path: Path, case: str, seed: int) -> None:
     model = reference_model(directory, family, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-    # Feeding our own tokens and comparing each argmax is greedy decoding, token by token.
+    # Comparing the argmax after our own tokens is greedy decoding, token by token.
     assert tokens == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert relative(by_position, expected[: len(prompt)]) < 1e-4
-    # Decode rows take another formula than the prompt.
+    # Decode rows use another formula than prompts.
     assert relative(decoded, expected[len(prompt) - 1 : -1]) < 1e-4
 
 
-def test_a_dynamic_rotation_of_a_full_context(tmp_path: Path, seed: int) -> None:
-    """Beyond max_position_embeddings all sequences are rotated as transformers rotates one that fills the context."""
+def test_dynamic_rope_of_a_full_context(tmp_path: Path, seed: int) -> None:
+    """Beyond max_position_embeddings all sequences are rotated like one that fills the context in transformers."""
     changes = {"rope_parameters": DYNAMIC, "max_position_embeddings": 24, "num_hidden_layers": 2}
     directory = make_checkpoint(tmp_path, "qwen3_moe", seed=seed, **changes)
     prompt = torch.randint(VOCAB_SIZE, (96,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -314,7 +314,7 @@ def test_a_dynamic_rotation_of_a_full_context(tmp_path: Path, seed: int) -> None
 
 
 def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:
-    """Logits [positions, V] of a prompt in one chunk."""
+    """Return the logits [positions, V] of a prompt in one chunk."""
     chunk = Chunk(
         key=(b"", ""), start=0, token_ids=tuple(prompt), pages=tuple(range(9)), state_slot=5, prompt=True, num_sampled=1
     )
@@ -324,7 +324,7 @@ def every_position(runner: Runner, prompt: list[int]) -> torch.Tensor:
 
 
 def test_kimi_linear_as_published(tmp_path: Path, seed: int) -> None:
-    """transformers writes other names than the hub has, of keys and of dense layers; the numbers are the same."""
+    """transformers names keys and dense layers differently from the hub. The numbers are the same."""
     directory = make_checkpoint(tmp_path, "kimi_linear", seed=seed)
     prompt = torch.randint(VOCAB_SIZE, (75,), generator=torch.Generator().manual_seed(seed)).tolist()
     expected = every_position(local_runner(directory, dtype=torch.float32, num_pages=9), prompt)
@@ -347,14 +347,14 @@ def test_kimi_linear_as_published(tmp_path: Path, seed: int) -> None:
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference over the largest value."""
+    """Return the largest difference divided by the largest value."""
     return float((ours.cpu() - theirs.cpu()).abs().max() / theirs.abs().max())
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "olmoe"])
 def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
-    """A bfloat16 checkpoint gives its own float32 logits when served in float32, and close ones in bfloat16."""
-    # Where the last row's choice of experts is nearly a tie, rounding turns it, in transformers likewise: another seed.
+    """A bfloat16 checkpoint gives its own float32 logits when served in float32, and similar ones in bfloat16."""
+    # Rounding changes a nearly tied choice of experts, in transformers too, so this family needs another seed.
     seed += family == "qwen3_5_moe"
     directory = make_checkpoint(tmp_path, family, seed=seed, dtype=torch.bfloat16)
     prompt = torch.randint(VOCAB_SIZE, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -372,8 +372,8 @@ def test_bfloat16(tmp_path: Path, family: str, seed: int) -> None:
     ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"],
 )
 def test_routing_of_random_checkpoints_is_diverse(tmp_path: Path, family: str, seed: int) -> None:
-    """Otherwise the comparisons above would say little about the gate."""
-    seed += family == "kimi_linear"  # two of eight experts have no row in a layer under the test's own seed
+    """Without this the comparisons above would not test the gate."""
+    seed += family == "kimi_linear"  # with the test's own seed two experts of a layer get no row
     directory = make_checkpoint(tmp_path, family, seed=seed)
     runner = local_runner(directory, dtype=torch.float32, num_pages=4)
     experts = runner.model._layers[-1].block._experts  # type: ignore[union-attr]

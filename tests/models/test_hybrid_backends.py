@@ -1,8 +1,7 @@
-"""Families with state in slots on the backend of a GPU: the logits of the CPU's, through the oracles if there is none.
+"""Models with state on the CUDA backend give the logits of the CPU backend, through references without a GPU.
 
-Prompts in chunks, decode rows beside them, several rows of one sequence in order, prompts that leave snapshots of their
-state and go on from them, and captured inputs with padding, which touches no slot. In fp32 the two backends agree as
-far as sums of another order may.
+Steps have prompts in chunks, decode rows, and several rows of one sequence in order. Prompts leave snapshots and
+continue from them. Captured inputs have padding, which touches no slot. In fp32 both agree up to the order of sums.
 """
 
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import MLA, VOCAB_SIZE, make_checkpoint
 from tests.models.test_families import relative
 
 from moeyard_kernels.cuda.backend import CudaBackend
@@ -22,8 +21,7 @@ from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.scheduling.step import Chunk, Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Kernels want widths that are powers of two from 16 on, but for those of linear attention.
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+# Kernels need widths that are powers of two from 16 on, except those of linear attention.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"head_dim": 32}),
     "qwen3_next-odd": (
@@ -81,14 +79,14 @@ def chunk(which: int, start: int, end: int, *, is_prompt: bool, sampled: int = 1
 
 
 def begin(runner: Runner) -> None:
-    """Sequence 0 in the middle of its prompt, 2 and 3 behind theirs, whatever their slots held."""
+    """Put sequence 0 in the middle of its prompt and 2 and 3 after theirs, whatever their slots held."""
     firsts = tuple(chunk(which, 0, end, is_prompt=True) for which, end in ((0, 64), (2, 128), (3, 70)))
     runner.forward(Step(prefill=firsts))
     runner.forward(Step(prefill=(chunk(2, 128, 130, is_prompt=True),)))
 
 
 def slots_of(runner: Runner) -> list[torch.Tensor]:
-    """All that the layers keep in slots."""
+    """Return the state and windows of all layers."""
     rules = [layer._attention._mix for layer in runner.model._layers if hasattr(layer._attention, "_mix")]
     layers = [getattr(mix, "_rule", mix)._layer for mix in rules]
     return [x for layer in layers for x in (layer.state, layer.window)]
@@ -100,8 +98,8 @@ def test_logits_and_greedy_tokens(runners: tuple[Runner, Runner]) -> None:
     assert ours[0] == theirs[0]
 
 
-def test_prompts_beside_decode_rows_and_rows_computed_again(runners: tuple[Runner, Runner]) -> None:
-    """Of one sequence a row, of another 40 rows, which are more than the rule takes at a time, and what follows."""
+def test_prompts_with_decode_rows_and_recomputed_rows(runners: tuple[Runner, Runner]) -> None:
+    """One sequence has a single row, another 40 rows, more than the rule takes at once. Then each has one more."""
     found, kept = [], []
     for runner in runners:
         begin(runner)
@@ -118,8 +116,8 @@ def test_prompts_beside_decode_rows_and_rows_computed_again(runners: tuple[Runne
         assert relative(ours, theirs) < 1e-4
 
 
-def test_rows_computed_again_are_those_of_decoding(runners: tuple[Runner, Runner]) -> None:
-    """In pieces of any size; on a GPU to the bit."""
+def test_recomputed_rows_equal_decoding(runners: tuple[Runner, Runner]) -> None:
+    """Rows run in pieces of any size, and on a GPU all bits are equal."""
     runner, results = runners[1], []
     for size in (1, 16, 19, 38):
         begin(runner)
@@ -157,12 +155,12 @@ def captured(runner: Runner, bucket: StepSize, step: Step) -> torch.Tensor:
         inputs.begin()
         before = [x.clone() for x in slots_of(runner)]
         runner.model.forward(inputs)
-        # A step of nothing, which is what is captured, leaves all slots as they are.
+        # An empty step, as at the capture, leaves all slots unchanged.
         assert all(torch.equal(a, b) for a, b in zip(before, slots_of(runner), strict=True))
     return replayed(runner, inputs, step)
 
 
-def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -> None:
+def test_captured_decode_rows_equal_a_plan(runners: tuple[Runner, Runner]) -> None:
     """Two decode rows in a step of five: padding repeats the first row's result and touches no slot."""
     runner = runners[1]
     step = Step(decode=(chunk(2, 130, 131, is_prompt=False), chunk(3, 70, 71, is_prompt=False)))
@@ -180,8 +178,8 @@ def test_captured_inputs_give_what_a_plan_does(runners: tuple[Runner, Runner]) -
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("rows", [0, 4])
-def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], rows: int) -> None:
-    """A prompt that goes on, a new one over a slot that held another's, beside decode rows or not."""
+def test_captured_prompts_equal_a_plan(runners: tuple[Runner, Runner], rows: int) -> None:
+    """A continued prompt and a new one in a used slot, with or without decode rows."""
     runner = runners[1]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
@@ -198,28 +196,28 @@ def test_captured_prompts_give_what_a_plan_does(runners: tuple[Runner, Runner], 
     for ours, theirs in zip(slots_of(runner), kept, strict=True):
         assert relative(ours, theirs) < 1e-5
         assert DEVICE.type == "cpu" or torch.equal(ours, theirs)
-    # A smaller step in the same inputs: nothing of the one before is left in them.
+    # A smaller step in the same inputs sees nothing of the step before.
     one = replace(step, prefill=prefill[1:], decode=decode[1:])
     assert relative(captured(runner, bucket, one)[:1], runner.forward(one)[:1]) < 1e-4
 
 
 def from_snapshots(*, taking: int) -> Step:
-    """Sequence 0 once more, behind 64 positions, in slots 4 and 1, beside a new prompt; the last leaves a snapshot in
-    the slot that both are restored from, or in another."""
+    """Return a step that continues sequence 0 from position 64 twice, in slots 4 and 1, beside a new prompt. The last
+    one leaves a snapshot in slot `taking`, which may be the slot that both are restored from."""
     again = replace(chunk(0, 64, 150, is_prompt=True), restored=5)
     last = replace(again, state_slot=1, snapshots=((128, taking),))
     return Step(prefill=(replace(again, state_slot=4), chunk(3, 0, 70, is_prompt=True), last))
 
 
 def leave_snapshots(runner: Runner) -> torch.Tensor:
-    """Of sequence 0, behind 64 positions in slot 5 and 128 in slot 6; the logits behind its prompt."""
+    """Snapshot sequence 0 at 64 positions in slot 5 and at 128 in slot 6. Return the logits after its prompt."""
     leaving = replace(chunk(0, 0, 128, is_prompt=True), snapshots=((64, 5), (128, 6)))
     runner.forward(Step(prefill=(chunk(3, 0, 70, is_prompt=True), leaving)))
     return runner.forward(Step(prefill=(chunk(0, 128, 150, is_prompt=True),)))[:1]
 
 
 def check_snapshots(runner: Runner, logits: torch.Tensor, wanted: torch.Tensor, *, taken: int) -> None:
-    """Both are where sequence 0 came to, and so is what was left on the way."""
+    """Check that both continuations and the snapshot equal sequence 0."""
     assert relative(logits[[0, 2]], wanted.expand(2, -1)) < 1e-5
     for x in slots_of(runner):
         for got, right in ((taken, 6), (1, 0), (4, 0)):
@@ -228,7 +226,7 @@ def check_snapshots(runner: Runner, logits: torch.Tensor, wanted: torch.Tensor, 
 
 
 @pytest.mark.parametrize("taking", [5, 2], ids=["its_own", "another"])
-def test_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
+def test_prompts_continue_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
     for runner in runners:
         wanted = leave_snapshots(runner)
         logits = runner.forward(from_snapshots(taking=taking))
@@ -236,7 +234,7 @@ def test_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], taking: in
 
 
 @pytest.mark.parametrize("taking", [5, 2], ids=["its_own", "another"])
-def test_captured_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
+def test_captured_prompts_continue_from_snapshots(runners: tuple[Runner, Runner], taking: int) -> None:
     runner = runners[1]
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
@@ -244,7 +242,7 @@ def test_captured_prompts_go_on_from_snapshots(runners: tuple[Runner, Runner], t
     bucket = StepSize(prompt=320, keys=640 if backend.flat else 0, width=PAGES + 2, chunks=5)
     inputs = make_inputs(runner, bucket)
     check_snapshots(runner, replayed(runner, inputs, from_snapshots(taking=taking)), wanted, taken=taking)
-    # Nothing of that is left in the inputs for steps that neither restore nor leave one, in both of the host's blocks.
+    # Steps without snapshots see nothing of those inputs, in both of the host's blocks.
     kept = [x.clone() for x in slots_of(runner)]
     for _ in range(2):
         replayed(runner, inputs, Step(prefill=(chunk(3, 0, 70, is_prompt=True),)))

@@ -1,4 +1,4 @@
-"""What tells a checkpoint from another, and that it is the same one wherever it lies."""
+"""The identity of a checkpoint: equal for copies, different for other weights."""
 
 import os
 import shutil
@@ -21,54 +21,54 @@ def model(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", "qwen3_moe")
 
 
-def of(directory: Path) -> dict[str, tuple[str, str]]:
+def identity_of(directory: Path) -> dict[str, tuple[str, str]]:
     return identity(open_index(directory))
 
 
-def test_a_copy_elsewhere_is_the_same(model: Path, tmp_path: Path) -> None:
-    """Also one whose times are others; on one host these count."""
+def test_copies_are_equal(model: Path, tmp_path: Path) -> None:
+    """A copy with other file times is equal too, except on one host."""
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
-    assert set(of(model)) == {WEIGHTS, CONFIG}
-    assert of(copy) == of(model)
+    assert set(identity_of(model)) == {WEIGHTS, CONFIG}
+    assert identity_of(copy) == identity_of(model)
     os.utime(copy / WEIGHTS, ns=(1, 1))
-    assert difference(of(model), of(copy), one_host=False) == ""
-    assert difference(of(model), of(copy), one_host=True) == WEIGHTS
+    assert difference(identity_of(model), identity_of(copy), one_host=False) == ""
+    assert difference(identity_of(model), identity_of(copy), one_host=True) == WEIGHTS
     os.utime(copy / CONFIG, ns=(1, 1))
-    assert difference(of(copy), of(copy), one_host=True) == ""
+    assert difference(identity_of(copy), identity_of(copy), one_host=True) == ""
 
 
-def test_weights_of_the_same_shapes_are_others(model: Path, tmp_path: Path) -> None:
-    """Every tensor is a little different, as behind more training; and times may be what they were."""
+def test_changed_weights_of_the_same_shapes_differ(model: Path, tmp_path: Path) -> None:
+    """Every tensor changes slightly, as after more training, while size and time stay the same."""
     other = Path(shutil.copytree(model, tmp_path / "other"))
     tensors = {key: x + 1e-3 * torch.ones_like(x) for key, x in load_file(model / WEIGHTS).items()}
     save_file(tensors, other / WEIGHTS, metadata={"format": "pt"})
     stat = (model / WEIGHTS).stat()
     os.utime(other / WEIGHTS, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
     assert (other / WEIGHTS).stat().st_size == stat.st_size
-    assert difference(of(model), of(other), one_host=False) == WEIGHTS
+    assert difference(identity_of(model), identity_of(other), one_host=False) == WEIGHTS
 
 
-def test_another_config_and_another_file_are_named(model: Path, tmp_path: Path) -> None:
+def test_changed_and_missing_files_are_named(model: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     text = (other / CONFIG).read_text()
     (other / CONFIG).write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     assert (other / CONFIG).read_text() != text
-    assert difference(of(model), of(other), one_host=False) == CONFIG
-    whole, less = of(model), {CONFIG: of(model)[CONFIG]}
+    assert difference(identity_of(model), identity_of(other), one_host=False) == CONFIG
+    whole, less = identity_of(model), {CONFIG: identity_of(model)[CONFIG]}
     assert difference(whole, less, one_host=False) == difference(less, whole, one_host=False) == WEIGHTS
 
 
-def test_shards_are_told_apart(tmp_path: Path) -> None:
+def test_changed_shard_is_named(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", max_shard_size="200KB")
     shards = sorted(model.glob("*.safetensors"))
     assert len(shards) > 2
-    before = of(model)
+    before = identity_of(model)
     tensors = load_file(shards[1])
     save_file({key: -x for key, x in tensors.items()}, shards[1], metadata={"format": "pt"})
-    assert difference(before, of(model), one_host=False) == shards[1].name
+    assert difference(before, identity_of(model), one_host=False) == shards[1].name
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(model: Path) -> None:
+def test_file_that_changes_meanwhile_is_an_error(model: Path) -> None:
     index = open_index(model)
     os.utime(model / WEIGHTS, ns=(1, 1))
     with pytest.raises(CheckpointError, match="was written to since it was checked"):

@@ -1,6 +1,6 @@
-"""One answer of families whose layers keep state per sequence: the bits of a position's logits, however it was run.
+"""One answer of models with state: the bits of a position's logits do not depend on how it runs.
 
-Prompt chunks end at multiples of 64 there, which the scheduler sees to; everything else is as free as elsewhere.
+Prompt chunks must end at multiples of 64, which the scheduler ensures. Everything else is free.
 """
 
 from dataclasses import replace
@@ -58,12 +58,12 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(runner: Runner, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
-    """Every prompt by itself, in one chunk."""
+    """Run every prompt alone, in one chunk."""
     return [greedy_tokens(runner, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) -> Chunk:
-    """Rows of sequence `which`, which has pages and a slot of its own."""
+    """Return rows of sequence `which`, which has its own pages and slot."""
     pages = tuple(range(which * PAGES, (which + 1) * PAGES))
     return Chunk(
         key=(b"", ""),
@@ -79,14 +79,14 @@ def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) ->
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunk_size", [64, 128])
 def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
-    """In another slot, whose state of an earlier sequence must not show."""
+    """The slot holds the state of an earlier sequence, which must not show."""
     tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size, slot=3)
     assert tokens == alone[0][0]
     assert torch.equal(logits, alone[0][1])
 
 
 def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> None:
-    """Each begins some steps after the one before: prompts in chunks of 64 beside decode rows of the others."""
+    """Each prompt begins some steps after the one before, so its chunks of 64 run with decode rows of the others."""
     known = [list(prompt) for prompt in prompts]
     done, begins = [0] * len(prompts), (3, 0, 1)
     for turn in range(NUM_TOKENS + 8):
@@ -113,12 +113,12 @@ def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> N
 
 
 @pytest.mark.parametrize("at", [64, 128, 192])
-def test_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
-    """What one sequence left on its way, in the middle of a chunk or at its end, is where another goes on from."""
+def test_continuation_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
+    """One sequence leaves a snapshot within or at the end of a chunk, and another continues from it."""
     ids, other = prompts[0], chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
     left = replace(chunk(ids, 0, 192, which=0, prompt=True), snapshots=((at, 6), (192, 7)) if at < 192 else ((192, 6),))
     runner.forward(Step(prefill=(other, left)))
-    # The first sequence's pages are its neighbour's, too; its state is not: it has gone on.
+    # Both sequences share pages, but not state: the first one has moved on.
     runner.forward(Step(prefill=(chunk(ids, 192, 8, which=0, prompt=True),)))
     begun = replace(chunk(ids, at, LENGTHS[0] - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
     logits = runner.forward(Step(prefill=(begun, other)))
@@ -130,12 +130,12 @@ def test_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, 
 
 @pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
 def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
-    """As after a preemption: several rows of each of two sequences in one step, beside another's prompt."""
+    """As after a preemption, a step has several rows of each of two sequences beside another prompt."""
     ids = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
     runner.forward(Step(prefill=tuple(chunk(ids[i], 0, LENGTHS[i], which=i, prompt=True) for i in (0, 1))))
     for start in range(0, NUM_TOKENS - 1, chunk_size):
         size = min(chunk_size, NUM_TOKENS - 1 - start)
-        # The second is a row behind: waves of rows are not all as wide.
+        # The second sequence has a row less, so waves of rows differ in width.
         shorter = max(1, size - 1)
         again = [chunk(ids[0], LENGTHS[0] + start, size, which=0, prompt=False)]
         if start == 0:
@@ -149,7 +149,7 @@ def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: lis
 
 
 def test_against_transformers_in_chunks(tmp_path: Path, seed: int) -> None:
-    """Every position where a chunk of the formula begins or ends, of a prompt that fills several."""
+    """Compare every position where a chunk of the formula begins or ends, in a prompt of several chunks."""
     directory = make_checkpoint(tmp_path, "qwen3_next", seed=seed)
     prompt = torch.randint(VOCAB_SIZE, (260,), generator=torch.Generator().manual_seed(seed)).tolist()
     runner = local_runner(directory, dtype=torch.float32, num_pages=17)
@@ -160,7 +160,7 @@ def test_against_transformers_in_chunks(tmp_path: Path, seed: int) -> None:
         assert float((logits - expected[end - 1]).abs().max() / expected.abs().max()) < 1e-4, end
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_too_small_chunks_are_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3_next")
     assert load_model_config(directory).has_slots
     for options, message in (

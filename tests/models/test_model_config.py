@@ -1,4 +1,4 @@
-"""config.json into one normal form: old and new keys, per-layer kinds, stop ids, and refusals that name the key."""
+"""config.json becomes one normal form: old and new keys, per-layer kinds, stop ids, and errors that name the key."""
 
 import json
 import re
@@ -65,7 +65,7 @@ BASE: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_theta": 1000000.0,
     },
-    # The published file (allenai/OLMoE-1B-7B-0924) in small, without num_key_value_heads.
+    # The published file (allenai/OLMoE-1B-7B-0924) made small, without num_key_value_heads.
     "olmoe": {
         "model_type": "olmoe",
         "vocab_size": 300,
@@ -85,7 +85,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 
 
-# The published file (Qwen/Qwen3-Next-80B-A3B-Instruct) in small.
+# The published file (Qwen/Qwen3-Next-80B-A3B-Instruct) made small.
 BASE["qwen3_next"] = {
     **{key: value for key, value in BASE["qwen3_moe"].items() if key != "model_type"},
     "model_type": "qwen3_next",
@@ -104,7 +104,7 @@ BASE["qwen3_next"] = {
 }
 
 
-# The published file (moonshotai/Kimi-Linear-48B-A3B-Instruct) in small.
+# The published file (moonshotai/Kimi-Linear-48B-A3B-Instruct) made small.
 BASE["kimi_linear"] = {
     "model_type": "kimi_linear",
     "vocab_size": 300,
@@ -156,7 +156,7 @@ def write(directory: Path, family: str, remove: tuple[str, ...] = (), **changes:
     return directory
 
 
-def test_importing_it_loads_no_torch() -> None:
+def test_import_loads_no_torch() -> None:
     modules = "moeyard_worker.models.model_config, moeyard_worker.checkpoint.check"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
@@ -293,7 +293,7 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     assert made.attention_factor == pytest.approx(factor, rel=1e-12)
     if made.longer is None:
         return
-    # Where sequences may be longer than the rotation was made for, it is another.
+    # Sequences longer than the rotation's original context get another rotation.
     assert load_model_config(tmp_path, config.max_position) == config
     longer = load_model_config(tmp_path, config.max_position + 1)
     assert longer.max_position == {"longrope": 1024, "dynamic": 3072}[name]
@@ -304,8 +304,8 @@ def test_rope_matches_transformers(tmp_path: Path, family: str, name: str, old_k
     assert made.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
-# Changes of a config.json with 1024 positions, and the longest sequence that vLLM derives from it, which is the usual
-# one and the limit of --max-model-len; two numbers where these differ.
+# Changes of a config.json with 1024 positions, the usual longest sequence, which vLLM derives too, and the limit of
+# --max-model-len.
 YARN, LINEAR = {"rope_type": "yarn", "factor": 4.0}, {"factor": 2.5}
 LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -346,7 +346,7 @@ LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_context_of_a_stretched_rotation(tmp_path: Path, case: str) -> None:
+def test_context_of_a_scaled_rope(tmp_path: Path, case: str) -> None:
     changes, usual, longest = LENGTHS[case]
     write(tmp_path, "qwen3_moe", **changes)
     assert load_model_config(tmp_path).max_position == usual
@@ -354,13 +354,13 @@ def test_context_of_a_stretched_rotation(tmp_path: Path, case: str) -> None:
     assert load_model_config(tmp_path, longest + 1).max_position == longest
 
 
-def test_a_rotation_of_the_layers_that_have_one(tmp_path: Path) -> None:
+def test_rope_of_one_layer_type(tmp_path: Path) -> None:
     ropes = {"full_attention": {**YARN, "original_max_position_embeddings": 512}, "linear_attention": None}
     write(tmp_path, "qwen3_next", rope_parameters=ropes)
     assert load_model_config(tmp_path).max_position == 2048
 
 
-# The names of transformers' config classes, for families that have one.
+# Config classes of transformers by family.
 CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
     "deepseek_v2": "DeepseekV2Config",
@@ -374,7 +374,7 @@ CLASSES = {
 
 
 def read(directory: Path, values: Mapping[str, Any]) -> ModelConfig | str:
-    """Return the model, or why it is refused."""
+    """Return the model, or the error that refuses it."""
     (directory / "config.json").write_text(json.dumps(values))
     try:
         return load_model_config(directory)
@@ -383,25 +383,25 @@ def read(directory: Path, values: Mapping[str, Any]) -> ModelConfig | str:
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_a_key_that_is_missing_has_its_classs_default(tmp_path: Path, family: str) -> None:
-    """Each key of a whole config.json is removed by itself, and each is all that is left."""
+def test_missing_key_has_the_default_of_its_class(tmp_path: Path, family: str) -> None:
+    """Each key of a whole config.json is once removed and once the only key."""
     config_class = getattr(transformers, CLASSES[family])
     common = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     tiny = {**common, "vocab_size": 200_000, "rms_norm_eps": 0.25, "bos_token_id": 3, "eos_token_id": 4, "n_group": 2}
     tiny |= {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 3, "topk_group": 2}
     tiny |= {"use_sliding_window": True, "first_k_dense_replace": 1}
-    # What config classes do not have is kept: keys of the authors' own code.
+    # Keys that a config class lacks stay: they belong to the authors' own code.
     whole = json.loads(config_class(**tiny).to_json_string(use_diff=False)) | {"model_type": family}
     for key in whole:
         for values in ({k: v for k, v in whole.items() if k != key}, {key: whole[key], "model_type": family}):
             if key == "model_type":
                 continue
-            # Latent attention has a key per query head, whatever a file or a class says.
+            # Latent attention has one key per query head, whatever the file or class says.
             if family in ("deepseek_v3", "deepseek_v2", "kimi_linear"):
                 values["num_key_value_heads"] = None
             try:
                 complete = json.loads(config_class.from_dict(values).to_json_string(use_diff=False))
-            except StrictDataclassError:  # a list that has not one entry per layer of the default
+            except StrictDataclassError:  # a list's length differs from the default number of layers
                 assert isinstance(read(tmp_path, values), str), f"{'only' if len(values) < 4 else 'without'} {key}"
                 continue
             expected = read(tmp_path, {**complete, "model_type": family})
@@ -409,8 +409,8 @@ def test_a_key_that_is_missing_has_its_classs_default(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "kimi_linear"])
-def test_a_default_token_id_gives_way(tmp_path: Path, family: str) -> None:
-    """The class's ids count where no file says anything, null included, and where the vocabulary has them."""
+def test_default_token_id_has_the_lowest_priority(tmp_path: Path, family: str) -> None:
+    """The class's id counts if no file gives one, null included, and the vocabulary contains it."""
     default = json.loads(DEFAULTS.read_text())[FAMILIES[family].reference]["eos_token_id"]
     write(tmp_path, family, remove=("eos_token_id",), vocab_size=200_000)
     assert load_model_config(tmp_path).eos_token_ids == (default,)
@@ -423,8 +423,8 @@ def test_a_default_token_id_gives_way(tmp_path: Path, family: str) -> None:
     assert load_model_config(tmp_path).eos_token_ids == ()
 
 
-def test_qwen3_5_moe_as_part_of_a_model_of_images(tmp_path: Path) -> None:
-    """The text part by itself, and where the hub has it: what stands beside counts if nothing is said in it."""
+def test_qwen3_5_moe_in_a_vision_model(tmp_path: Path) -> None:
+    """The text part works alone and inside the whole file. An outer value counts if the text part has none."""
     plain = {key: value for key, value in BASE["qwen3_next"].items() if key not in ("intermediate_size", "model_type")}
     sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e6}
     text = {**plain, "model_type": "qwen3_5_moe_text", "rope_parameters": sections, "eos_token_id": 9}
@@ -445,7 +445,7 @@ def test_qwen3_5_moe_as_part_of_a_model_of_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["published", "transformers"])
 def test_qwen3_next(tmp_path: Path, spelling: str) -> None:
-    """As the hub has it, and as transformers 5 writes the same."""
+    """Both spellings: the published file and that of transformers 5."""
     write(tmp_path, "qwen3_next")
     if spelling == "transformers":
         Qwen3NextConfig(**BASE["qwen3_next"]).save_pretrained(tmp_path)
@@ -474,7 +474,7 @@ def test_qwen3_next(tmp_path: Path, spelling: str) -> None:
 
 @pytest.mark.parametrize("spelling", ["published", "transformers"])
 def test_kimi_linear(tmp_path: Path, spelling: str) -> None:
-    """As the hub has it, and as transformers 5 writes the same."""
+    """Both spellings: the published file and that of transformers 5."""
     write(tmp_path, "kimi_linear")
     if spelling == "transformers":
         KimiLinearConfig(**BASE["kimi_linear"]).save_pretrained(tmp_path)
@@ -538,8 +538,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "quantised by modelopt (NVFP4)",
     ),
     "mlx": ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX (4 bits)"),
-    "a method that is no text": ("qwen3_moe", {"quantization_config": {"quant_method": ["fp8"]}}, "['fp8'] (supported"),
-    "quantized, nobody says how": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
+    "method is no string": ("qwen3_moe", {"quantization_config": {"quant_method": ["fp8"]}}, "['fp8'] (supported"),
+    "quantized, no method": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
     "quantized text": (
         "qwen3_next",
         {"model_type": "qwen3_5_moe", "text_config": {"quantization_config": {"quant_method": "quip"}}},
@@ -555,7 +555,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not a number": ("qwen3_moe", {"hidden_size": "64"}, "hidden_size is '64', expected an integer"),
     "heads": ("qwen3_moe", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
     "rope kind": ("qwen3_moe", {"rope_scaling": {"type": "ntk"}}, "rope_scaling: rope_type 'ntk'"),
-    "rope kind of no text": ("qwen3_moe", {"rope_scaling": {"type": ["yarn"]}}, "rope_type ['yarn'] is not supported"),
+    "rope kind no string": (
+        "qwen3_moe",
+        {"rope_scaling": {"type": ["yarn"]}},
+        "rope_type ['yarn'] is not supported",
+    ),
     "longrope": ("qwen3_moe", {"rope_scaling": {"type": "su"}}, "rope_scaling: short_factor is None, expected a list"),
     "too far": (
         "qwen3_moe",
@@ -635,8 +639,8 @@ def test_files_of_quantisers_are_refused(tmp_path: Path, name: str, content: dic
     write(tmp_path, "qwen3_moe")
     load_model_config(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
-    said = re.escape(f"{name}: is not supported: the weights are quantised by {method}")
-    with pytest.raises(CheckpointError, match=said):
+    message = re.escape(f"{name}: is not supported: the weights are quantised by {method}")
+    with pytest.raises(CheckpointError, match=message):
         load_model_config(tmp_path)
 
 

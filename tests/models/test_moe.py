@@ -1,4 +1,4 @@
-"""When the choice of one row's experts is left to what computes them: only where nobody reads it before."""
+"""When the choice of one row's experts is deferred to the experts' kernel: only if no code reads it earlier."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ RULE = GateRule(top_k=2, scoring="softmax", renormalize=True)
 
 
 class Gate:
-    """Says what it was asked, and defers if it may."""
+    """A gate that records what it was asked, and defers if it may."""
 
     asked: bool | None = None
 
@@ -41,7 +41,7 @@ class Gate:
 
 
 class Experts:
-    """Takes choices or not, and keeps what it was given."""
+    """Experts that accept deferred choices or not, and record their input."""
 
     given: Dispatched | None = None
 
@@ -62,30 +62,32 @@ class Experts:
         (2, True, True, None, False),
         (1, False, True, None, False),
         (1, True, False, None, False),
-        (1, True, True, "beside", False),
-        (1, True, True, "with them", True),
-        (2, True, True, "with them", False),
-        (1, True, False, "with them", False),
+        (1, True, True, "separate", False),
+        (1, True, True, "fused", True),
+        (2, True, True, "fused", False),
+        (1, True, False, "fused", False),
     ],
     ids=[
         "one row",
         "two rows",
         "rows that travel",
-        "somebody reads ids",
-        "a shared expert beside",
-        "a shared one too",
-        "two rows and a shared expert",
-        "somebody reads ids, and a shared expert",
+        "ids are read",
+        "separate shared expert",
+        "fused shared expert",
+        "two rows, shared expert",
+        "ids are read, shared expert",
     ],
 )
-def test_who_chooses(num_rows: int, local: bool, defers_choices: bool, shared: str | None, deferred: bool) -> None:
-    gate, exchange = Gate(computes_shared=shared == "with them"), LocalExchange()
+def test_when_a_choice_is_deferred(
+    num_rows: int, local: bool, defers_choices: bool, shared: str | None, deferred: bool
+) -> None:
+    gate, exchange = Gate(computes_shared=shared == "fused"), LocalExchange()
     experts, exchange.traits = Experts(defers_choices=defers_choices), ExchangeTraits(local=local)
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.data.T,
         silu_mul=lambda x: x[:, : x.shape[1] // 2],
-        beside=lambda run, _: run,
+        separate=lambda run, _: run,
     )
     weights: dict[str, Any] = {}
     if shared:
@@ -106,22 +108,22 @@ def test_who_chooses(num_rows: int, local: bool, defers_choices: bool, shared: s
     assert gate.asked is deferred
     assert experts.given is not None
     assert (experts.given.deferred_choice is not None) == deferred
-    # Those that came with the choice are less than 0.
+    # A shared result that came with a deferred choice is negative.
     sign = None if parts.shared is None else parts.shared.sign().unique().item()
     assert sign == (None if shared is None else -1 if deferred else 1)
     if experts.given.deferred_choice is not None:
         assert experts.given.deferred_choice.ids is experts.given.experts, (
-            "they are written where the experts' ids are read"
+            "the choice is written where the ids are read"
         )
 
 
-def test_rows_are_local_in_a_fleet_of_one_rank_only() -> None:
+def test_only_the_local_exchange_keeps_rows_local() -> None:
     kinds = (LocalExchange, ZmqExchange, NvlinkExchange, NcclExchange)
     assert [kind.__name__ for kind in kinds if kind.traits.local] == ["LocalExchange"]
 
 
 class Slots:
-    """Experts that all have slots, in the order of their numbers, computed as on a GPU."""
+    """Experts that all have slots, in order of their numbers, computed as on a GPU."""
 
     all_resident = True
 
@@ -135,9 +137,9 @@ class Slots:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize("inner", [64, 48], ids=["with them", "beside"])
+@pytest.mark.parametrize("inner", [64, 48], ids=["fused", "separate"])
 @pytest.mark.parametrize("logits", [torch.float32, torch.bfloat16], ids=str)
-def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dtype, inner: int, gated: bool) -> None:
+def test_fused_and_separate_shared_experts_agree(logits: torch.dtype, inner: int, gated: bool) -> None:
     torch.manual_seed(inner)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -168,5 +170,5 @@ def test_a_shared_expert_gives_the_same_wherever_it_is_computed(logits: torch.dt
         residual = AddNormStreams(backend, 1e-6).begin(stream, plan)
         rows = residual.leave(moe.forward(residual.leave(x, norm), plan), following)
         results.append((rows, residual.leave(x, norm)))
-    for with_them, beside in zip(*results, strict=True):
-        assert torch.equal(with_them, beside)
+    for fused, separate in zip(*results, strict=True):
+        assert torch.equal(fused, separate)

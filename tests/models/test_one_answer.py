@@ -1,4 +1,4 @@
-"""One answer: the bits of a position's logits, however its step was put together."""
+"""One answer: the bits of a position's logits do not depend on the composition of its step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 
 OPTIONS = {
     "deepseek_v3": {"num_hidden_layers": 2},
-    # Widths that are no multiple of a vector register.
+    # Widths that are not multiples of a vector register.
     "deepseek_v2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
@@ -29,7 +29,7 @@ OPTIONS = {
     },
     "qwen3_moe": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10},
     "mixtral": {"sliding_window": 40},
-    # Its norms are over 90 and 30 values.
+    # Norms over 90 and 30 values.
     "olmoe": {"hidden_size": 90, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(runner: Runner, prompts: list[list[int]]) -> tuple[list[int], torch.Tensor]:
-    """The first prompt by itself, in one chunk."""
+    """Run the first prompt alone, in one chunk."""
     return greedy_tokens(runner, prompts[0], NUM_TOKENS)
 
 
@@ -79,7 +79,7 @@ def make_chunk(ids: list[int], start: int, size: int, *, prompt: bool, first_pag
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunk_size", [9, 48])
 def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
-    """The first request decodes while two others are prefilled in chunks and then decode too, on scattered pages."""
+    """The first request decodes while two others prefill in chunks and then decode too, on scattered pages."""
     tokens, expected = alone
     ids = [*prompts[0], *tokens]
     others = [list(prompt) for prompt in prompts[1:]]
@@ -111,7 +111,7 @@ def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: tuple, chu
 
 @pytest.mark.parametrize("chunk_size", [2, 6, NUM_TOKENS - 1])
 def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: tuple, chunk_size: int) -> None:
-    """Output positions computed again, several rows of one sequence in one decode chunk, beside another's prompt."""
+    """Output positions run again, several rows of one sequence in one decode chunk, beside another prompt."""
     tokens, expected = alone
     ids = [*prompts[0], *tokens]
     runner.forward(Step(prefill=(make_chunk(ids, 0, PROMPT_LENGTH, prompt=True, first_page=2 * PAGES),)))
@@ -153,8 +153,8 @@ def scored_chunk(ids: list[int], start: int, size: int, *, first_page: int = 0, 
 
 
 @pytest.mark.sampled(0)
-def test_scores_of_a_prompt(runner: Runner, prompts: list[list[int]]) -> None:
-    """Log-probability bits: whatever the chunks, the blocks that the head sees, and the prompts beside."""
+def test_prompt_scores(runner: Runner, prompts: list[list[int]]) -> None:
+    """Log-probability bits do not depend on chunks, blocks of the head, or other prompts."""
     ids, other = prompts[0], prompts[2]
     (alone,) = scores_of(runner, scored_chunk(ids, 0, PROMPT_LENGTH))
     assert len(alone) == PROMPT_LENGTH - 1

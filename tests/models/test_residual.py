@@ -1,11 +1,11 @@
-"""A residual of several streams serves without a change of any layer."""
+"""A residual of several streams works without changes to any layer."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import MLA, make_checkpoint
 from tests.rank import Rank
 
 from moeyard_kernels.types.gate import ExpertParts
@@ -13,11 +13,11 @@ from moeyard_worker.models import decoder
 from moeyard_worker.protocol import SamplingParams
 
 STREAMS = 4
-HEADS = {"deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}}
+HEADS = {"deepseek_v3": MLA}
 
 
 class Mixed:
-    """Streams [num_rows, S, H]. A block reads their mean; `shares` scale what each stream takes of a block's result."""
+    """Streams [num_rows, S, H]. A block reads their mean. `shares` scale a block's result for each stream."""
 
     def __init__(self, backend: Any, eps: float, shares: tuple[float, ...]) -> None:
         self._backend, self._eps, self._shares = backend, eps, torch.tensor(shares)
@@ -38,7 +38,7 @@ class MixedResidual:
 
     def leave(self, result: torch.Tensor | ExpertParts, site: torch.Tensor) -> torch.Tensor:
         if isinstance(result, ExpertParts):
-            # The stream of zeros gives the sum alone.
+            # A zero stream gives the sum alone.
             zeros = self._streams.new_zeros(len(self._streams), self._streams.shape[2])
             _, result = self._backend.reduce_add_norm(result, zeros, site, self._eps, self._plan)
         self._streams = self._streams + result[:, None] * self._shares[:, None]
@@ -52,13 +52,11 @@ def answers(model: Path, **flags: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_streams_that_take_all_of_every_block_are_one_stream(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fp32: the mean of 4 equal streams is exact, so the tokens are those of the one stream."""
+def test_equal_streams_act_like_one_stream(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 the mean of 4 equal streams is exact, so the tokens equal those of one stream."""
     model = make_checkpoint(tmp_path, family, **HEADS.get(family, {}))
     plain = answers(model)
     monkeypatch.setattr(decoder, "AddNormStreams", lambda backend, eps: Mixed(backend, eps, (1.0,) * STREAMS))
     assert answers(model) == plain
     monkeypatch.setattr(decoder, "AddNormStreams", lambda backend, eps: Mixed(backend, eps, (9.0, 0.0, 0.0, -7.0)))
-    assert answers(model) != plain, "the streams are read"
+    assert answers(model) != plain, "the streams have no effect"

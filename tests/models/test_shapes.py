@@ -1,10 +1,10 @@
-"""The published shapes: each is a model that can be served, and the bundled one is the bundled model's."""
+"""Each published shape is a model that can be served, and the bundled shape is that of the bundled model."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoints import DEMO
 
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_worker.checkpoint.dummy import DummyWeights
@@ -13,8 +13,7 @@ from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_config, shape_model
 from moeyard_worker.models.spec import model_spec
 
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
-# Parameters as published, in billions: 30.5, 235, 46.7, 15.7, 671, 1000 and more.
+# Published parameters in billions: 30.5, 235, 46.7, 15.7, 671, 1000 and more.
 PARAMETERS = {
     "Qwen3-30B-A3B": (30.4, 30.6),
     "Qwen3-235B-A22B": (234.5, 235.5),
@@ -30,7 +29,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_has_as_many_parameters_as_published(name: str) -> None:
+def test_number_of_parameters_is_as_published(name: str) -> None:
     model = shape_model(name)
     parts = (part for each in model_spec(model, ()).dense() for part in each.parts)
     dense = sum(part.shape[0] * (part.shape[1] if len(part.shape) > 1 else 1) for part in parts)
@@ -40,14 +39,14 @@ def test_has_as_many_parameters_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_is_cut_to_its_first_layers(name: str) -> None:
+def test_num_layers_keeps_the_first_layers(name: str) -> None:
     whole, cut = shape_model(name), shape_model(name, 4)
     assert cut.num_layers == 4
     assert cut.attention == whole.attention[:4]
     assert cut.moe_layers == tuple(i for i in whole.moe_layers if i < 4)
 
 
-def test_the_bundled_one_is_the_bundled_model() -> None:
+def test_demo_shape_is_the_bundled_model() -> None:
     config, stored = shape_config("moeyard-demo"), json.loads((DEMO / "config.json").read_text())
     stored["rope_theta"] = stored["rope_parameters"]["rope_theta"]
     assert {key: stored[key] for key in config} == config
@@ -57,12 +56,12 @@ def test_the_bundled_one_is_the_bundled_model() -> None:
 
 
 @pytest.mark.parametrize("layers", [0, -1, 95])
-def test_layers_that_it_has_not(layers: int) -> None:
+def test_too_many_layers_are_refused(layers: int) -> None:
     with pytest.raises(ValueError, match=f"^num_layers {layers}: Qwen3-235B-A22B has 94, give 1 to that many$"):
         shape_model("Qwen3-235B-A22B", layers)
 
 
-def test_another_name() -> None:
+def test_unknown_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^shape 'GPT-5' is not one of Qwen3-30B-A3B, .*"):
         shape_model("GPT-5")
 
@@ -74,8 +73,8 @@ def test_served_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3"])
-def test_norms_of_weights_of_chance_let_everything_through(name: str) -> None:
-    """Those of a layer for multi-token prediction, too; a norm of zeros would make all that is behind it alike."""
+def test_norms_of_random_weights_are_ones(name: str) -> None:
+    """This includes norms of MTP layers. A norm of zeros would make all later values equal."""
     model = shape_model(name, 4)
     spec = model_spec(model.with_drafts() if model.num_mtp_layers else model, ())
     weights = DummyWeights(spec, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""Weights on their way to a GPU: copies that run late find in the buffers what was read for them.
+"""Weights on their way to a GPU: copies that run late find the right data in the staging buffers.
 
-A stand-in for a GPU keeps copies back until somebody waits for an event behind them, as late as a GPU may run them.
+A fake GPU delays each copy until a later event is awaited, as late as a GPU may run it.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from moeyard_worker.models.families import load_model_config
 
 
 class LateGpu:
-    """Runs what was launched when an event behind it is waited for, or at `finish`."""
+    """A GPU that runs launched copies only at a later awaited event or at `finish`."""
 
     def __init__(self) -> None:
         self._launched: list[Callable[[], object]] = []
@@ -45,7 +45,7 @@ class LateGpu:
 
 
 class LateEvent:
-    """As `torch.cuda.Event`."""
+    """A stand-in for `torch.cuda.Event`."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu, self._behind = gpu, 0
@@ -70,7 +70,7 @@ def pinned_buffers(gpu: LateGpu, num_bytes: int) -> PinnedBuffers:
 
 
 class Plain(CpuBackend):
-    """Keeps matrices as they are, as a GPU does: late copies must reach them."""
+    """A backend that keeps matrices as they are, as on a GPU, because late copies must reach them."""
 
     def matrix(self, weight: Matrix) -> Matrix:
         return weight
@@ -108,7 +108,7 @@ def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.d
     stored = load_file(plain / "model.safetensors")
     directory = make_checkpoint(tmp_path / "fused", "qwen3_moe", dtype=dtype, fused_experts=True) if fused else plain
     checkpoint = opened(directory)
-    # Smaller than a matrix: it goes in pieces.
+    # Buffers smaller than a matrix, so it moves in pieces.
     weights = CheckpointWeights(
         checkpoint, backend=Plain(page_size=16), dtype=torch.float32, pinned=pinned_buffers(gpu, 1000)
     )
@@ -126,7 +126,7 @@ def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.d
             assert torch.equal(matrix.data, wanted.float())
 
 
-def test_pieces_cover_a_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:
+def test_pieces_cover_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:
     entries = opened(make_checkpoint(tmp_path, "qwen3_moe")).index.entries
     stored = load_file(tmp_path / "model.safetensors")["lm_head.weight"].flatten()
     reader, sizes = Reader(entries, pinned_buffers(gpu, 4 * 100)), list[int]()
@@ -137,7 +137,7 @@ def test_pieces_cover_a_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:
     assert torch.equal(out, stored[30:280])
 
 
-def test_a_file_cut_short_is_named(tmp_path: Path, gpu: LateGpu) -> None:
+def test_truncated_file_is_named(tmp_path: Path, gpu: LateGpu) -> None:
     checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe"))
     (tmp_path / "model.safetensors").write_bytes(b"")
     loader = CheckpointWeights(
@@ -147,7 +147,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path, gpu: LateGpu) -> None:
         loader.load(checkpoint.spec.embed)
 
 
-def test_rates_in_words() -> None:
+def test_loading_rates_message() -> None:
     assert loading_rates(3 << 30, 2.0, None) == "loaded 3 GiB of weights in 2.0 s (1.61 GB/s)"
     assert loading_rates(3 << 30, 2.0, 2e9) == (
         "loaded 3 GiB of weights in 2.0 s (1.61 GB/s, the files alone 2.00 GB/s)"

@@ -1,4 +1,4 @@
-"""What layers keep of a sequence: arrays that cost what their descriptions say, and pages that do not show."""
+"""State of a sequence in the layers: arrays match their descriptions, and the page size changes no result."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_arrays_cost_what_the_spec_says(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_array_sizes_match_the_spec(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     config = load_model_config(make_checkpoint(tmp_path, family))
     tensors = [
         tensor
@@ -30,7 +30,7 @@ def test_arrays_cost_what_the_spec_says(tmp_path: Path, family: str, dtype: torc
 
 
 def test_slots_and_pages_of_one_model() -> None:
-    """A recurrent layer beside an attention: the scheduler is told the sums and the stricter rules."""
+    """The spec of a recurrent layer and an attention has the sums and the stricter rules."""
     recurrent = LayerState(
         paged={},
         slots={"state": SlotArray(shape=(2, 4, 8), fp32=True), "window": SlotArray(shape=(3, 5), fp32=False)},
@@ -52,7 +52,7 @@ def test_slots_and_pages_of_one_model() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
-def test_page_size_does_not_show(tmp_path: Path, family: str) -> None:
+def test_page_size_changes_no_bit(tmp_path: Path, family: str) -> None:
     directory = make_checkpoint(tmp_path, family)
     prompt = torch.randint(VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(3)).tolist()
     results = [

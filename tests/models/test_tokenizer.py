@@ -1,4 +1,4 @@
-"""Tokens that tokenizer.json does not have: ids, text and special flags are those of transformers' tokenizer."""
+"""Tokens missing from tokenizer.json: ids, text and special flags equal those of transformers' tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ PLAIN: Mapping[str, Any] = {"special": False, "lstrip": False, "rstrip": False, 
 END_ID = 256 + SPECIAL_TOKENS.index("<|end|>")
 END: Mapping[str, Any] = {**PLAIN, "content": "<|im_end|>", "special": True}
 TEXT = "hi<|im_end|> a<tool>b <img></img>c<|eos|>d <|end|><|new|>"
-# What each file of a checkpoint says beside its tokenizer.json, which has SPECIAL_TOKENS behind 256 bytes.
+# Files of a checkpoint besides its tokenizer.json, which has 256 bytes and then SPECIAL_TOKENS.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "added_tokens_decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"262": END}}},
     "not at the next id": {
@@ -66,7 +66,7 @@ def write(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ids_and_text_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+def test_ids_and_text_equal_transformers(tmp_path: Path, case: str) -> None:
     theirs = AutoTokenizer.from_pretrained(write(tmp_path, CASES[case]))
     codec = TextCodec(tmp_path)
     ids = theirs(TEXT).input_ids
@@ -84,7 +84,7 @@ def test_ids_and_text_are_those_of_transformers(tmp_path: Path, case: str) -> No
     }
 
 
-def test_a_tokenizer_without_other_tokens_is_read_as_it_is(tmp_path: Path) -> None:
+def test_tokenizer_without_added_tokens_is_unchanged(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     files = read_tokenizer(tmp_path)
     assert files is not None
@@ -93,7 +93,7 @@ def test_a_tokenizer_without_other_tokens_is_read_as_it_is(tmp_path: Path) -> No
 
 
 def test_grammars_know_added_tokens(tmp_path: Path) -> None:
-    """A token of tokenizer_config.json's may follow where a grammar names it; one that no logit stands for may not."""
+    """A grammar may name a token of tokenizer_config.json. A token without a logit is not allowed."""
     tokens = {"262": {**PLAIN, "content": "tool"}, "400": {**PLAIN, "content": "text"}}
     write(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": tokens}})
     t, x = ord("t") - 33, ord("x") - 33
@@ -138,7 +138,7 @@ def test_errors_name_file_and_token(tmp_path: Path, files: dict[str, dict[str, A
         ({"tokenizer_config.json": {"eos_token": None}}, {}, (7,)),
     ],
 )
-def test_an_answer_ends_at_the_tokenizers_eos_token(
+def test_eos_token_of_the_tokenizer_is_a_stop_id(
     tmp_path: Path, files: dict[str, dict[str, Any]], generation: dict[str, Any], eos: tuple[int, ...]
 ) -> None:
     write(tmp_path, files)
@@ -147,13 +147,13 @@ def test_an_answer_ends_at_the_tokenizers_eos_token(
     assert load_model_config(tmp_path).eos_token_ids == eos
 
 
-def test_an_eos_token_behind_the_vocabulary_ends_nothing(tmp_path: Path) -> None:
+def test_eos_token_beyond_the_vocabulary_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "vocab_size": 262, "eos_token_id": 7}))
     assert load_model_config(tmp_path).eos_token_ids == (7,)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> None:
     write(tmp_path, {})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):

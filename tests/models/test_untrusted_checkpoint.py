@@ -1,4 +1,4 @@
-"""Checkpoints that mean harm, or were damaged: one line names file and key, nothing is allocated or waited for."""
+"""Malicious or damaged checkpoints: one line names file and key, without allocating or waiting."""
 
 import json
 import os
@@ -54,24 +54,24 @@ def test_experts_of_all_layers_are_bounded() -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "text"),
     [
         (300_000_000, f"is 300000000, expected one or more integers below {MAX_VOCAB}"),
         ([1, 151936], "names token 151936, which is outside the vocabulary of 151936"),
         (list(range(MAX_IDS + 1)), f"has {MAX_IDS + 1} entries, at most {MAX_IDS} are expected"),
     ],
 )
-def test_ids_outside_the_vocabulary(name: str, ids: Any, said: str) -> None:
+def test_ids_outside_the_vocabulary(name: str, ids: Any, text: str) -> None:
     files: dict[str, dict[str, Any]] = {"config.json": dict(SHAPES["Qwen3-30B-A3B"]), "generation_config.json": {}}
     files[name]["eos_token_id"] = ids
     with pytest.raises(CheckpointError) as error:
         parse_model_config(*(Fields(name, values) for name, values in files.items()))
-    assert str(error.value) == f"{name}: eos_token_id {said}"
+    assert str(error.value) == f"{name}: eos_token_id {text}"
 
 
 @pytest.mark.parametrize("key", sorted({key for shape in SHAPES.values() for key in shape}))
 def test_values_of_the_wrong_kind(key: str) -> None:
-    """Whatever stands there, it is served or it is a CheckpointError of one short line."""
+    """Any value is served or gives a CheckpointError of one short line."""
     wrong = [
         [],
         {},
@@ -87,13 +87,13 @@ def test_values_of_the_wrong_kind(key: str) -> None:
     ]
     for name, shape in SHAPES.items():
         for value in wrong:
-            said = ""
+            text = ""
             try:
                 parse_model_config(Fields(name, {**shape, key: value}), Fields("", {}))
             except CheckpointError as error:
-                said = str(error)
-            assert len(said) < 400, key
-            assert "\n" not in said
+                text = str(error)
+            assert len(text) < 400, key
+            assert "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_values_of_the_wrong_kind(key: str) -> None:
     ["[" * 100_000, '{"a":' * 100_000, '{"num_hidden_layers": ' + "9" * 5000 + "}", "\xff", "null", "", "[]", "NaN"],
     ids=["lists", "objects", "digits", "latin", "null", "empty", "list", "nan"],
 )
-def test_json_that_is_none(tmp_path: Path, text: str) -> None:
+def test_invalid_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:
         load_model_config(tmp_path)
@@ -109,9 +109,9 @@ def test_json_that_is_none(tmp_path: Path, text: str) -> None:
     assert len(str(error.value)) < len(str(tmp_path)) + 200
 
 
-def test_json_that_is_too_large(tmp_path: Path) -> None:
+def test_too_large_json(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(1 << 40)  # of holes
+        file.truncate(1 << 40)  # sparse
     with pytest.raises(CheckpointError, match=r"config\.json: has 1099511627776 bytes, at most"):
         load_model_config(tmp_path)
 
@@ -147,9 +147,9 @@ def test_regular_files_only(
     assert str(error.value) == f"{tmp_path}/{name}: is {kind}; the files of a checkpoint are regular files"
 
 
-def test_an_index_that_names_what_is_no_file(tmp_path: Path) -> None:
+def test_index_with_invalid_file_names(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, said in {
+    for name, text in {
         "pipe": "is a FIFO",
         "../x": "no such file",
         "/dev/zero": "no such file",
@@ -159,7 +159,7 @@ def test_an_index_that_names_what_is_no_file(tmp_path: Path) -> None:
         ".": "no such file",
     }.items():
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"k": name}}))
-        with pytest.raises(CheckpointError, match=said) as error:
+        with pytest.raises(CheckpointError, match=text) as error:
             open_index(tmp_path)
         assert len(str(error.value)) < 600
 
@@ -170,7 +170,7 @@ def write(path: Path, header: bytes, data: bytes) -> Path:
 
 
 def test_mutated_headers(tmp_path: Path) -> None:
-    """Whatever a header says, what is read of it lies within the file, or one short line names the file."""
+    """For any header, what is read lies within the file, or one short line names the file."""
     chance = random.Random(0)
     sound = {f"t{i}": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i in range(4)}
     values = [
@@ -208,15 +208,15 @@ def outcome(path: Path) -> dict[str, TensorEntry] | None:
     try:
         return read_header(path)
     except CheckpointError as error:
-        said = str(error)
-    assert said.startswith(f"{path}: ")
-    assert len(said) < len(str(path)) + 700
-    assert said.isprintable()
+        text = str(error)
+    assert text.startswith(f"{path}: ")
+    assert len(text) < len(str(path)) + 700
+    assert text.isprintable()
     return None
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**40, 2**63, 2**64 - 1])
-def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
+def test_wrong_header_lengths(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(CheckpointError, match="not a safetensors file, or truncated"):
@@ -224,7 +224,7 @@ def test_header_lengths_that_lie(tmp_path: Path, length: int) -> None:
 
 
 def cached(directory: Path, **fields: Any) -> tuple[ExpertCache, Path]:
-    """A cache with one slot of a checkpoint whose experts lie in one file."""
+    """Return a one-slot cache of a checkpoint whose experts are in one file."""
     make_checkpoint(directory, "mixtral", num_hidden_layers=1)
     config = load_model_config(directory)
     backend = CpuBackend(page_size=16)
@@ -239,7 +239,7 @@ def cached(directory: Path, **fields: Any) -> tuple[ExpertCache, Path]:
     return cache, directory / "model.safetensors"
 
 
-def test_a_file_of_experts_that_is_written_to(tmp_path: Path) -> None:
+def test_expert_file_that_is_written_to(tmp_path: Path) -> None:
     cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     os.utime(path, ns=(1, 1))
@@ -247,7 +247,7 @@ def test_a_file_of_experts_that_is_written_to(tmp_path: Path) -> None:
         cache._fill(0, 0, 1)
 
 
-def test_a_file_of_experts_that_is_cut(tmp_path: Path) -> None:
+def test_expert_file_that_is_truncated(tmp_path: Path) -> None:
     cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     os.truncate(path, 1000)
@@ -255,7 +255,7 @@ def test_a_file_of_experts_that_is_cut(tmp_path: Path) -> None:
         cache._fill(0, 0, 3)
 
 
-def test_a_file_of_experts_that_is_written_to_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_file_that_is_written_to_during_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     read = reading.read_exactly
@@ -271,8 +271,8 @@ def test_a_file_of_experts_that_is_written_to_while_it_is_read(tmp_path: Path, m
         cache._fill(0, 0, 1)
 
 
-def test_a_file_of_experts_that_is_replaced(tmp_path: Path) -> None:
-    """By renaming, as a download or a package manager does: an open file stays what it was."""
+def test_expert_file_that_is_replaced(tmp_path: Path) -> None:
+    """A download or a package manager renames files. An open file stays the same."""
     cache, path = cached(tmp_path, num_slots=1)
     cache.preload()
     (tmp_path / "new").write_bytes(bytes(100))
@@ -282,7 +282,7 @@ def test_a_file_of_experts_that_is_replaced(tmp_path: Path) -> None:
     assert cache.stats.bytes_copied > before
 
 
-def test_a_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
+def test_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mixtral")
     checkpoint = open_checkpoint(tmp_path, load_model_config(tmp_path))
     path = tmp_path / "model.safetensors"
@@ -293,8 +293,8 @@ def test_a_file_that_changes_before_it_is_loaded(tmp_path: Path) -> None:
         loader.load(checkpoint.spec.head_site["norm"])
 
 
-def test_a_family_never_reads_a_layer_count_unbounded(tmp_path: Path) -> None:
-    """10^9 layers are refused as such in every family, before any tuple of layers is made."""
+def test_number_of_layers_is_bounded_in_every_family(tmp_path: Path) -> None:
+    """Every family refuses 10^9 layers before it makes any tuple of layers."""
     for family in FAMILIES:
         text = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}
         plain = text.get(family, family)

@@ -1,4 +1,4 @@
-"""The rows of a captured step that verifies drafts: those of a plan, wherever the host or the device knows them."""
+"""Rows of a captured step that verifies drafts equal those of a plan, whether the host or the device knows them."""
 
 import random
 from dataclasses import replace
@@ -47,7 +47,7 @@ def rows_of(chunks: list[Chunk]) -> list[int]:
 
 
 def same_as_a_plan(inputs: StepInputs, chunks: list[Chunk]) -> None:
-    """Row for row; what pads the step is a copy of a row that is there, and stored nowhere."""
+    """Compare row by row. Padding copies an existing row and is not stored."""
     plan = CudaPlan(Step(decode=tuple(chunks)), page_size=PAGE, windows=WINDOWS, flat=False, device=DEVICE)
     rows = rows_of(chunks)
     for name in ("token_ids", "positions", "entries"):
@@ -69,7 +69,7 @@ def same_as_a_plan(inputs: StepInputs, chunks: list[Chunk]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_what_the_host_knows(count: int) -> None:
+def test_rows_known_to_the_host(count: int) -> None:
     chance = random.Random(count)
     inputs, rows, _ = inputs_of(4)
     for _ in range(20):
@@ -84,8 +84,8 @@ def test_what_the_host_knows(count: int) -> None:
         ]
 
 
-def test_what_the_step_before_has_left() -> None:
-    """Fed chunks in another order, beside one that is known: tokens and places follow what was accepted."""
+def test_rows_fed_by_the_step_before() -> None:
+    """Fed chunks in another order, and one known chunk: tokens and positions follow the accepted tokens."""
     chance = random.Random(7)
     inputs, _, tails = inputs_of(4)
     for _ in range(20):
@@ -98,28 +98,28 @@ def test_what_the_step_before_has_left() -> None:
             tokens = state[which][1:]
             here = known[which]
             fed.append(replace(here, token_ids=tuple(tokens[: here.num_tokens])))
-        told = [
-            # The least start counts on one accepted token.
+        planned = [
+            # The least start assumes one accepted token.
             replace(each, start=each.start - (state[which][0] - 1), token_ids=(0,) * each.num_tokens, fed=which)
             for each, which in zip(fed, order, strict=True)
         ]
-        told[0] = fed[0]
-        inputs.fill(Step(decode=tuple(told)))
+        planned[0] = fed[0]
+        inputs.fill(Step(decode=tuple(planned)))
         inputs.begin()
         same_as_a_plan(inputs, fed)
 
 
-def test_state_is_read_ahead_of_the_first_row_and_left_behind_each() -> None:
-    """In slots by the rows' positions, wherever the device knows these to be; padding leaves none behind."""
+def test_state_slots_before_and_after_each_row() -> None:
+    """Slots follow the rows' positions, which the device may know alone. Padding writes none."""
     chance = random.Random(4)
     inputs, _, tails = inputs_of(4, slots=True)
     for _ in range(20):
         own = [replace(chunk(chance, chance.randint(1, QUERIES)), state_slot=slot, state_ring=4) for slot in (8, 0, 12)]
         own = [replace(each, start=each.start + 1, pages=(*each.pages, 49)) for each in own]
-        behind = [chance.randint(1, 4) for _ in own]
-        tails.state[:3, 0] = torch.tensor(behind)
+        taken = [chance.randint(1, 4) for _ in own]
+        tails.state[:3, 0] = torch.tensor(taken)
         chunks = [
-            replace(each, start=each.start - n + 1, fed=i) for i, (each, n) in enumerate(zip(own, behind, strict=True))
+            replace(each, start=each.start - n + 1, fed=i) for i, (each, n) in enumerate(zip(own, taken, strict=True))
         ]
         inputs.fill(Step(decode=tuple(chunks)))
         inputs.begin()
@@ -138,7 +138,7 @@ def test_state_is_read_ahead_of_the_first_row_and_left_behind_each() -> None:
         assert stand_in.tolist() == [*rows, *rows[:QUERIES]]
 
 
-def test_as_many_are_accepted_as_the_scheduler_would() -> None:
+def test_device_accepts_like_the_scheduler() -> None:
     chance = random.Random(9)
     inputs, rows, tails = inputs_of(5)
     seen = set()
@@ -147,7 +147,7 @@ def test_as_many_are_accepted_as_the_scheduler_would() -> None:
         inputs.fill(Step(decode=tuple(chunks)))
         inputs.begin()
         ids = torch.randint(2, (5, QUERIES), generator=torch.Generator().manual_seed(chance.randrange(1 << 30)))
-        # Drafts are right more often than not.
+        # Drafts are usually right.
         for b, each in enumerate(chunks):
             for row in range(each.num_tokens - 1):
                 if chance.random() < 0.7:
@@ -162,7 +162,7 @@ def test_as_many_are_accepted_as_the_scheduler_would() -> None:
 
 
 @pytest.mark.parametrize(("positions", "stored"), [((17, 30), (True, True)), ((17, 32), (True, False))])
-def test_a_draft_without_a_page_is_written_nowhere(positions: tuple[int, int], stored: tuple[bool, bool]) -> None:
+def test_draft_without_a_page_is_not_written(positions: tuple[int, int], stored: tuple[bool, bool]) -> None:
     inputs, rows, _ = inputs_of(3)
     base: dict[str, Any] = {"key": (b"", ""), "start": 16, "token_ids": (1,), "prompt": False, "num_sampled": 1}
     inputs.fill(Step(decode=(Chunk(**base, pages=(3, 9)), Chunk(**base, pages=(4, 7)))))

@@ -1,4 +1,4 @@
-"""`moeyard verify`: the table, the verdict, and what it says when it cannot check."""
+"""`moeyard verify`: the table, the verdict, and its errors."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is another checkpoint: the verdict must not depend on anything but the numbers."""
+    """The reference is another checkpoint, so the verdict depends only on the numbers."""
     make_checkpoint(tmp_path / "ours", "qwen3_moe")
     make_checkpoint(tmp_path / "theirs", "qwen3_moe", seed=1)
     other = module.reference_model(tmp_path / "theirs", "qwen3_moe", dtype=torch.float32)
@@ -42,7 +42,7 @@ def test_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "DIFFERS" in capsys.readouterr().out
 
 
-def test_texts_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+def test_prompts_are_texts_with_a_tokenizer(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", tokenizer=True)
     runner = local_runner(tmp_path, dtype=torch.float32, num_pages=1)
     prompts = sample_prompts(tmp_path, runner.config)
