@@ -75,7 +75,7 @@ class Event:
         return 1.0
 
 
-class OracleDevice(CpuDevice):
+class ReferenceDevice(CpuDevice):
     """The CPU with a GPU's backend and runners."""
 
     footprints: Footprints = footprint
@@ -95,7 +95,7 @@ def gpu_steps() -> Iterator[None]:
 
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "make_device", lambda config, _gpu: OracleDevice(config))
+    monkeypatch.setattr(worker, "make_device", lambda config, _gpu: ReferenceDevice(config))
     monkeypatch.setattr(CudaBackend, "capture", staticmethod(captured))
     monkeypatch.setattr(CudaBackend, "compile_ahead", rehearsed)
     monkeypatch.setattr(gpu_runner, "_to_host", torch.clone)

@@ -200,13 +200,13 @@ def test_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
 def test_counters_equal_those_of_the_policy(policy: str, num_slots: int, backend: str) -> None:
     source = Weights()
     cache = make_cache(source, num_slots=num_slots, policy=policy, dtype=torch.float32, backend=backend)
-    oracle = start_policy(policy, layers=LAYERS, experts=EXPERTS, num_slots=num_slots)
+    model = start_policy(policy, layers=LAYERS, experts=EXPERTS, num_slots=num_slots)
     counters = Counters()
     num_stalls = 0
     for layer, dispatched in accesses(2, 25, torch.float32):
         decode, prefill = needs(dispatched)
         missed = counters.num_misses
-        for wave in oracle.access(layer, decode, prefill):
+        for wave in model.access(layer, decode, prefill):
             counters.count(wave)
         num_stalls += counters.num_misses > missed
         run(cache, layer, dispatched, backend)

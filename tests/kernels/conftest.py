@@ -1,4 +1,4 @@
-"""Kernel tests: seeds from the test's name, and a Triton interpreter that rounds and sums as a GPU does."""
+"""Set-up of kernel tests: seeds from test names, and a Triton interpreter that rounds and sums like a GPU."""
 
 import zlib
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-# Where tests of a GPU build most, in seconds of one core with an empty cache: counted by tests whose builds were taken
-# down, times what one build of each kernel takes (Triton 3.7.1; 3500 builds of 1800 s in all).
+# Seconds of one core that a GPU test's kernels need to build with an empty cache, for the slowest files. They are the
+# number of builds that the tests request, times the seconds of one build (Triton 3.7.1: 3500 builds, 1800 s in all).
 BUILD_SECONDS = {
     "test_mla_decode": 410,
     "test_gqa_decode": 300,
@@ -29,7 +29,7 @@ BUILD_SECONDS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU the longest first, as they are dealt out to processes: one that begins last is waited for."""
+    """Run the longest files first on a GPU, because the last test to start delays the end of a parallel run."""
     if torch.cuda.is_available():
         items.sort(key=lambda item: -BUILD_SECONDS.get(item.path.stem, 0))
 
@@ -46,13 +46,13 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill the memory that torch hands out: an output that no kernel wrote is NaN, or -77 where it is an integer."""
+    """Fill memory that torch allocates: an output that no kernel wrote is NaN, or -77 for integers."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function that allocates, and fills what it gets. A capture keeps its launches as they are."""
+    """Return an allocating function that also fills the memory, except within a capture, which would record it."""
 
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         memory = allocate(*args, **kwargs)
@@ -67,7 +67,7 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @pytest.fixture(autouse=True)
 def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter's fp32 `tl.fma` round once, as a GPU's does: triton 3.7 rounds the product too."""
+    """Make the interpreter's fp32 `tl.fma` round once, as on a GPU. Triton 3.7 also rounds the product."""
     rounds_twice = InterpreterBuilder.create_fma
 
     def create_fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -87,9 +87,9 @@ def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sum_in_order(x: np.ndarray, y: np.ndarray, acc: np.ndarray) -> np.ndarray:
-    """acc [M, N] + x [M, K] @ y [K, N], one product after the other in the order of K, each rounded."""
+    """Return acc [M, N] + x [M, K] @ y [K, N], summed in the order of K with rounding after each product."""
     if acc.ndim == 2 and acc.size <= 2048:
-        # numpy adds along the first axis in order; that is four times as fast where the calls are what costs.
+        # numpy adds along the first axis in order, which is four times as fast for small products.
         products = np.empty((x.shape[1] + 1, *acc.shape), acc.dtype)
         products[0] = acc
         np.multiply(x.T[:, :, None], y[:, None, :], out=products[1:])
@@ -102,10 +102,10 @@ def sum_in_order(x: np.ndarray, y: np.ndarray, acc: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def sequential_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter's products sum over K one after the other, as a GPU's do, whatever the tile.
+    """Make the interpreter's products sum over K in order, like a GPU, for every tile.
 
-    numpy's follow the tile with some of OpenBLAS's kernels: its Haswell ones do, which 0.3.31 chooses for an EPYC of
-    family 26, its SkylakeX ones do not.
+    numpy's sums depend on the tile with some OpenBLAS kernels: with the Haswell kernels, which 0.3.31 chooses for an
+    EPYC of family 26, but not with the SkylakeX kernels.
     """
 
     def create_dot(

@@ -1,4 +1,4 @@
-"""Inputs and exact answers for the tests of decode attention over device-side tables."""
+"""Inputs and exact answers for tests of decode attention with tables on the device."""
 
 from dataclasses import dataclass
 
@@ -12,21 +12,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Paged:
-    """Sequences in a paged cache of NaN but for what they hold: cache [heads, num_pages, page, D]."""
+    """Sequences in a paged cache [heads, num_pages, page, D] that is NaN elsewhere."""
 
     caches: tuple[torch.Tensor, ...]
     table: torch.Tensor
     page: int
 
     def tables(self, lens: torch.Tensor, rows: list[int] | None = None, window: int | None = None) -> DecodeTables:
-        """Tables of some of the sequences, kv_lens [B] or [B, Q]."""
+        """Return tables of some of the sequences, kv_lens [B] or [B, Q]."""
         table = self.table if rows is None else self.table[rows]
         return DecodeTables(
             page_table=table.contiguous(), kv_lens=lens.to(DEVICE, torch.int32), page_size=self.page, window=window
         )
 
     def moved(self) -> "Paged":
-        """The same sequences on other pages."""
+        """Return the same sequences on other pages."""
         order = torch.randperm(self.caches[0].shape[1], device=DEVICE)
         caches = tuple(torch.empty_like(cache) for cache in self.caches)
         for new, old in zip(caches, self.caches, strict=True):
@@ -34,7 +34,7 @@ class Paged:
         return Paged(caches=caches, table=order[self.table.long()].int(), page=self.page)
 
     def of(self, cache: int, row: int, length: int) -> torch.Tensor:
-        """[heads, length, D] of one sequence, float64 on the CPU."""
+        """Return [heads, length, D] of one sequence, float64 on the CPU."""
         pages = self.table[row, : -(-length // self.page)].long()
         return self.caches[cache][:, pages].flatten(1, 2)[:, :length].double().cpu()
 
@@ -49,9 +49,9 @@ def paged(
     slack: int = 2,
     window: int | None = None,
 ) -> Paged:
-    """Random sequences of these lengths on pages in random order, NaN past their ends and in pages of nobody.
+    """Return random sequences of these lengths on pages in random order, with NaN past their ends and in unused pages.
 
-    With a `window`, their values begin there: what lies that far below the end is NaN too.
+    With a `window`, keys further below the end than that are NaN too.
     """
     per_row = -(-max(lens) // page) + slack
     num_pages = per_row * len(lens) + 3
@@ -72,7 +72,7 @@ def paged(
 def exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row in float64: q [Hq, D] against k [Hkv, L, D], v [Hkv, L, Dv] -> [Hq, Dv], [Hq] (log-sum-exp)."""
+    """Compute one row in float64: q [Hq, D], k [Hkv, L, D], v [Hkv, L, Dv] -> out [Hq, Dv], log-sum-exp [Hq]."""
     low = max(0, k.shape[1] - window) if window else 0
     group = q.shape[0] // k.shape[0]
     k, v = (x[:, low:].double().repeat_interleave(group, 0) for x in (k, v))
@@ -83,7 +83,7 @@ def exact(
 def torch_chain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """As `exact`, with scores and probabilities in q's dtype, as an eager model computes it."""
+    """Compute `exact` with scores and probabilities in q's dtype, like an eager model."""
     low = max(0, k.shape[1] - window) if window else 0
     group = q.shape[0] // k.shape[0]
     q = q.cpu()
@@ -93,10 +93,10 @@ def torch_chain(
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative error in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return ((got.double().cpu() - wanted.cpu()).norm() / wanted.norm().cpu()).item()
 
 
 def assert_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], what: str) -> None:
-    """Equal bytes of (out, lse)."""
+    """Check that bytes of (out, lse) are equal."""
     assert_bits(what, got, wanted)

@@ -1,4 +1,4 @@
-"""What every op of a step owes: captured once in a CUDA graph, its replays read their inputs anew."""
+"""Check that an op works in a CUDA graph: replays read new inputs."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from kernel_cases.timing import capture
 
 
 def assert_replays(step: Callable[[], tuple[torch.Tensor, ...]], refill: Callable[[], object]) -> None:
-    """Capture `step`; after each `refill` of its inputs in place, a replay gives the bits of an eager call.
+    """Capture `step`. After each `refill` of its inputs in place, a replay gives the bits of an eager call.
 
-    `step` returns fresh tensors: they are poisoned before each replay.
+    `step` returns new tensors, which are poisoned before each replay.
     """
     results: list[tuple[torch.Tensor, ...]] = []
     graph = capture(lambda: results.append(step()))

@@ -1,8 +1,8 @@
-"""The record of what ptxas makes of each op's kernels, by sources.
+"""A record of the builds of all kernels by ptxas, keyed by digests of their sources.
 
-`PYTHONPATH=bench python -m tests.kernels.hopper_builds` builds the modules of the bench whose sources have changed and
-writes the record. `hopper_builds.json` is part of the tree; the fast tier builds what differs from it, the whole suite
-builds everything. Triton keeps its own cache in `.cache/triton`, so an unchanged kernel costs no compilation.
+`PYTHONPATH=bench python -m tests.kernels.hopper_builds` builds the bench modules whose sources changed and writes the
+record. `hopper_builds.json` is part of the tree. The fast tier builds modules that differ from it, and the whole suite
+builds all. Triton has its own cache in `.cache/triton`, so an unchanged kernel is not compiled again.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from tests.imports import ROOT, closure, modules
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 RECORD = Path(__file__).with_name("hopper_builds.json")
 CACHE = ROOT / ".cache" / "triton"
-# The fields that tests read; shapes, bytes and digests of PTX are of no use to them.
+# The fields that tests read. They do not need shapes, bytes and digests of PTX.
 FIELDS = (
     "kernel",
     "early",
@@ -58,18 +58,18 @@ def digest(module: str) -> str:
 
 
 def recorded() -> dict[str, Any]:
-    """The record: of each module its digest and its builds."""
+    """Return the digest and the builds of each module in the record."""
     return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
 
 
 def changed() -> list[str]:
-    """Modules whose sources differ from those of the record."""
+    """Return the modules whose sources differ from those of the record."""
     record = recorded()
     return [name for name in MODULES if record.get(name, {}).get("sources") != digest(name)]
 
 
 def build(names: Collection[str]) -> dict[str, list[Build]]:
-    """Build these modules' kernels, in as many processes at once as there are cores.
+    """Build the kernels of these modules, in as many processes at once as there are cores.
 
     Raises AssertionError with the standard error of a module whose build fails.
     """
@@ -94,7 +94,6 @@ def _without_repeats(lines: Iterable[Build]) -> list[Build]:
 
 
 def main() -> None:
-    """Write the record."""
     names, record = changed(), recorded()
     made = build(names)
     record |= {name: {"sources": digest(name), "builds": made[name]} for name in names}

@@ -1,4 +1,4 @@
-"""Inputs of linear attention for tests: a step's rows, the slots that they go on from, and a rule in float64."""
+"""Inputs for tests of linear attention: rows of a step, state slots, and the rule in float64."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ NUM_SLOTS = 9
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What `gdn_recurrent` and `kda_recurrent` take, in order; of a state of `NUM_SLOTS` slots."""
+    """The arguments of `gdn_recurrent` and `kda_recurrent` in order. The state has `NUM_SLOTS` slots."""
 
     qkv: torch.Tensor
     b: torch.Tensor
@@ -24,7 +24,7 @@ class Rows:
     state: torch.Tensor
 
     def at(self, rows: slice) -> "Rows":
-        """Some of the rows, over a copy of the state."""
+        """Return some of the rows with a copy of the state."""
         return Rows(self.qkv[rows], self.b[rows], self.a[rows], self.a_log, self.dt_bias, self.state.clone())
 
     def to(self, device: str) -> "Rows":
@@ -36,7 +36,7 @@ class Rows:
 
 
 def make_rows(count: int, heads: Heads, *, by_row: bool, dtype: torch.dtype = torch.float32) -> Rows:
-    """Rows that are slices of wider ones, as of one product; some heads forget at once, some hardly."""
+    """Return rows that are slices of wider rows, as from one product. Some heads forget at once, some hardly."""
     num_k, num_v, k_dim, v_dim = heads
     width, rates = 2 * num_k * k_dim + num_v * v_dim, num_v * (k_dim if by_row else 1)
     wide = torch.randn(count, width + num_v + rates + 3).to(dtype)
@@ -52,7 +52,7 @@ def make_rows(count: int, heads: Heads, *, by_row: bool, dtype: torch.dtype = to
 
 
 def exact_rule(rows: Rows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule over consecutive rows from state [Hv, Dk, Dv] in float64: (out [T, Hv, Dv], what is left)."""
+    """Return out [T, Hv, Dv] and the new state of the rule in float64, over rows from a state [Hv, Dk, Dv]."""
     _, num_v, k_dim, v_dim = rows.state.shape
     keys = (rows.qkv.shape[1] - num_v * v_dim) // 2
     q, k, v = rows.qkv.double().split((keys, keys, num_v * v_dim), 1)
@@ -67,7 +67,7 @@ def exact_rule(rows: Rows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The norm of the difference over that of what is wanted."""
+    """Return the norm of the difference, relative to the norm of `wanted`."""
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 

@@ -1,6 +1,6 @@
-"""Sampling written again with numpy, one row after the other in float64: what the product's sampler is compared with.
+"""A numpy sampler, one row at a time in float64, to compare the product's sampler with.
 
-It was the engine's own until kernels and reference became the one sampler of both devices, and stays as their judge.
+It was the engine's sampler before kernels and references served both devices, and remains as their reference.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(counter: tuple[NDArray[np.uint64], int, int, int], key: tuple[int, int]) -> NDArray[np.uint32]:
-    """Ten rounds over counters (c0 [N], c1, c2, c3) with a 2 x 32 bit key; returns [N, 4] uint32."""
+    """Apply ten rounds to counters (c0 [N], c1, c2, c3) with a 2 x 32 bit key. Return [N, 4] uint32."""
     c0 = counter[0]
     c1, c2, c3 = (np.full_like(c0, c & 0xFFFFFFFF) for c in counter[1:])
     k0, k1 = key
@@ -34,7 +34,7 @@ def philox4x32(counter: tuple[NDArray[np.uint64], int, int, int], key: tuple[int
 
 
 def exponential_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One Exp(1) variate per token id [N] for the token at `position` of a request with `seed` (taken modulo 2^64).
+    """Return one Exp(1) variate per token id [N] for the token at `position` of a request with `seed` (modulo 2^64).
 
     Token id v uses word v % 4 of block v // 4. Uniforms are (word + 0.5) / 2^32, so the logarithm is finite.
     """
@@ -47,7 +47,7 @@ def exponential_noise(seed: int, position: int, token_ids: NDArray[np.int64]) ->
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> list[Accepted]:
-    """Next token of each request from logits [>= len(requests), V] fp32, row i for request i."""
+    """Return the next token of each request from logits [>= len(requests), V] fp32, row i for request i."""
     if not requests:
         return []
     rows = logits.numpy()
@@ -75,7 +75,7 @@ def _choose(row: NDArray[np.float32], request: Request, eos_token_ids: tuple[int
     logits = row.astype(np.float64)
     if edits_logits(params):
         _edit(logits, params, request.prompt, request.output)
-        # Whatever a request asks for, its logits stay finite: inf - inf would leave nothing to choose from.
+        # Logits stay finite for every request, because inf - inf would leave no token to choose.
         np.clip(logits, -LARGEST_LOGIT, LARGEST_LOGIT, out=logits)
     if len(request.output) < params.min_tokens:
         held_back = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
@@ -88,7 +88,7 @@ def _choose(row: NDArray[np.float32], request: Request, eos_token_ids: tuple[int
 
 
 def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Logit bias, then repetition (prompt and output), frequency and presence (output) penalties, in place."""
+    """Apply logit bias, then repetition (prompt and output), frequency and presence (output) penalties, in place."""
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
     if params.repetition_penalty != 1:
@@ -102,8 +102,8 @@ def _edit(logits: NDArray[np.float64], params: SamplingParams, prompt: Sequence[
 
 
 def _candidates(logits: NDArray[np.float64], params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Token ids that survive min-p, top-k and top-p, with their probabilities (unnormalised after the cuts)."""
-    # The difference first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
+    """Return token ids that survive min-p, top-k and top-p, and their probabilities (unnormalised after the cuts)."""
+    # Subtract first: with a tiny temperature the quotients overflow to -inf (weight 0), never to inf - inf.
     with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / params.temperature)
     ids = np.arange(weights.size, dtype=np.int64)
@@ -122,14 +122,14 @@ def _candidates(logits: NDArray[np.float64], params: SamplingParams) -> tuple[ND
 
 
 def token_logprob(row: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprob:
-    """Log-probability and rank of `token_id`, and the `num_top` likeliest tokens, from one row of logits [V]."""
+    """Return log-probability and rank of `token_id`, and the `num_top` likeliest tokens, from one row of logits [V]."""
     logits = row.astype(np.float64)
     shifted = logits - logits.max()
     logprobs = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
     top: tuple[tuple[int, float], ...] = ()
     if num_top > 0:
         count = min(num_top, row.size)
-        # Ties at the cut belong to the lowest ids, which a partition alone does not promise.
+        # Ties at the cut go to the lowest ids, which a partition alone does not ensure.
         ids = np.flatnonzero(row >= np.partition(row, row.size - count)[row.size - count])
         ids = ids[np.argsort(-row[ids], kind="stable")][:count]
         top = tuple((int(i), float(logprobs[i])) for i in ids)

@@ -1,4 +1,4 @@
-"""Ranks of one process that share memory as those of a host do, and take part one after the other."""
+"""Ranks in one process that share memory like those of one host and run one after the other."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ def open_ranks(
     num_experts: int = 10,
     copied: bool = False,
 ) -> list[PeerWindow]:
-    """Windows of all ranks of one process; experts lie with ranks in no order, every third with the next one too."""
+    """Return the windows of all ranks. Experts are on ranks in no order, every third also on the next rank."""
     shape = PeerShape(world_size=world_size, top_k=top_k, row_bytes=hidden * dtype.itemsize, max_tokens=max_tokens)
     memory = [torch.zeros(shape.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
     owner = [(e * 7 + e // 3) % world_size for e in range(num_experts)]
@@ -37,20 +37,20 @@ def open_ranks(
 
 
 def random_rows(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """Any bits, as an exchange only moves them."""
+    """Return random bits, because an exchange only moves them."""
     words = torch.randint(-(2**15), 2**15, (*sizes[:-1], sizes[-1] * dtype.itemsize // 2)).to(torch.int16)
     return words.view(dtype).view(sizes).to(DEVICE)
 
 
 def random_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    """Distinct experts per row; some masked."""
+    """Return distinct experts per row, some of them masked."""
     ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
     ids[torch.rand(ids.shape) < 0.1] = -1
     return ids.to(DEVICE)
 
 
 def in_turn(run: Op, windows: Sequence[PeerWindow], inputs: Sequence[tuple], **arguments: object) -> list:
-    """All ranks send, then all wait."""
+    """Let all ranks send, then all wait."""
     for window, given in zip(windows, inputs, strict=True):
         run(*given, window, send=True, wait=False, **arguments)
     return [

@@ -1,4 +1,4 @@
-"""Whatever is no kernel says what it takes and gives: mypy is told to look away where kernels are (pyproject.toml)."""
+"""All functions but kernels have type annotations, because mypy skips the kernels' files (pyproject.toml)."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The merge of splits: against float64, one split bit for bit, and splits that saw nothing."""
+"""The merge of splits: against float64, one split unchanged, and empty splits."""
 
 import pytest
 import torch
@@ -33,17 +33,17 @@ def test_values(batch: int, splits: int, heads: int, dim: int, dtype: torch.dtyp
         torch.testing.assert_close(done_lse.double(), exact_lse, rtol=0, atol=2e-6)
 
 
-def test_one_split_comes_back() -> None:
+def test_one_split_is_returned_unchanged() -> None:
     partial, lse = pieces(3, 1, 4, 96)
     for op in (kernel.attn_combine, ops.attn_combine):
         assert_same(op(partial, lse, dtype=torch.float32), (partial[:, 0], lse[:, 0]), "one split")
 
 
-def test_splits_that_saw_nothing_change_no_bit() -> None:
+def test_empty_splits_change_no_bit() -> None:
     partial, lse = pieces(2, 5, 4, 64)
     padded, padded_lse = torch.zeros(2, 12, 4, 64, device=DEVICE), torch.full((2, 12, 4), float("-inf"), device=DEVICE)
-    places = [1, 2, 5, 8, 10]
-    padded[:, places], padded_lse[:, places] = partial, lse
+    positions = [1, 2, 5, 8, 10]
+    padded[:, positions], padded_lse[:, positions] = partial, lse
     for op in (kernel.attn_combine, ops.attn_combine):
         assert_same(
             op(padded, padded_lse, dtype=torch.bfloat16), op(partial, lse, dtype=torch.bfloat16), "empty splits"
@@ -54,7 +54,7 @@ def test_splits_that_saw_nothing_change_no_bit() -> None:
         assert (out_lse == float("-inf")).all()
 
 
-def test_rows_do_not_show() -> None:
+def test_other_rows_change_no_bit() -> None:
     partial, lse = pieces(7, 12, 3, 64)
     whole = kernel.attn_combine(partial, lse, dtype=torch.bfloat16)
     for row in (0, 4):
@@ -64,7 +64,7 @@ def test_rows_do_not_show() -> None:
     assert none[0].shape == (0, 3, 64)
 
 
-def test_the_order_is_ascending() -> None:
+def test_splits_are_summed_in_ascending_order() -> None:
     partial, lse = pieces(4, 9, 4, 64)
     turned = kernel.attn_combine(partial.flip(1).contiguous(), lse.flip(1).contiguous(), dtype=torch.float32)[0]
     whole = kernel.attn_combine(partial, lse, dtype=torch.float32)[0]
@@ -74,7 +74,7 @@ def test_the_order_is_ascending() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 9])
-def test_a_graph_replays_it(batch: int) -> None:
+def test_graph_replay(batch: int) -> None:
     partial, lse = pieces(batch, 12, 4, 128)
     assert_replays(
         lambda: ops.attn_combine(partial, lse, dtype=torch.bfloat16), lambda: (partial.normal_(), lse.normal_(0, 4))
@@ -93,7 +93,7 @@ def test_bad_arguments_are_named() -> None:
         ops.attn_combine(torch.zeros(2, 4, 3, 8).transpose(1, 2), lse)
 
 
-def test_the_larger_of_two_distant_splits_is_the_result() -> None:
+def test_larger_of_two_distant_splits_is_the_result() -> None:
     partial, lse = pieces(1, 2, 3, 16)
     lse[:, 0], lse[:, 1] = 0.0, 200.0
     out, out_lse = kernel.attn_combine(partial, lse, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Attention of several prompt chunks: the Triton kernel and its reference, the same however prompts are cut."""
+"""Attention of several prompt chunks: the Triton kernel and its reference give the same bits for every chunking."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = DEVICE == "cuda"
 NAN = float("nan")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-# (query heads, key heads, Dk, Dv); the interpreter takes small ones.
+# Query heads, key heads, Dk, Dv. The interpreter uses small shapes.
 GQA, MLA = ((32, 8, 128, 128), (16, 16, 192, 128)) if NATIVE else ((2, 1, 32, 32), (1, 1, 48, 16))
 WIDE = pytest.mark.parametrize(
     "shape", [GQA, MLA, *([(8, 2, 64, 64)] if NATIVE else [])], ids=lambda s: f"{s[0]}-{s[1]}h-d{s[2]}"
@@ -48,7 +48,7 @@ def make_prompt(length: int, shape: tuple[int, int, int, int], dtype: torch.dtyp
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scale: float, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel's output and LSE, into poisoned memory."""
+    """Return the kernel's output and LSE, written into poisoned memory."""
     with launch.checked():
         out, lse = triton_kernel.attn_prefill_varlen(q, k, v, plan=plan, scale=scale, return_lse=True, **options)
     assert lse is not None
@@ -58,7 +58,7 @@ def run(
 def run_chunks(
     prompt: Prompt, cuts: Sequence[int], window: int | None = None, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompt in chunks that end at `cuts`, one launch each; what lies behind a chunk's keys is NaN."""
+    """Run the prompt in chunks that end at `cuts`, one launch each. Keys after a chunk are NaN."""
     parts = []
     for begin, end in itertools.pairwise((0, *cuts)):
         k, v = (torch.cat((x[:end], torch.full_like(x[:70], NAN))) for x in (prompt.k, prompt.v))
@@ -68,7 +68,7 @@ def run_chunks(
 
 
 def exact(prompt: Prompt, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE in float64, straight from the definition."""
+    """Return output and LSE in float64, computed from the definition."""
     length, group = prompt.q.shape[0], prompt.q.shape[1] // prompt.k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (prompt.k, prompt.v))
     scores = torch.einsum("thd,lhd->htl", prompt.q.double(), k) * prompt.scale
@@ -79,7 +79,7 @@ def exact(prompt: Prompt, window: int | None) -> tuple[torch.Tensor, torch.Tenso
 
 
 def chain(prompt: Prompt, window: int | None) -> torch.Tensor:
-    """What torch computes in the dtype of the inputs, one operation after the other."""
+    """Return what torch computes in the dtype of the inputs, one operation after the other."""
     length, group = prompt.q.shape[0], prompt.q.shape[1] // prompt.k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (prompt.k, prompt.v))
     scores = torch.bmm(prompt.q.transpose(0, 1), k.transpose(1, 2)) * prompt.scale
@@ -90,14 +90,14 @@ def chain(prompt: Prompt, window: int | None) -> torch.Tensor:
 
 
 def pick(config: PrefillConfig, dtype: torch.dtype) -> PrefillConfig | None:
-    """Configs are for bf16 on a GPU; fp32 has the default alone there."""
+    """Return the config, or None for fp32 on a GPU, which has only the default."""
     return None if NATIVE and dtype == torch.float32 else config
 
 
 @DTYPES
 @WIDE
 @pytest.mark.parametrize("window", [None, 50, *([1, 128, 700] if NATIVE else [])], ids=lambda w: f"window-{w}")
-def test_chunks_and_configs_do_not_show(
+def test_chunks_and_configs_change_no_bit(
     shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
     length = (1500 if dtype == torch.bfloat16 else 230) if NATIVE else 140
@@ -112,7 +112,7 @@ def test_chunks_and_configs_do_not_show(
         cuts = [*range(size, length, size), length]
         assert_same(run_chunks(prompt, cuts, window), whole, f"chunks of {size}")
     assert_same(run_chunks(prompt, [1, 129, 130, length], window), whole, "odd chunks")
-    # The interpreter knows neither warps nor stages.
+    # The interpreter ignores warps and stages.
     configs = triton_kernel.CONFIGS if NATIVE else triton_kernel.CONFIGS[4:6]
     for config in configs:
         if config.kernel == "hopper" and window:
@@ -123,7 +123,7 @@ def test_chunks_and_configs_do_not_show(
             assert_same(run_chunks(prompt, [100, 223, length], window, config=chosen), whole, f"{config} in chunks")
 
 
-@pytest.mark.gpu  # The interpreter is too slow for it.
+@pytest.mark.gpu  # too slow for the interpreter
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 def test_every_position_alone(shape: tuple[int, int, int, int]) -> None:
     prompt = make_prompt(300, shape, torch.bfloat16)
@@ -133,7 +133,7 @@ def test_every_position_alone(shape: tuple[int, int, int, int]) -> None:
 def as_pages(
     chunks: Sequence[Prompt], ends: Sequence[int], page: int, spare: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(k cache, v cache, page table): pages in random order, NaN wherever no known position lies."""
+    """Return (k cache, v cache, page table): pages in random order, NaN at unused positions."""
     counts = [-(-end // page) for end in ends]
     order = torch.randperm(sum(counts) + spare).tolist()
     table = torch.full((len(ends), max(counts, default=0) + 1), -1)
@@ -161,7 +161,7 @@ def as_pages(
     ids=lambda x: f"page-{x}" if isinstance(x, int) else {torch.float32: "fp32", torch.bfloat16: "bf16"}[x],
 )
 @pytest.mark.parametrize("window", [None, 70], ids=["full", "window"])
-def test_a_batch_over_pages_is_each_chunk_alone(page: int, window: int | None, dtype: torch.dtype) -> None:
+def test_batch_over_pages_equals_each_chunk_alone(page: int, window: int | None, dtype: torch.dtype) -> None:
     scale = 3 if NATIVE else 1
     starts, q_lens = [0, 100 * scale, 33, 0, 64, 128 * scale], [70 * scale, 40, 0, 1, 65 * scale, 1]
     prompts = [make_prompt(start + n, GQA, dtype) for start, n in zip(starts, q_lens, strict=True)]
@@ -223,7 +223,7 @@ def test_strided_parts_and_a_shared_key_part(dtype: torch.dtype) -> None:
 def make_step(
     num_rows: int, shape: tuple[int, int, int, int], paged: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q of so many rows, and keys and values in 32 pages of 64, or 1024 rows; bf16."""
+    """Return q of `num_rows`, and keys and values in 32 pages of 64 or 1024 rows, in bf16."""
     heads, kv_heads, dim_k, dim_v = shape
     sizes = (kv_heads, 32, 64) if paged else (1024, kv_heads)
     q, k, v = (torch.randn(*size) for size in ((num_rows, heads, dim_k), (*sizes, dim_k), (*sizes, dim_v)))
@@ -231,7 +231,7 @@ def make_step(
 
 
 def plan_step(q_lens: Sequence[int], starts: Sequence[int], paged: bool) -> PrefillPlan:
-    """Of `make_step`, up to 10 pages a chunk."""
+    """Return a plan for `make_step` with up to 10 pages per chunk."""
     table = torch.randperm(32)[: 10 * len(q_lens)].view(-1, 10) if paged else None
     return plan_prefill(q_lens, starts, page_table=table, page_size=64 if paged else 0, device=DEVICE)
 
@@ -240,10 +240,8 @@ def plan_step(q_lens: Sequence[int], starts: Sequence[int], paged: bool) -> Pref
 @pytest.mark.parametrize("config", [None, *triton_kernel.CONFIGS[:3]], ids=str)
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_room_for_more_tiles_does_not_show(
-    paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
-) -> None:
-    """As in a captured step (`StepInputs`): rows that are nobody's, and tiles of a chunk that has none."""
+def test_spare_tiles_change_no_bit(paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None) -> None:
+    """A captured step (`StepInputs`) has unused rows, and tiles of an empty chunk."""
     q, k, v = make_step(300, shape, paged)
     plan = plan_step([200, 60, 0], [300, 0, 0], paged)
     spare = torch.tensor([[2, 0]] * 5, dtype=torch.int32, device=DEVICE)
@@ -257,7 +255,7 @@ def test_room_for_more_tiles_does_not_show(
 @pytest.mark.parametrize("config", [None, triton_kernel.CONFIGS[0], triton_kernel.CONFIGS[2]], ids=str)
 @pytest.mark.parametrize("shape", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_a_graph_replays_other_chunks(
+def test_graph_replay_with_other_chunks(
     paged: bool, shape: tuple[int, int, int, int], config: PrefillConfig | None
 ) -> None:
     q, k, v = make_step(260, shape, paged)
@@ -270,7 +268,7 @@ def test_a_graph_replays_other_chunks(
     def refill() -> None:
         for x in (q, k, v):
             x.normal_()
-        # As many tiles of as many queries.
+        # The number of tiles stays the same.
         other = plan_step(*next(chunks), paged)
         for name in ("cu_q", "starts", "tiles", "page_table" if paged else "cu_kv"):
             getattr(plan, name).copy_(getattr(other, name))
@@ -279,7 +277,7 @@ def test_a_graph_replays_other_chunks(
     assert_replays(lambda: step(plan), refill)
 
 
-def test_the_oracle_follows_the_definition() -> None:
+def test_reference_follows_the_definition() -> None:
     prompts = [make_prompt(n, (4, 2, 32, 32), torch.float32) for n in (90, 30)]
     q = torch.cat((prompts[0].q[20:], prompts[1].q)).cpu()
     k, v = (torch.cat((getattr(prompts[0], n), getattr(prompts[1], n))).cpu() for n in ("k", "v"))
@@ -294,7 +292,7 @@ def test_the_oracle_follows_the_definition() -> None:
         torch.testing.assert_close(out[1][at].double(), lse, rtol=1e-5, atol=1e-5)
 
 
-def test_the_order_of_heads_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_heads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = make_prompt(140, (4, 2, 32, 32), torch.bfloat16)
     whole = run_chunks(prompt, [140])
     assert triton_kernel._near(2, 4) == 2
@@ -303,7 +301,7 @@ def test_the_order_of_heads_does_not_show(monkeypatch: pytest.MonkeyPatch) -> No
     assert_same(run_chunks(prompt, [140]), whole, "one key head at a time")
 
 
-def test_large_scores_and_equal_ones() -> None:
+def test_large_and_equal_scores() -> None:
     prompt = make_prompt(150, GQA, torch.float32)
     spiky = Prompt(prompt.q * 30, prompt.k * 30, prompt.v)
     assert relative(run_chunks(spiky, [150])[0], exact(spiky, None)[0]) < 1e-3
@@ -369,7 +367,7 @@ def test_bad_arguments_are_named() -> None:
         call(q, cache, beyond)
 
 
-def test_the_kernel_refuses_what_it_cannot_do() -> None:
+def test_kernel_refuses_unsupported_shapes() -> None:
     plan = plan_prefill([4], [2], device=DEVICE)
     for dim_k, dim_v, message in ((40, 32, "head dimension 40"), (32, 48, "value dimension 48")):
         q, k, v = (torch.zeros(n, 2, d, device=DEVICE) for n, d in ((4, dim_k), (6, dim_k), (6, dim_v)))

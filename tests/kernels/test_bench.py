@@ -1,4 +1,4 @@
-"""The kernel bench away from a GPU: what it judges, what it refuses to report, what it says where it cannot run."""
+"""The kernel bench without a GPU: judgements, refusals, and the message when it cannot run."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,7 @@ from moeyard_kernels.common import tuning
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.sampling import LogitEdits
 
-# In a process of its own, which comes to believe in a GPU: a line for every run that the timer could not rotate.
+# Runs in its own process, which pretends to have a GPU. It prints a line for each run that the timer could not rotate.
 SEE_THROUGH = """
 import torch
 from functools import partial
@@ -46,7 +46,7 @@ with NoStorage():
 
 
 class Clock:
-    """In place of the timer: every launch takes as long as it says itself."""
+    """A timer that takes each launch's own number of seconds."""
 
     copy_bandwidth = 4e12
 
@@ -69,7 +69,7 @@ def judge(seconds: float, target: Target | None, baseline: float | None = None) 
     return dict(zip(HEADS, row_of(case, Clock()), strict=True))
 
 
-def test_what_is_launched_as_ever_is_timed_so() -> None:
+def test_cases_are_timed_as_they_are_launched() -> None:
     asked = []
 
     class Listener(Clock):
@@ -106,12 +106,12 @@ def test_targets_are_judged_at_their_bound(seconds: float, target: Target | None
     assert float(row["speedup"]) == pytest.approx(2e-3 / seconds, abs=0.005)
 
 
-def test_no_speed_behind_a_red_proof() -> None:
+def test_failed_proof_reports_no_speed() -> None:
     def prove() -> None:
         assert_bits("rows", torch.zeros(3), torch.tensor([0.0, 1.0, 0.0]))
 
     def run() -> float:
-        raise RuntimeError("timed in spite of a red proof")
+        raise RuntimeError("timed although the proof failed")
 
     with pytest.raises(AssertionError, match="rows: 1 of 3 values differ"):
         row_of(Case(op="op", shape="", run=partial(run), prove=prove, num_bytes=1), Clock())
@@ -134,7 +134,7 @@ def results(times: dict[tuple[str, str], float], **facts: str) -> Results:
     return Results(dataclasses.replace(FACTS, **facts), rows)
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = results({("linear", "M1, wide"): 9.21, ("sample", "64 x 3"): 13.0})
     write(tmp_path / "a.csv", [run])
     assert read(tmp_path / "a.csv") == [run]
@@ -148,14 +148,14 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["kernels_h200.csv", "kernels_h100.csv"])
-def test_the_docs_files_are_some(name: str) -> None:
+def test_result_files_in_docs_can_be_read(name: str) -> None:
     runs = read(Path(__file__).resolve().parents[2] / "docs" / name)
     rows = [row for run in runs for row in run.times()]
     assert len(rows) == len(set(rows)) == sum(len(run.rows) for run in runs) >= 200
 
 
-def test_a_file_keeps_what_a_run_did_not_measure(tmp_path: Path) -> None:
-    """Each row stands under the facts of the run that measured it last."""
+def test_file_keeps_rows_that_a_run_did_not_measure(tmp_path: Path) -> None:
+    """Each row is under the facts of the run that measured it last."""
     first = results({("linear", "M1"): 9.2, ("linear", "M8"): 9.9})
     second = results({("linear", "M8"): 8.8, ("sample", "64"): 13.0}, date="2026-11-26", triton="3.7.1")
     write(tmp_path / "a.csv", merged([first], second))
@@ -182,7 +182,7 @@ def test_files_are_merged_without_a_gpu(
     assert capsys.readouterr().out.endswith("ours.csv: 2 rows of 2 runs\n")
 
 
-def test_a_run_is_held_against_an_earlier_one() -> None:
+def test_run_is_compared_with_an_earlier_one() -> None:
     earlier = results({("a", "same"): 100.0, ("a", "slower"): 100.0, ("b", "faster"): 50.0, ("b", "gone"): 7.0})
     now = results({("a", "same"): 104.9, ("a", "slower"): 107.0, ("b", "faster"): 40.0, ("c", "first"): 1.0})
     lines, good = compare(now, [earlier])
@@ -205,8 +205,8 @@ def test_a_run_is_held_against_an_earlier_one() -> None:
     ("before", "now", "good"),
     [(100.0, 110.0, True), (100.0, 110.2, False), (1.0, 1.1, True), (1.0, 1.15, False), (100.0, 10.0, True)],
 )
-def test_what_is_too_slow_fails(before: float, now: float, good: bool) -> None:
-    """Beyond 10 %, and beyond the digits of a file."""
+def test_too_slow_rows_fail(before: float, now: float, good: bool) -> None:
+    """A ratio above 10 % fails, unless it is within the digits of the file."""
     assert compare(results({("a", ""): now}), [results({("a", ""): before})])[1] == good
 
 
@@ -215,8 +215,8 @@ def test_devices_are_not_compared() -> None:
         compare(results({}, device="NVIDIA H100"), [results({})])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be timed here")
+def test_without_a_gpu_it_exits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -224,7 +224,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == "kernel_times: no CUDA device: nothing to time here\n"
 
 
-def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "--op", "typo"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit) as ended:
@@ -233,7 +233,7 @@ def test_an_unknown_op_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "no op typo: choose of add_rms_norm, " in capsys.readouterr().err
 
 
-def test_rows_are_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_need_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--rows", "8"], "--rows needs a --model"),
         (["--model", "Qwen"], "invalid choice: 'Qwen'"),
@@ -246,16 +246,16 @@ def test_rows_are_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert message in capsys.readouterr().err
 
 
-def test_what_compiles_is_asked_for_as_the_table_is() -> None:
+def test_compile_arguments_equal_those_of_the_table() -> None:
     selection = Selection(ops=["linear"], models=["Mixtral-8x7B"], rows=(1, 8))
     assert selection.arguments() == ["--op=linear", "--model=Mixtral-8x7B", "--rows=1", "--rows=8"]
     assert Selection(ops=["linear"]).arguments() == ["--op=linear"]
 
 
-def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
+def test_interrupted_run_keeps_its_rows_and_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a red row, or one without the memory that it wants, is named and keeps its place."""
+    """A failed row, or one that lacks memory, is named and keeps its earlier result."""
 
     def prove() -> None:
         raise torch.OutOfMemoryError("2 GiB more")
@@ -282,12 +282,12 @@ def test_a_run_that_is_cut_leaves_its_rows_beside_earlier_ones(
         report(Selection(), path, [])
 
 
-def test_every_family_is_named_once() -> None:
+def test_every_module_is_listed_once() -> None:
     assert len(set(MODULES)) == len(MODULES)
 
 
-def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
-    """Each --op has one op: a second behind it would be an unrecognized argument."""
+def test_commands_in_the_docs_have_one_op_per_flag() -> None:
+    """A command with two ops repeats --op: a bare second op would be an unrecognized argument."""
     known = {op for name in MODULES for op in importlib.import_module(f"kernel_cases.{name}").OPS}
     commands = [
         (path.name, command)
@@ -302,7 +302,7 @@ def test_commands_in_the_docs_name_ops_as_the_bench_takes_them() -> None:
         assert set(values) <= known, (where, command)
 
 
-def test_a_call_over_its_own_tensors() -> None:
+def test_call_with_its_own_tensors() -> None:
     wide, config = torch.arange(48.0).view(4, 12), tuning.RowConfig(BLOCK=16)
     q, k, turned = wide[:, 2:6], wide[:, 6:9], torch.arange(6).view(2, 3).T
     tables = DecodeTables(page_table=torch.ones(2, 3).int(), kv_lens=torch.ones(2).int(), page_size=16)
@@ -318,7 +318,7 @@ def test_a_call_over_its_own_tensors() -> None:
     (own_q, (own_k, [own_turned, text]), seven, nothing), keywords = own.args, own.keywords
     assert (text, seven, nothing, keywords["tables"].page_size) == ("a", 7, None, 16)
     assert keywords["config"] is config
-    assert keywords["again"] is own_q, "one tensor is one tensor"
+    assert keywords["again"] is own_q, "the same tensor is copied once"
     given = [q, k, turned, tables.page_table, tables.kv_lens, *edits.named().values()]
     copies = [own_q, own_k, own_turned, keywords["tables"].page_table, keywords["tables"].kv_lens]
     copies += keywords["edits"].named().values()
@@ -326,7 +326,7 @@ def test_a_call_over_its_own_tensors() -> None:
         assert_bits("copy", y, x)
         assert (y.stride(), y.storage_offset()) == (x.stride(), x.storage_offset())
         assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    assert own_q.untyped_storage().data_ptr() == own_k.untyped_storage().data_ptr(), "views of one tensor"
+    assert own_q.untyped_storage().data_ptr() == own_k.untyped_storage().data_ptr(), "views share one tensor"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What runs beside the launches of a layer on a GPU, and the same bits as one launch after the other."""
+"""Work on a side stream beside a layer's launches gives the same bits as one launch after the other."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from moeyard_kernels.cuda.backend import CudaBackend
 ROWS = (1, 8, 64, 65)
 
 
-def test_without_a_gpu_nothing_runs_until_it_is_asked_for() -> None:
+def test_without_a_gpu_work_runs_when_its_result_is_needed() -> None:
     backend, ran = CudaBackend(page_size=64, device=torch.device("cpu")), []
 
     def run() -> torch.Tensor:
@@ -27,8 +27,8 @@ def test_without_a_gpu_nothing_runs_until_it_is_asked_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_layers_of_products_beside_each_other(num_rows: int) -> None:
-    """Memory that one layer frees is the next one's, on either stream."""
+def test_layers_with_products_on_two_streams(num_rows: int) -> None:
+    """The next layer reuses freed memory of the layer before, on either stream."""
     hidden, inner, layers, plan = 1024, 2816, 5, SimpleNamespace(num_rows=num_rows)
     x, norm = torch.randn(num_rows, hidden, device="cuda").bfloat16(), torch.ones(hidden, device="cuda").bfloat16()
     weights = [

@@ -1,4 +1,4 @@
-"""Residency decided by a kernel: the victims, slots, ranks and counts of the oracle and of the host's policy."""
+"""Residency decided by a kernel: victims, slots, ranks and counts equal those of the reference and the host policy."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def fields(state: ResidencyState) -> tuple[torch.Tensor, ...]:
 
 
 def needs(rng: random.Random, num_layers: int, num_experts: int, top_k: int, num_visits: int) -> list[torch.Tensor]:
-    """Ids of each visit [T, K], skewed to low ids; some masked, some rows and some visits wholly."""
+    """Return ids of each visit [T, K], skewed to low ids. Some ids, rows and whole visits are masked."""
     out = []
     for _ in range(num_visits):
         rows = rng.choice((1, 1, 2, 5))
@@ -59,7 +59,7 @@ if DEVICE.type == "cuda":
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("num_layers", "num_experts", "top_k", "num_slots"), SHAPES, ids=str)
-def test_kernel_oracle_and_policy_decide_alike(
+def test_kernel_reference_and_policy_agree(
     policy: PolicyName, num_layers: int, num_experts: int, top_k: int, num_slots: int
 ) -> None:
     rng = random.Random(num_slots)
@@ -67,7 +67,7 @@ def test_kernel_oracle_and_policy_decide_alike(
         start_residency(policy, num_layers=num_layers, num_experts=num_experts, num_slots=num_slots, device=device)
         for device in (DEVICE, torch.device("cpu"))
     )
-    # Layers and experts that do not begin at 0.
+    # Layers and experts do not begin at 0.
     layers = [7 + 2 * i for i in range(num_layers)]
     pure = start_policy(policy, layers=layers, experts=range(50, 50 + num_experts), num_slots=num_slots)
     counters = Counters()
@@ -98,8 +98,8 @@ def test_kernel_oracle_and_policy_decide_alike(
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_recorded_trace(policy: PolicyName) -> None:
-    """Four streams of the demo model: the kernel counts what the simulator does, visit for visit."""
+def test_recorded_trace(policy: PolicyName) -> None:
+    """With four streams of the demo model the kernel counts what the simulator counts, visit by visit."""
     [trace] = read_trace(TRACES / "demo-routing-4")
     header = trace.header
     index = {layer: i for i, layer in enumerate(header.layers)}
@@ -131,7 +131,7 @@ def test_nothing_changes_without_decode_rows() -> None:
         assert_bits("state", fields(state), before)
 
 
-def test_ranks_are_below_63_bits_for_years() -> None:
+def test_ranks_stay_below_63_bits_for_years() -> None:
     uses, now = 0, 0
     for step in range(200):
         now = 16 * UNIT + step * 32
@@ -162,13 +162,13 @@ def test_both_policies_are_known() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_graph_replays_it(policy: PolicyName) -> None:
+def test_graph_replay(policy: PolicyName) -> None:
     state = start_residency(policy, num_layers=3, num_experts=64, num_slots=60, device=DEVICE)
     ids = torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
     start = [x.clone() for x in fields(state)]
 
     def step() -> tuple[torch.Tensor, ...]:
-        # From the start each time, so that a replay and a plain run see the same.
+        # Each run starts from the same state, so a replay and an eager run see the same.
         live = (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts)
         for x, first in zip(live, firsts, strict=True):
             x.copy_(first)

@@ -1,4 +1,4 @@
-"""The short convolution of decode rows over windows in slots: oracle and Triton kernel, row by row."""
+"""The short convolution of decode rows over windows in slots: reference and Triton kernel, row by row."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CHANNELS = 150
 
 
 def make_inputs(count: int, dtype: torch.dtype, size: int = 4) -> tuple[torch.Tensor, ...]:
-    """x, a slice of wider rows, weight, and a window of 9 slots."""
+    """Return x, a slice of wider rows, weight, and a window of 9 slots."""
     x = torch.randn(count, CHANNELS + 10).to(dtype)[:, 5:-5]
     return x, torch.randn(CHANNELS, size).to(dtype), torch.randn(9, size - 1, CHANNELS).to(dtype)
 
@@ -24,7 +24,7 @@ def make_inputs(count: int, dtype: torch.dtype, size: int = 4) -> tuple[torch.Te
 def run_kernel(
     x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, slots: StateSlots, config: RowConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, the windows behind it), of a copy of the windows."""
+    """Return out and the new windows, computed from a copy of the windows."""
     kept = window.to(DEVICE, copy=True)
     where = StateSlots(read=slots.read.to(DEVICE), write=slots.write.to(DEVICE))
     wide = torch.zeros(len(x), CHANNELS + 3, dtype=x.dtype, device=DEVICE)
@@ -33,15 +33,15 @@ def run_kernel(
     return out.cpu(), kept.cpu()
 
 
-def run_oracle(
+def run_reference(
     x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, slots: StateSlots
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kept = window.clone()
     return ops.causal_conv1d_update(x, weight, kept, slots=slots), kept
 
 
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
-def test_the_last_query_may_leave_its_window_where_the_first_has_read(run) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
+def test_last_query_may_overwrite_the_window_of_the_first(run) -> None:  # type: ignore[no-untyped-def]
     x, weight, window = make_inputs(8, torch.float32, 4)
     _, kept = run(x, weight, window, slots_of([1, 5], [[2, 3, 0, 1], [6, 7, 4, 5]]))
     for first, read, ring in ((0, 1, (2, 3, 0, 1)), (4, 5, (6, 7, 4, 5))):
@@ -52,7 +52,7 @@ def test_the_last_query_may_leave_its_window_where_the_first_has_read(run) -> No
 
 @DTYPES
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
 def test_computes_the_convolution_and_moves_the_window(run, size: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     x, weight, window = make_inputs(6, dtype, size)
     out, kept = run(x, weight, window, slots_of([4, 6], [[0, -1, 1], [7, 6, -1]]))
@@ -82,8 +82,8 @@ def test_rows_alone_and_together_have_the_same_bits(dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("channels", [CHANNELS, 128])
-def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int, dtype: torch.dtype) -> None:
-    """And rows that can be read 16 bytes at a time, in tiles without a rest."""
+def test_weight_stored_by_tap_gives_the_same_bits(channels: int, dtype: torch.dtype) -> None:
+    """Some rows can be read 16 bytes at a time, in tiles without a remainder."""
     x, weight, window = (part.contiguous() for part in make_inputs(2, dtype))
     x, weight, window = (
         x[:, :channels].contiguous(),
@@ -97,7 +97,7 @@ def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int, dtype:
         found.append((triton_kernel.causal_conv1d_update(x.to(DEVICE), each, kept, slots=where), kept))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    wanted, kept = run_oracle(x, weight, window, slots_of([1, -1], [[1], [-1]]))
+    wanted, kept = run_reference(x, weight, window, slots_of([1, -1], [[1], [-1]]))
     assert relative(found[0][0].cpu(), wanted) < (1e-6 if dtype == torch.float32 else 4e-3)
     assert torch.equal(found[0][1].cpu(), kept)
     with pytest.raises(ValueError, match="is contiguous in no order"):
@@ -113,8 +113,8 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
         assert torch.equal(got, same)
 
 
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
-def test_padding_is_zeros_and_touches_nothing(run) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
+def test_padding_is_zero_and_writes_nothing(run) -> None:  # type: ignore[no-untyped-def]
     x, weight, window = make_inputs(2, torch.float32)
     x[1] = float("nan")
     out, kept = run(x, weight, window, slots_of([5, -1], [[5], [-1]]))
@@ -125,7 +125,7 @@ def test_padding_is_zeros_and_touches_nothing(run) -> None:  # type: ignore[no-u
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 64])
-def test_a_graph_replays_it(batch: int) -> None:
+def test_graph_replay(batch: int) -> None:
     x, weight = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((batch, 8192), (8192, 4)))
     windows = torch.randn(batch, 3, 8192, device=DEVICE).bfloat16()
     slots = StateSlots.in_place(torch.arange(batch, device=DEVICE))

@@ -1,4 +1,4 @@
-"""The short convolution over prompts: oracle and Triton kernel, whatever the batch, the tile and the cut."""
+"""The short convolution over prompts: reference and Triton kernel, for every batch, tile and chunking."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from moeyard_kernels.types.state_slots import PADDING, PromptChunks, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS = 150
-# Lengths, starts, slots: shorter than the window too, from position 0 and from what a slot holds.
+# Lengths, starts, slots: some shorter than the window, from position 0 and from the content of a slot.
 PROMPTS = ([70, 1, 2, 64, 1], [0, 64, 128, 64, 0], [4, 0, 7, 2, 8])
 WHOLE = ConvConfig(ROWS=32, BC=256, num_warps=2)
 
 
 def make_inputs(count: int, dtype: torch.dtype, size: int = 4) -> tuple[torch.Tensor, ...]:
-    """x, a slice of wider rows, weight, and a window of 9 slots."""
+    """Return x, a slice of wider rows, weight, and a window of 9 slots."""
     x = torch.randn(count, CHANNELS + 10, device=DEVICE).to(dtype)[:, 5:-5]
     return x, torch.randn(CHANNELS, size).to(DEVICE, dtype), torch.randn(9, size - 1, CHANNELS).to(DEVICE, dtype)
 
@@ -28,7 +28,7 @@ def make_inputs(count: int, dtype: torch.dtype, size: int = 4) -> tuple[torch.Te
 def run_kernel(
     x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, chunks: PromptChunks, config: ConvConfig = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, the windows behind it), of a copy of the windows."""
+    """Return out and the new windows, computed from a copy of the windows."""
     kept = window.clone()
     return triton_kernel.causal_conv1d_prefill(x, weight, kept, chunks=chunks, config=config), kept
 
@@ -36,7 +36,7 @@ def run_kernel(
 def run_op(
     x: torch.Tensor, weight: torch.Tensor, window: torch.Tensor, chunks: PromptChunks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle, where there is no GPU."""
+    """Run the op, which is the reference without a GPU."""
     kept = window.clone()
     return ops.causal_conv1d_prefill(x, weight, kept, chunks=chunks), kept
 
@@ -61,7 +61,7 @@ def test_computes_the_convolution(run, size: int, dtype: torch.dtype) -> None:  
     assert torch.equal(kept[others], window[others])
 
 
-def test_bits_depend_neither_on_the_batch_nor_on_the_cut_nor_on_the_formula() -> None:
+def test_batch_chunking_and_formula_change_no_bit() -> None:
     x, weight, window = make_inputs(67, torch.float32)
     whole, kept = run_kernel(x, weight, window, PromptChunks.plan([67], [0], [5], device=DEVICE))
     both = torch.cat((x[:9], x))
@@ -81,7 +81,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut_nor_on_the_formula() ->
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("run", [run_op, run_kernel], ids=["op", "kernel"])
-def test_a_snapshot_holds_the_inputs_before_it(run, size: int) -> None:  # type: ignore[no-untyped-def]
+def test_snapshot_holds_the_inputs_before_it(run, size: int) -> None:  # type: ignore[no-untyped-def]
     x, weight, window = make_inputs(192 + 5 + 70, torch.bfloat16, size)
     lengths, starts, slots = [192, 5, 70], [64, 0, 0], [4, 0, 7]
     snapshots = [[(128, 1), (256, 3)], [], [(64, 8)]]
@@ -95,8 +95,8 @@ def test_a_snapshot_holds_the_inputs_before_it(run, size: int) -> None:  # type:
 
 
 @pytest.mark.parametrize("channels", [CHANNELS, 128])
-def test_a_weight_that_lies_tap_by_tap_gives_the_same_bits(channels: int) -> None:
-    """And rows that can be read 16 bytes at a time, in tiles without a rest."""
+def test_weight_stored_by_tap_gives_the_same_bits(channels: int) -> None:
+    """Some rows can be read 16 bytes at a time, in tiles without a remainder."""
     x, weight, window = make_inputs(98, torch.bfloat16)
     x, window = x[:, :channels].contiguous(), window[..., :channels].contiguous()
     weight, chunks = weight[:channels].contiguous(), PromptChunks.plan([30, 68], [64, 0], [1, 5], device=DEVICE)
@@ -119,7 +119,7 @@ def test_every_config_gives_the_same_bits(config: ConvConfig) -> None:
 
 def test_chunks_are_counted_from_the_start_of_each_prompt() -> None:
     chunks = PromptChunks.plan([130, 64], [64, 0], [7, 3], device="cpu")
-    # Neither leaves a snapshot: in their place stands each one's first row.
+    # Without a snapshot each prompt has its first row in that place.
     first, second = [0, 0, -1, 0, -1, 130, 7], [130, 130, -1, 130, -1, 194, 3]
     assert chunks.table.tolist() == [[0, *first], [64, *first], [128, *first], [130, *second]]
     assert chunks.fresh.tolist() == [False, False, False, True]
@@ -158,8 +158,8 @@ def test_bad_arguments_are_named() -> None:
             PromptChunks.plan(*arguments, device="cpu")
 
 
-def test_a_table_with_room_touches_what_there_is() -> None:
-    """As in a captured step: the bits of the plan, and neither rows nor slots that are nobody's."""
+def test_table_with_spare_rows_touches_only_used_slots() -> None:
+    """A captured step has the plan's bits, and leaves unused rows and slots alone."""
     prompts = ([86, 33], [64, 0], [3, 1], [[(128, 5)], []])
     x, weight, window = make_inputs(192, torch.float32)
     wanted, left = run_kernel(x[:119], weight, window, PromptChunks.plan(*prompts, device=DEVICE))

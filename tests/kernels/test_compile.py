@@ -9,38 +9,38 @@ from tests.kernels import hopper_builds
 
 import moeyard_kernels
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests build and run them all")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests build and run all kernels")
 
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> list[hopper_builds.Build]:
-    """Builds of each op's kernels: of changed modules made now, of the others from the record."""
+    """Builds of each op's kernels: new ones for changed modules, recorded ones for the others."""
     names = hopper_builds.MODULES if request.config.getoption("all") else hopper_builds.changed()
     record, made = hopper_builds.recorded(), hopper_builds.build(names)
     return [line for name in hopper_builds.MODULES for line in made.get(name) or record[name]["builds"]]
 
 
 @pytest.mark.slow
-def test_the_record_is_up_to_date(built: list[hopper_builds.Build]) -> None:
-    """`PYTHONPATH=bench python -m tests.kernels.hopper_builds` writes it."""
+def test_record_is_up_to_date(built: list[hopper_builds.Build]) -> None:
+    """`PYTHONPATH=bench python -m tests.kernels.hopper_builds` writes the record."""
     assert hopper_builds.changed() == []
     assert built == [line for name in hopper_builds.MODULES for line in hopper_builds.recorded()[name]["builds"]]
 
 
 def test_every_kernel_builds(built: list[hopper_builds.Build]) -> None:
-    """All that are written as kernels, by name, so that none goes without one in the bench."""
+    """All functions with a kernel's name are built, so none is missing from the bench."""
     source = "".join(file.read_text() for file in Path(moeyard_kernels.__path__[0]).glob("[aels]*/*.py"))
     written = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE))
     assert len(written) > 25
     assert written == {line["kernel"] for line in built}
 
 
-def test_every_kernel_waits_for_what_it_reads(built: list[hopper_builds.Build]) -> None:
-    """If it is launched before the one ahead has ended. What may be read sooner is said where it is."""
+def test_every_kernel_waits_for_its_inputs(built: list[hopper_builds.Build]) -> None:
+    """An early launch must wait before it reads. The source says what may be read earlier."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
-    # The last two are the second product, which reads the layout, and of one token's pairs their weights too, or the
-    # logits that it chooses by: all were complete for the launch that let it begin, and who has had the memory that it
-    # writes ids, weights and counts to is done.
+    # The last two are the experts' second product. It reads the layout and, for one token's pairs, their weights or the
+    # logits that it chooses by. All were complete before the launch that triggered it. Earlier users of the memory for
+    # ids, weights and counts are done.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
         ("_head_linear_kernel", True),
@@ -65,22 +65,22 @@ def test_every_kernel_waits_for_what_it_reads(built: list[hopper_builds.Build]) 
     assert late == attention | experts | chooses | {"attn_prefill_hopper_kernel"}
 
 
-def test_no_product_waits_for_each_of_its_steps(built: list[hopper_builds.Build]) -> None:
-    """ptxas does that, two or three times as slow, where something touches a sum that may still be at work."""
+def test_no_product_is_serialized(built: list[hopper_builds.Build]) -> None:
+    """ptxas does this, two or three times as slow, if code touches a sum that may still be in progress."""
     assert [line["kernel"] for line in built if line["serialized"]] == []
 
 
-def test_nobody_waits_for_what_a_gate_counts(built: list[hopper_builds.Build]) -> None:
-    """Additions whose result nobody reads: as RED they are on their way when the next instruction is issued."""
+def test_counts_of_a_gate_use_red(built: list[hopper_builds.Build]) -> None:
+    """No thread uses the result of these additions: as RED they do not block the next instruction."""
     for kernel in ("_topk_gate_kernel", "expert_slice_kernel"):
         gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == kernel}
         assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]}), kernel
 
 
 def test_launches_complete_in_order(built: list[hopper_builds.Build]) -> None:
-    """Who lets the next begin before it has waited itself has to wait in every program, and so has the next.
+    """A kernel that triggers the next launch before its own wait must wait in every program, and so must the next one.
 
-    One that is let begin so early and ended without waiting would tell the launch behind it that all is done.
+    An early kernel that ended without a wait would tell the launch after it that all work is done.
     """
     first = {line["kernel"] for line in built if line["triggers_first"]}
     assert {
@@ -91,12 +91,12 @@ def test_launches_complete_in_order(built: list[hopper_builds.Build]) -> None:
         "expert_slice_kernel",
     } <= first
     assert {"_dispatch_kernel", "_combine_kernel"} <= first
-    # One program writes the choice ahead of the wait, which all programs reach; with a shared expert and without.
+    # One program writes the choice before the wait, which all programs reach, with and without a shared expert.
     writes = [line for line in built if line["kernel"] == "expert_slice_kernel" and line["counts"]]
     assert {line["beside"] for line in writes} == {False, True}
     assert [line for line in built if line["triggers_first"] and not line["always_waits"]] == writes
-    # A warp of every program waits; a program without work waits at its end; the experts' second product may leave at
-    # once, but the first has waited in every program before it lets that begin.
+    # A warp of every program waits, and a program without work waits at its end. The experts' second product may end at
+    # once, but the first has waited in every program before it triggers the second.
     unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "mla_decode_hopper_kernel", "_expert_kernel"}
     unseen |= {"_rope_gqa_decode_kernel", "delta_state_kernel"}
     unwaited = {line["kernel"] for line in built if line["early"] and not line["always_waits"] and line not in writes}

@@ -1,5 +1,5 @@
-"""Who wants to know before a kernel is compiled or loaded is told, of Gluon's too, and nobody's cache is lost. What is
-launched while kernels are only compiled is compiled, and not launched."""
+"""Listeners learn of a kernel before it is compiled or loaded, Gluon kernels included, and keep their own caches.
+Launches in compile-only mode compile kernels without running them."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from triton.runtime.cache import FileCacheManager, get_cache_manager
 from moeyard_kernels.common.compiling import before_compiling
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
-# Builds a kernel in Gluon, which takes layouts, and one of Triton's; then says how often it was told.
+# Builds a Gluon kernel, which takes layouts, and a Triton kernel, then prints how often the listener was called.
 TOLD = f"""
 import runpy, sys
 from moeyard_kernels.common.compiling import before_compiling
@@ -26,8 +26,8 @@ with before_compiling(lambda: told.append(1)):
     runpy.run_path(sys.argv[0], run_name="__main__")
 print("told", len(told))
 """
-# Launches a kernel of Triton's and some in Gluon, of one config and another, while they are only to be compiled, and
-# then indeed. As there is no GPU the latter fails: so it does from another thread meanwhile.
+# Launches a Triton kernel and some in Gluon with two configs in compile-only mode, then in earnest. Without a GPU the
+# latter fails, and so does a launch from another thread meanwhile.
 AT_ONCE = f"""
 import runpy, threading
 import torch
@@ -42,7 +42,7 @@ def launch(rows):
         x = torch.empty(rows, 1024, dtype=torch.bfloat16, device="cuda")
         rms_norm(x, x[0], 1e-6)
         linear(x, torch.empty(4096, 1024, dtype=torch.bfloat16, device="cuda"))
-        # One kernel, asked for in two ways.
+        # These are one kernel, requested in two ways.
         for options in ({{}}, {{"num_stages": 3}}):
             _silu_mul_kernel[(rows, 1)](x, x, 1024, 512, BI=512, **options)
 
@@ -68,9 +68,9 @@ launched()
 kinds = {{type(kernel).__name__ for kernel in _silu_mul_kernel.device_caches[0][0].values()}}
 print(compiled.count, again.count, heard.count(False), heard.count(True), *kinds, *failed, sep=";")
 """
-# Loads kernels of two signatures, whose launchers are as Triton 3.6's: of one name, in one module, where whoever loads
-# one finds that of who came last. Prints how many kernels there are, how many launchers were made by how many threads,
-# how many kernels have another's, and whether they were loaded by one thread.
+# Loads kernels of two signatures with launchers like those of Triton 3.6: one name in one module, so a loader finds the
+# module of the latest one. Prints the number of kernels, of launchers and of threads that made them, the number of
+# kernels with another's launcher, and whether one thread loaded all.
 LOADED = f"""
 import runpy, threading, time
 from collections import Counter
@@ -119,14 +119,14 @@ def cache(tmp_path: Path) -> Iterator[None]:
 
 
 def ask(key: str = "ab") -> None:
-    """What Triton asks its cache before it compiles a kernel, and the C code that launches it."""
+    """Make the calls that Triton makes before it compiles a kernel and the C code that launches it."""
     manager = get_cache_manager(key)
     manager.get_group("kernel.json")
     manager.get_file("launcher.so")
 
 
-def said(script: str, cache: Path) -> str:
-    """What a process of its own prints that compiles, with that cache."""
+def output_of(script: str, cache: Path) -> str:
+    """Return the output of a new process that compiles with this cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -134,9 +134,9 @@ def said(script: str, cache: Path) -> str:
     return run.stdout
 
 
-def test_who_compiles_tells_and_who_loads() -> None:
+def test_compiling_and_loading_call_the_listener() -> None:
     told: list[int] = []
-    # A worker that another test of this process runs may listen too.
+    # A worker of another test in this process may listen too.
     before = knobs.cache.manager_class
     with before_compiling(lambda: told.append(1)):
         ask()
@@ -153,7 +153,7 @@ def test_who_compiles_tells_and_who_loads() -> None:
     assert knobs.cache.manager_class is before
 
 
-def test_another_thread_tells_nothing() -> None:
+def test_other_threads_do_not_call_the_listener() -> None:
     told: list[int] = []
     with before_compiling(lambda: told.append(1)):
         thread = threading.Thread(target=ask)
@@ -162,7 +162,7 @@ def test_another_thread_tells_nothing() -> None:
     assert not told
 
 
-def test_a_cache_of_others_goes_on_before_and_behind() -> None:
+def test_other_cache_managers_stay_in_use() -> None:
     class Theirs(FileCacheManager):
         asked = 0
 
@@ -180,7 +180,7 @@ def test_a_cache_of_others_goes_on_before_and_behind() -> None:
             pass
 
         knobs.cache.manager_class = Later
-    # Who came later stands on ours, which is left where it is.
+    # A later manager extends ours, which stays in place.
     assert knobs.cache.manager_class is Later
     ask()
     assert (len(told), Theirs.asked) == (1, 2)
@@ -191,23 +191,23 @@ def test_a_cache_of_others_goes_on_before_and_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
-def test_kernels_that_are_built_or_loaded_are_told_of_once(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these builds pretend to have a GPU")
+def test_each_built_or_loaded_kernel_calls_the_listener_once(tmp_path: Path) -> None:
     counts = []
     for _ in range(2):
-        *built, last = said(TOLD, tmp_path).splitlines()
+        *built, last = output_of(TOLD, tmp_path).splitlines()
         assert any("hopper" in line for line in built)
         counts.append(int(last.removeprefix("told ")))
-    # From the second process on the cache holds them, and they are loaded.
+    # From the second process on the cache has the kernels, so they are loaded.
     assert counts[0] == counts[1] >= len(built) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
-def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
-    compiled, again, missed, loaded, kind, *failed = said(AT_ONCE, tmp_path).strip().split(";")
-    compiled_later, _, missed_later, loaded_later, *_ = said(AT_ONCE, tmp_path).strip().split(";")
-    # Both listeners hear; what is there already is neither compiled nor loaded anew, and what launches finds it.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these builds pretend to have a GPU")
+def test_kernels_are_compiled_in_parallel_and_not_launched(tmp_path: Path) -> None:
+    compiled, again, missed, loaded, kind, *failed = output_of(AT_ONCE, tmp_path).strip().split(";")
+    compiled_later, _, missed_later, loaded_later, *_ = output_of(AT_ONCE, tmp_path).strip().split(";")
+    # Both listeners are called. Existing kernels are neither compiled nor loaded again, and launches find them.
     assert int(compiled) == int(missed) >= 3
     assert (again, loaded, compiled_later, missed_later) == ("0", "0", "0", "0")
     assert loaded_later == compiled
@@ -216,8 +216,8 @@ def test_kernels_are_compiled_at_once_and_not_launched(tmp_path: Path) -> None:
     assert all("launch" in error for error in failed)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is built here pretends to a GPU")
-def test_no_kernel_is_loaded_with_the_launcher_of_another(tmp_path: Path) -> None:
-    compiled, made, *said_of_them = said(LOADED, tmp_path).strip().split(";")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these builds pretend to have a GPU")
+def test_every_kernel_gets_its_own_launcher(tmp_path: Path) -> None:
+    compiled, made, *said_of_them = output_of(LOADED, tmp_path).strip().split(";")
     assert int(made) == int(compiled) >= 6
     assert said_of_them == ["True", "0", "True"]

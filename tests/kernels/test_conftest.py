@@ -10,12 +10,12 @@ import torch
 from tests.kernels import conftest
 
 
-def test_files_that_are_named_are_there() -> None:
+def test_listed_files_exist() -> None:
     assert [name for name in conftest.BUILD_SECONDS if not Path(__file__).with_name(f"{name}.py").exists()] == []
 
 
 @pytest.mark.parametrize(("gpu", "wanted"), [(False, "0123456"), (True, "3451260")])
-def test_the_longest_begin_first(gpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_files_run_first(gpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of one file keep their order, and so do all others."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     stems = ("rope", "linear", "linear", "mla_decode", "gqa_decode", "sample", "linear")
@@ -34,7 +34,7 @@ def test_new_memory_is_poisoned(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 32, 16), (16, 64, 128), (64, 7, 64), (1, 1, 1)], ids=str)
 def test_products_are_summed_in_order(shape: tuple[int, int, int]) -> None:
-    """Both forms give the bits of a loop over K; the shapes lie on both sides of where one takes over."""
+    """Both forms give the bits of a loop over K. The shapes are on both sides of the size that switches forms."""
     rows, inner, columns = shape
     draw = np.random.default_rng(5).standard_normal
     x, y, acc = (draw(size, dtype=np.float32) for size in ((rows, inner), (inner, columns), (rows, columns)))

@@ -1,4 +1,4 @@
-"""The gated delta rule over prompts: oracle and Triton kernels against float64, whatever the batch, tile and cut."""
+"""The gated delta rule over prompts: reference and kernels against float64, for every batch, tile and chunking."""
 
 import numpy as np
 import pytest
@@ -12,24 +12,24 @@ from moeyard_kernels.types.state_slots import PADDING, PromptChunks, chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
-FUSED, APART = ChunkConfig(fused=True), ChunkConfig(fused=False)
-# Lengths, starts, slots: from position 0 and from what a slot holds.
+FUSED, SEPARATE = ChunkConfig(fused=True), ChunkConfig(fused=False)
+# Lengths, starts, slots: from position 0 and from the content of a slot.
 PROMPTS = ([70, 1, 64], [64, 0, 64], [4, 0, 7])
 
 
 def run_kernel(
     rows: Rows, chunks: PromptChunks, config: ChunkConfig | None = FUSED
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, the states behind it), of a copy of the states."""
+    """Return out and the new states, computed from a copy of the states."""
     on_device, state = rows.to(DEVICE), rows.state.to(DEVICE, copy=True)
     op = triton_kernel.kda_chunk_prefill if rows.dt_bias.dim() == 2 else triton_kernel.gdn_chunk_prefill
-    # Of products of whole blocks what lies above the diagonal may be beyond fp32: nothing reads it.
+    # Products of whole blocks may overflow fp32 above the diagonal, which is never read.
     with np.errstate(over="ignore", invalid="ignore"):
         out = op(*on_device.args[:-1], state, chunks=chunks, config=config)
     return out.cpu(), state.cpu()
 
 
-def run_oracle(rows: Rows, chunks: PromptChunks) -> tuple[torch.Tensor, torch.Tensor]:
+def run_reference(rows: Rows, chunks: PromptChunks) -> tuple[torch.Tensor, torch.Tensor]:
     state = rows.state.clone()
     op = ops.kda_chunk_prefill if rows.dt_bias.dim() == 2 else ops.gdn_chunk_prefill
     on_cpu = PromptChunks(
@@ -48,9 +48,9 @@ def plan(lengths: list[int], starts: list[int], slots: list[int]) -> PromptChunk
 
 @pytest.mark.sampled(0)
 @BY_ROW
-# The last is a shape whose tile is wider than the state, in both directions.
+# The last shape has a tile that is wider than the state in both directions.
 @pytest.mark.parametrize("heads", [(1, 2, 16, 32), (1, 3, 18, 10)], ids=str)
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
 def test_computes_the_rule(run, heads: Heads, by_row: bool) -> None:  # type: ignore[no-untyped-def]
     rows = make_rows(sum(PROMPTS[0]), heads, by_row=by_row)
     out, state = run(rows, plan(*PROMPTS))
@@ -66,15 +66,15 @@ def test_computes_the_rule(run, heads: Heads, by_row: bool) -> None:  # type: ig
 
 
 @BY_ROW
-def test_stages_together_are_stages_apart(by_row: bool) -> None:
+def test_fused_stages_equal_separate_stages(by_row: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rows, chunks = make_rows(70, (1, 2, 32, 16), by_row=by_row, dtype=dtype), plan([70], [0], [3])
         wanted = run_kernel(rows, chunks, FUSED)
-        for got, same in zip(run_kernel(rows, chunks, APART), wanted, strict=True):
+        for got, same in zip(run_kernel(rows, chunks, SEPARATE), wanted, strict=True):
             assert torch.equal(got, same)
 
 
-def test_the_default_goes_by_the_shape() -> None:
+def test_default_config_depends_on_the_shape() -> None:
     assert [triton_kernel.default_config(count).fused for count in (1, 256, 257, 8192)] == [True, True, False, False]
     classes = [triton_kernel.shape_class(chunks, 1, 32, 128, 128) for chunks in (1, 16, 17, 64, 257, 5000)]
     assert [name.split()[0] for name in classes] == ["4", "16", "64", "64", "1024", "1024"]
@@ -91,7 +91,7 @@ def test_every_tile_gives_the_same_bits(columns: int, by_row: bool) -> None:
 
 
 @BY_ROW
-def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
+def test_batch_and_chunking_change_no_bit(by_row: bool) -> None:
     rows = make_rows(140, (1, 1, 16, 16), by_row=by_row)
     whole, state = run_kernel(rows, plan([140], [0], [5]))
     both = Rows(*(torch.cat((x[:9], x)) for x in rows.args[:3]), *rows.args[3:])
@@ -105,21 +105,21 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_cut(by_row: bool) -> None:
         parts.append(out)
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(kept[5], state[5])
-    # What follows in later chunks does not show; within a chunk it may, where a gate is of each row (`delta_scores`).
+    # Later chunks have no effect. Within a chunk later rows may, if each row has its own gate (`delta_scores`).
     seen = 64 if by_row else 70
     assert torch.equal(run_kernel(rows.at(slice(0, 70)), plan([70], [0], [5]))[0][:seen], whole[:seen])
 
 
 @pytest.mark.sampled(0)
-# Of log2, of a position: sums of 32 and of 8 are within the limit, of 8 only, and neither; around both limits too.
+# Gates as log2 per position: sums of 32 and of 8 are within the limit, only of 8, and neither, and around both limits.
 @pytest.mark.parametrize("most", [0.3, 2.95, 3.05, 11.7, 12.3, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gates_of_any_strength(most: float, dtype: torch.dtype) -> None:
-    """One product of a whole chunk, of blocks of 16, and none: values that each leaves to the next included."""
+    """A whole chunk is one product, or blocks of 16 are, or none. The states passed on are compared too."""
     rows = make_rows(140, (1, 1, 32, 16), by_row=True, dtype=dtype)
     rows.qkv[:, :64] *= torch.tensor([1e-3, 1.0, 1e3], dtype=dtype)[torch.randint(3, (140, 1))]
     rows.a_log[:], rows.dt_bias[:] = 0.0, 0.0
-    # Half of the columns forget as much as that in all positions, the rest anything less.
+    # Half of the columns forget that much in all positions, the rest any amount below it.
     gate = torch.rand(140, 32) * most * 0.6931
     gate[:, ::2] = most * 0.6931
     rows.a[:] = gate.double().expm1().log().to(dtype)
@@ -130,14 +130,14 @@ def test_gates_of_any_strength(most: float, dtype: torch.dtype) -> None:
     assert relative(state[2], left) < bound
 
 
-# Behind a chunk, behind the last row, behind another's first chunk; and a prompt that leaves none.
+# Snapshots after a chunk, after the last row, and after another prompt's first chunk. One prompt leaves none.
 TAKING = ([192, 5, 70], [64, 0, 0], [4, 0, 7], [[(128, 1), (256, 3)], [], [(64, 8)]])
 
 
 @BY_ROW
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
-def test_a_snapshot_is_what_a_prompt_that_ends_there_leaves(run, by_row: bool) -> None:  # type: ignore[no-untyped-def]
-    """And nothing else changes by a bit."""
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
+def test_snapshot_equals_the_state_of_a_shorter_prompt(run, by_row: bool) -> None:  # type: ignore[no-untyped-def]
+    """No other bit changes."""
     rows = make_rows(sum(TAKING[0]), (1, 1, 16, 16), by_row=by_row)
     out, state = run(rows, PromptChunks.plan(*TAKING, device=DEVICE))
     whole, left = run(rows, plan(*TAKING[:3]))
@@ -151,8 +151,8 @@ def test_a_snapshot_is_what_a_prompt_that_ends_there_leaves(run, by_row: bool) -
 
 
 @BY_ROW
-def test_a_table_with_room_touches_what_there_is(by_row: bool) -> None:
-    """As in a captured step, snapshots too."""
+def test_table_with_spare_rows_touches_only_used_slots(by_row: bool) -> None:
+    """As in a captured step, with snapshots too."""
     rows = make_rows(192, (1, 1, 16, 16), by_row=by_row)
     prompts = ([86, 33], [64, 0], [3, 1], [[(128, 5)], []])
     wanted, left = run_kernel(rows.at(slice(0, 119)), PromptChunks.plan(*prompts, device=DEVICE))
@@ -172,8 +172,8 @@ def test_a_table_with_room_touches_what_there_is(by_row: bool) -> None:
 
 
 @BY_ROW
-def test_gates_at_the_ends(by_row: bool) -> None:
-    """Rows that forget at once beside rows that forget nothing: no exponential leaves fp32."""
+def test_extreme_gates(by_row: bool) -> None:
+    """Rows that forget all beside rows that forget nothing: no exponential overflows fp32."""
     rows = make_rows(70, (1, 1, 16, 16), by_row=by_row)
     rows.a[:] = torch.tensor([-30.0, -14.0, 0.5, 40.0, 120.0])[torch.randint(5, rows.a.shape)]
     rows.a_log[:], rows.dt_bias[:] = 2.0, 0.0
@@ -184,8 +184,8 @@ def test_gates_at_the_ends(by_row: bool) -> None:
 
 
 @BY_ROW
-def test_keys_that_are_alike(by_row: bool) -> None:
-    """With rates of one and nothing forgotten: powers of the system would be beyond any precision."""
+def test_equal_keys(by_row: bool) -> None:
+    """With rates of one and nothing forgotten, powers of the system would lose all precision."""
     rows = make_rows(64, (1, 1, 16, 16), by_row=by_row)
     rows.qkv[:, 16:32] = rows.qkv[:1, 16:32]
     rows.b[:], rows.a[:] = 20.0, -20.0
@@ -197,7 +197,7 @@ def test_keys_that_are_alike(by_row: bool) -> None:
 
 @BY_ROW
 def test_bf16_keeps_its_bound(by_row: bool) -> None:
-    """Relative 5e-3 of the outputs, at the width of the models."""
+    """The outputs' relative error is at most 5e-3 at the width of the models."""
     rows = make_rows(256, (1, 1, 128, 128), by_row=by_row, dtype=torch.bfloat16)
     out, _ = run_kernel(rows, plan([256], [0], [0]))
     assert out.dtype == torch.bfloat16
@@ -206,12 +206,12 @@ def test_bf16_keeps_its_bound(by_row: bool) -> None:
 
 @pytest.mark.gpu
 @BY_ROW
-def test_the_kernel_of_hopper_gives_the_same_bits(by_row: bool) -> None:
-    """Whatever the lengths, snapshots included; rows of padding touch nothing, and a prompt's rows no other's."""
+def test_hopper_kernel_gives_the_same_bits(by_row: bool) -> None:
+    """Any lengths and snapshots work. Padding rows change nothing, and prompts do not affect each other."""
     lengths, starts, slots = [192, 5, 70, 64, 1, 449], [64, 0, 0, 128, 64, 0], [4, 0, 7, 2, 6, 5]
     snapshots = [[(128, 1), (256, 3)], [], [(64, 8)], [], [], []]
     rows = make_rows(sum(lengths), (2, 4, 128, 128), by_row=by_row, dtype=torch.bfloat16)
-    # Rows that bulk copies take: from a multiple of 16 bytes to the next.
+    # Bulk copies need rows from one multiple of 16 bytes to the next.
     wide = torch.empty(len(rows.qkv), rows.qkv.shape[1] + 8, dtype=torch.bfloat16)
     rows = Rows(wide[:, :-8].copy_(rows.qkv), *rows.args[1:])
     _, table, fresh, heads = chunks_of(lengths, starts, slots, snapshots)
@@ -232,7 +232,7 @@ def test_the_kernel_of_hopper_gives_the_same_bits(by_row: bool) -> None:
     assert torch.equal(run_kernel(rows, chunks, config)[0][: len(first)], first)
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_no_rows_launch_no_kernel() -> None:
     rows = make_rows(0, (1, 1, 16, 16), by_row=True)
     assert run_kernel(rows, plan([], [], []))[0].shape == (0, 1, 16)
 

@@ -1,4 +1,4 @@
-"""The recurrent gated delta rule over slots: oracle and Triton kernel against float64, whatever the batch and tile."""
+"""The recurrent gated delta rule over slots: reference and Triton kernel against float64, for every batch and tile."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from moeyard_kernels.types.state_slots import StateSlots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
-# The last is a shape whose tile is wider than the state, in both directions.
+# The last shape has a tile that is wider than the state in both directions.
 HEADS = pytest.mark.parametrize("heads", [(1, 2, 16, 32), (2, 2, 64, 16), (1, 3, 18, 10)], ids=str)
 
 
 def run_kernel(rows: Rows, slots: StateSlots, config: RecurrentConfig | None = None) -> tuple[torch.Tensor, ...]:
-    """(out, the states behind it), of a copy of the states."""
+    """Return out and the new states, computed from a copy of the states."""
     on_device, state = rows.to(DEVICE), rows.state.to(DEVICE, copy=True)
     by_row = rows.dt_bias.dim() == 2
     op = triton_kernel.kda_recurrent if by_row else triton_kernel.gdn_recurrent
@@ -26,7 +26,7 @@ def run_kernel(rows: Rows, slots: StateSlots, config: RecurrentConfig | None = N
     return out.cpu(), state.cpu()
 
 
-def run_oracle(rows: Rows, slots: StateSlots) -> tuple[torch.Tensor, ...]:
+def run_reference(rows: Rows, slots: StateSlots) -> tuple[torch.Tensor, ...]:
     state = rows.state.clone()
     op = ops.kda_recurrent if rows.dt_bias.dim() == 2 else ops.gdn_recurrent
     return op(*rows.args[:-1], state, slots=slots), state
@@ -34,7 +34,7 @@ def run_oracle(rows: Rows, slots: StateSlots) -> tuple[torch.Tensor, ...]:
 
 @BY_ROW
 @HEADS
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
 def test_computes_the_rule(run, heads: Heads, by_row: bool) -> None:  # type: ignore[no-untyped-def]
     rows, read = make_rows(3, heads, by_row=by_row), [4, 0, 7]
     out, state = run(rows, StateSlots.in_place(torch.tensor(read)))
@@ -51,7 +51,7 @@ def test_computes_the_rule(run, heads: Heads, by_row: bool) -> None:  # type: ig
 def test_bf16_rows_are_rounded_once(by_row: bool) -> None:
     rows, slots = make_rows(2, (1, 2, 16, 16), by_row=by_row, dtype=torch.bfloat16), slots_of([1, 2], [[1], [2]])
     out, state = run_kernel(rows, slots)
-    wanted, left = run_oracle(rows, slots)
+    wanted, left = run_reference(rows, slots)
     assert out.dtype == wanted.dtype == torch.bfloat16
     assert relative(out, wanted) < 4e-3
     assert relative(state, left) < 1e-6
@@ -59,7 +59,7 @@ def test_bf16_rows_are_rounded_once(by_row: bool) -> None:
 
 @BY_ROW
 @HEADS
-def test_a_row_is_the_same_in_every_batch_and_tile(heads: Heads, by_row: bool) -> None:
+def test_row_is_the_same_in_every_batch_and_tile(heads: Heads, by_row: bool) -> None:
     rows, read = make_rows(4, heads, by_row=by_row), [8, 1, 5, 2]
     out, state = run_kernel(rows, StateSlots.in_place(torch.tensor(read)))
     for i, config in zip((0, 2, 3), (None, triton_kernel.CONFIGS[0], triton_kernel.CONFIGS[-1]), strict=True):
@@ -80,8 +80,8 @@ def test_every_config_gives_the_same_bits(config: RecurrentConfig, by_row: bool)
 
 @BY_ROW
 @pytest.mark.parametrize("read", [0, 1, 3])
-def test_the_last_query_may_leave_its_state_where_the_first_has_read(by_row: bool, read: int) -> None:
-    """A ring of slots: each query writes the next, the last one that of what was read."""
+def test_last_query_may_overwrite_the_state_of_the_first(by_row: bool, read: int) -> None:
+    """In a ring of slots each query writes the next slot, and the last one overwrites the slot that was read."""
     rows, ring = make_rows(4, (1, 2, 16, 16), by_row=by_row), [(read + 1 + j) % 4 for j in range(4)]
     out, state = run_kernel(rows, slots_of([read], [ring]))
     here = rows.state.clone()
@@ -94,8 +94,8 @@ def test_the_last_query_may_leave_its_state_where_the_first_has_read(by_row: boo
 
 
 @BY_ROW
-def test_queries_together_are_queries_one_by_one(by_row: bool) -> None:
-    """Each leaves its state where it is told to, and a sequence may have fewer of them."""
+def test_queries_together_equal_queries_one_by_one(by_row: bool) -> None:
+    """Each query writes its state to its own slot, and sequences may have fewer queries."""
     rows = make_rows(6, (1, 2, 16, 16), by_row=by_row)
     out, state = run_kernel(rows, slots_of([4, 6], [[0, -1, 1], [7, 6, -1]]))
     for read, first, count, kept in ((4, 0, 3, {0: 0, 2: 1}), (6, 3, 2, {0: 7, 1: 6})):
@@ -106,14 +106,14 @@ def test_queries_together_are_queries_one_by_one(by_row: bool) -> None:
             assert torch.equal(alone[0], out[first + j])
             if j in kept:
                 assert torch.equal(state[kept[j]], here[read])
-    # What was read stays, unless it was written to.
+    # The slots that were read stay unchanged unless a query wrote to them.
     assert torch.equal(state[[2, 3, 4, 5, 8]], rows.state[[2, 3, 4, 5, 8]])
-    assert torch.equal(run_oracle(rows, slots_of([4, 6], [[0, -1, 1], [7, 6, -1]]))[1][4], rows.state[4])
+    assert torch.equal(run_reference(rows, slots_of([4, 6], [[0, -1, 1], [7, 6, -1]]))[1][4], rows.state[4])
 
 
 @BY_ROW
-@pytest.mark.parametrize("run", [run_oracle, run_kernel], ids=["oracle", "kernel"])
-def test_padding_is_zeros_and_touches_nothing(run, by_row: bool) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("run", [run_reference, run_kernel], ids=["reference", "kernel"])
+def test_padding_is_zero_and_writes_nothing(run, by_row: bool) -> None:  # type: ignore[no-untyped-def]
     rows = make_rows(3, (1, 2, 16, 16), by_row=by_row)
     rows.qkv[1:] = float("nan")
     out, state = run(rows, slots_of([2, -1, -1], [[2], [-1], [-1]]))
@@ -124,8 +124,8 @@ def test_padding_is_zeros_and_touches_nothing(run, by_row: bool) -> None:  # typ
 
 
 @BY_ROW
-def test_gates_at_the_ends(by_row: bool) -> None:
-    """Where 1 + e^x loses e^x, and where e^x is too large for fp32."""
+def test_extreme_gates(by_row: bool) -> None:
+    """In fp32 1 + e^x loses e^x for one value, and e^x overflows for another."""
     rows = make_rows(4, (1, 1, 16, 16), by_row=by_row)
     for i, value in enumerate((-30.0, -14.0, 40.0, 120.0)):
         rows.a[i] = value
@@ -138,7 +138,7 @@ def test_gates_at_the_ends(by_row: bool) -> None:
 
 
 @BY_ROW
-def test_a_long_output_keeps_its_precision(by_row: bool) -> None:
+def test_long_output_keeps_its_precision(by_row: bool) -> None:
     rows = make_rows(16, (1, 2, 32, 16), by_row=by_row)
     rows.a_log.fill_(-3.0)
     kept = rows.state[0].double()
@@ -155,7 +155,7 @@ def test_a_long_output_keeps_its_precision(by_row: bool) -> None:
 @pytest.mark.gpu
 @BY_ROW
 @pytest.mark.parametrize("batch", [1, 64])
-def test_a_graph_replays_it(batch: int, by_row: bool) -> None:
+def test_graph_replay(batch: int, by_row: bool) -> None:
     rows = make_rows(batch, (16, 32, 128, 128), by_row=by_row, dtype=torch.bfloat16).to(DEVICE)
     states = torch.randn(batch, 32, 128, 128, device=DEVICE)
     slots = StateSlots.in_place(torch.randperm(batch, device=DEVICE))

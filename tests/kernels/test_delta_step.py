@@ -1,4 +1,4 @@
-"""A decode step of linear attention between its projections: two launches have the bits of three, and the oracle's."""
+"""A linear-attention decode step between its projections: two launches give the bits of three and of the reference."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from moeyard_kernels.types.state_slots import StateSlots
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_ROW = pytest.mark.parametrize("by_row", [False, True], ids=["gdn", "kda"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-# Tiles without a rest, keys that two heads share, and a shape that no tile fits.
+# Tiles without a remainder, keys that two heads share, and a shape that fits no tile.
 HEADS = pytest.mark.parametrize("heads", [(1, 1, 128, 128), (1, 2, 16, 16), (1, 3, 18, 10)], ids=str)
 TWO = [config for config in triton_kernel.CONFIGS if isinstance(config, TwoLaunches)]
 
@@ -23,7 +23,7 @@ TWO = [config for config in triton_kernel.CONFIGS if isinstance(config, TwoLaunc
 def make_step(
     count: int, heads: Heads, *, by_row: bool, dtype: torch.dtype = torch.float32, size: int = 4
 ) -> dict[str, Any]:
-    """Arguments of `gdn_step` or `kda_step`, by name; rows are slices of wider ones."""
+    """Return the arguments of `gdn_step` or `kda_step` by name. Rows are slices of wider rows."""
     found = make_rows(count, heads, by_row=by_row, dtype=dtype)
     channels, (_, num_heads, _, dim) = found.qkv.shape[1], heads
     wide = torch.randn(count, 2 * num_heads * dim + 1).to(dtype)
@@ -44,14 +44,14 @@ def make_step(
 
 
 def run(op: Any, step: dict[str, Any], **named: Any) -> tuple[torch.Tensor, ...]:
-    """(out, states, windows) of a call with copies of both."""
+    """Return out, states and windows of a call with copies of both."""
     given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in step.items()}
     given |= {name: step[name].to(DEVICE, copy=True) for name in ("state", "window")}
     named = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in named.items()}
     slots = named.pop("slots")
     slots = StateSlots(read=slots.read.to(DEVICE), write=slots.write.to(DEVICE))
     if DEVICE == "cuda":
-        # `static_state` promises that what was copied is complete.
+        # `static_state` promises that the copies are complete.
         torch.cuda.synchronize()
     out = op(*(given[name] for name in list(step)[:11]), slots=slots, sigmoid=step["sigmoid"], **named)
     return out.cpu(), given["state"].cpu(), given["window"].cpu()
@@ -66,11 +66,11 @@ def kernel(by_row: bool) -> Any:
 @HEADS
 @DTYPES
 def test_two_launches_have_the_bits_of_three(heads: Heads, dtype: torch.dtype, by_row: bool) -> None:
-    """In place and into another slot, beside padding, whose rows stand for others."""
+    """States change in place or in another slot, beside padding rows that copy other rows."""
     step, slots = make_step(4, heads, by_row=by_row, dtype=dtype), slots_of([3, 8, -1, 1], [[3], [2], [-1], [1]])
     step["qkv"][2] = float("nan")
     rows = torch.tensor([0, 1, 0, 3])
-    # A width of 32 columns passes over the shapes' ends.
+    # 32 columns reach past the ends of the shapes.
     for config, chosen in ((TwoLaunches(BV=32, num_warps=1), rows), (TwoLaunches(BV=16, num_warps=1), None)):
         got = run(kernel(by_row), step, slots=slots, config=config, rows=chosen)
         wanted = run(kernel(by_row), step, slots=slots, config=Chain(), rows=chosen)
@@ -84,7 +84,7 @@ def test_two_launches_have_the_bits_of_three(heads: Heads, dtype: torch.dtype, b
 @BY_ROW
 @pytest.mark.parametrize("config", TWO, ids=str)
 def test_every_config_gives_the_same_bits(config: TwoLaunches, by_row: bool) -> None:
-    """States that are read ahead of the wait too: a GPU's are complete here."""
+    """Some configs read states before the wait. On a GPU they are complete here."""
     step, slots = make_step(1, (1, 1, 128, 128), by_row=by_row, dtype=torch.bfloat16), slots_of([3], [[3]])
     wanted = run(kernel(by_row), step, slots=slots, config=Chain())
     got = run(kernel(by_row), step, slots=slots, config=config, static_state=True)
@@ -95,7 +95,7 @@ def test_every_config_gives_the_same_bits(config: TwoLaunches, by_row: bool) -> 
 @BY_ROW
 @DTYPES
 @pytest.mark.parametrize("size", [2, 4])
-def test_is_the_oracle(size: int, dtype: torch.dtype, by_row: bool) -> None:
+def test_equals_the_reference(size: int, dtype: torch.dtype, by_row: bool) -> None:
     step, slots = (
         make_step(3, (1, 2, 16, 16), by_row=by_row, dtype=dtype, size=size),
         slots_of([0, 5, -1], [[0], [6], [-1]]),
@@ -126,8 +126,8 @@ def test_rows_alone_and_together_have_the_same_bits(by_row: bool) -> None:
 
 
 @BY_ROW
-def test_several_queries_and_other_weights_take_three(by_row: bool) -> None:
-    """Whatever the config says: several queries would be convolved out of each other."""
+def test_several_queries_or_other_weights_need_three_launches(by_row: bool) -> None:
+    """This holds for every config, because two launches would convolve several queries from each other's results."""
     step = make_step(4, (1, 2, 16, 16), by_row=by_row)
     for slots, change in (
         (slots_of([4, 7], [[-1, 4], [7, 6]]), {}),
@@ -145,7 +145,7 @@ def test_several_queries_and_other_weights_take_three(by_row: bool) -> None:
 @pytest.mark.gpu
 @BY_ROW
 @pytest.mark.parametrize("batch", [1, 64])
-def test_a_graph_replays_it(batch: int, by_row: bool) -> None:
+def test_graph_replay(batch: int, by_row: bool) -> None:
     step = make_step(batch, (32 if by_row else 16, 32, 128, 128), by_row=by_row, dtype=torch.bfloat16)
     given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in step.items()}
     states, windows = (torch.randn(batch, *given[name].shape[1:], device=DEVICE) for name in ("state", "window"))

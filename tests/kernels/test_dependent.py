@@ -1,4 +1,4 @@
-"""Launches that begin before the one ahead has ended give the bits of launches one at a time."""
+"""Launches that begin before the one ahead has ended give the bits of separate launches."""
 
 from collections.abc import Callable
 
@@ -39,9 +39,9 @@ def layer_weights() -> dict[str, torch.Tensor]:
 def chain(
     x: torch.Tensor, layers: list[dict[str, torch.Tensor]], between: Callable[[], None], *, late: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Layers of a model, each launch of which reads what the last few wrote; `between` is called after every op.
+    """Run layers of a model, where each launch reads the results of the last few. Call `between` after every op.
 
-    late: experts of the one row are chosen by what computes them.
+    late: the experts' kernel chooses the experts of the single row.
     """
     slots = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
     seen = []
@@ -77,8 +77,8 @@ def chain(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "late"), [(1, False), (1, True), (8, False), (64, False), (500, False)])
-def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bool) -> None:
-    """And of one row what chooses late equals what chooses ahead."""
+def test_chain_of_launches_equals_separate_launches(num_rows: int, late: bool) -> None:
+    """For one row the late choice equals the early one."""
     layers = [layer_weights() for _ in range(LAYERS)]
     x = rows(num_rows, HIDDEN)
     results = []
@@ -87,7 +87,7 @@ def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bo
         x.copy_(rows(num_rows, HIDDEN))
         wanted = chain(x, layers, torch.cuda.synchronize)
         assert_bits(f"eager {i}", chain(x, layers, lambda: None, late=late), wanted)
-        # What a launch finds that does not wait.
+        # A launch that does not wait reads this.
         for value in results[-1]:
             value.zero_()
         graph.replay()
@@ -96,8 +96,8 @@ def test_a_chain_of_launches_equals_one_launch_at_a_time(num_rows: int, late: bo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 500])
-def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None:
-    """Which is what `static_weight` would promise not to happen."""
+def test_weight_of_the_launch_before_is_complete(num_rows: int) -> None:
+    """`static_weight` would promise that no earlier launch writes the weight."""
     x, weight, scale = rows(num_rows, 2048), rows(5120, 2048), rows(5120)
     for config in (None, *linear.configs_for(num_rows)):
 
@@ -111,7 +111,7 @@ def test_a_weight_written_by_the_launch_ahead_is_complete(num_rows: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 @pytest.mark.parametrize("config", [c for c in CONFIGS if isinstance(c, Skinny)], ids=str)
-def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, static: bool) -> None:
+def test_rows_of_the_launch_before_are_complete(config: LinearConfig, static: bool) -> None:
     for num_rows, num_out, dim in ((1, 2112, 7168), (7, 5120, 2048), (64, 520, 1000)):
         x, y, weight = rows(num_rows, dim), rows(num_rows, dim), rows(num_out, dim, scale=dim**-0.5)
         torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def test_rows_written_by_the_launch_ahead_are_complete(config: LinearConfig, sta
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, *(c for c in CONFIGS if isinstance(c, Skinny))], ids=str)
-def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> None:
+def test_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> None:
     x, y, first, second = rows(5, 2048), rows(5, 2048), rows(520, 2048), rows(300, 2048)
     torch.cuda.synchronize()
 
@@ -139,8 +139,8 @@ def test_a_pair_of_static_weights_is_read_early(config: LinearConfig | None) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_sequences", "length"), [(64, 2500), (200, 700)], ids=["merged", "one split"])
-def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length: int) -> None:
-    """Its programs, of several items each, let the next launch begin ahead of their last results."""
+def test_next_launch_finds_results_of_latent_decode(num_sequences: int, length: int) -> None:
+    """Its programs have several items each and trigger the next launch before their last results."""
     lens = [length - i for i in range(num_sequences)]
     held = paged(lens, 64, heads=1, dims=(576,), dtype=torch.bfloat16)
     tables, cache = held.tables(torch.tensor(lens)), held.caches[0][0]
@@ -155,5 +155,5 @@ def test_what_follows_latent_decode_finds_its_results(num_sequences: int, length
     assert_replays(step, lambda: q.copy_(torch.randn_like(q)))
 
 
-def test_nothing_is_asked_for_without_a_gpu() -> None:
+def test_no_launch_options_without_a_gpu() -> None:
     assert dict(dependent(torch.zeros(1))) == {}

@@ -1,4 +1,4 @@
-"""Every op refuses a tensor on another device than the first one's, and names both, before anything is computed."""
+"""Every op refuses a tensor on another device than the first one's, and names both, before it computes."""
 
 from collections.abc import Callable
 
@@ -67,7 +67,7 @@ CASES: tuple[tuple[str, Callable, dict[str, torch.Tensor], dict], ...] = (
     [(op, call, tensors, options, name) for op, call, tensors, options in CASES for name in list(tensors)[1:]],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_another_device_is_refused(
+def test_tensor_on_another_device_is_refused(
     op: str, call: Callable, tensors: dict[str, torch.Tensor], options: dict, moved: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"^{op}: {moved} is on meta, "):

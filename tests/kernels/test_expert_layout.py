@@ -1,4 +1,4 @@
-"""The expert layout: kernel and reference against the rules, read pair by pair."""
+"""The expert layout: kernel and reference follow its rules, checked pair by pair."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def routing(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    """[T, K] int64, distinct experts per token."""
+    """Return [T, K] int64 with distinct experts per token."""
     return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
 
 
@@ -28,7 +28,7 @@ def run_kernel(topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, num_slots: 
 def check(
     layout: ExpertLayout, topk_ids: torch.Tensor, slot_of_expert: torch.Tensor, num_slots: int, block_rows: int
 ) -> None:
-    """The docstring of ExpertLayout, by plain lists."""
+    """Check the rules in the docstring of ExpertLayout with plain lists."""
     experts = topk_ids.flatten().tolist()
     pairs, names = layout.pairs.tolist(), layout.slot_of_block.tolist()
     row = 0
@@ -48,7 +48,7 @@ def check(
 
 
 def some_slots(num_experts: int, num_slots: int) -> torch.Tensor:
-    """[E] int32: experts in random slots, -1 for those that have none."""
+    """Return [E] int32: experts in random slots, and -1 for experts without one."""
     slots = torch.full((num_experts,), -1, dtype=torch.int32)
     used = min(num_experts, num_slots)
     slots[torch.randperm(num_experts)[:used]] = torch.randperm(num_slots)[:used].int()
@@ -65,7 +65,7 @@ SHAPES = [
     (130, 8, 10, 9, 16),
     (4, 8, 64, 6144, 16),
     (161, 8, 64, 64, 128),
-    # The most of one launch, of many experts and of few; the least of two.
+    # The most for one launch, with many experts and with few, and the least for two.
     (128, 8, 257, 257, 16),
     (256, 8, 256, 256, 32),
     (129, 8, 257, 240, 16),
@@ -131,7 +131,7 @@ def test_no_tokens_and_int32_ids(make: Callable[..., ExpertLayout] | None) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [9, 300, 4100], ids=["one-launch", "two-launches", "three-launches"])
-def test_a_graph_replays_it(num_tokens: int) -> None:
+def test_graph_replay(num_tokens: int) -> None:
     topk_ids, slot_of_expert = routing(num_tokens, 8, 64).to(DEVICE), some_slots(64, 40).to(DEVICE)
 
     def step() -> tuple[torch.Tensor, ...]:

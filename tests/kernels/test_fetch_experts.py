@@ -1,6 +1,6 @@
-"""Missed experts read by all ranks of a host: kernel and REFERENCE, ranks one by one, against plain copies.
+"""Missed experts that all ranks of a host read together: kernel and reference, rank by rank, against plain copies.
 
-Without a GPU the ranks of one process tell, read and move in turn. On real GPUs, one process each, whole ranks do
+Without a GPU the ranks of one process tell, read and move in turn. Real GPUs have one process each and run whole ranks
 (`tests/gpu/test_one_answer_ranks.py`).
 """
 
@@ -34,13 +34,13 @@ from moeyard_kernels.types.peer_window import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = SimpleNamespace(fetch_experts=ops.fetch_experts.reference)
-KERNELS = pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
+KERNELS = pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
 LAYERS, EXPERTS, SLOTS = 2, 6, 5
 SMALL = triton_kernel.FetchConfig(READERS=2, MOVERS=2, BYTES=64)
 
 
 class Rank:
-    """One of a host: its store, its slots and its part in fetching."""
+    """One rank of a host: its store, its slots and its window for fetching."""
 
     def __init__(self, window: FetchWindow, dtype: torch.dtype, hidden: int, inner: int) -> None:
         self.window = window
@@ -75,7 +75,7 @@ def open_ranks(
     staged: int = 2,
     unit_bytes: int = 128,
 ) -> list[Rank]:
-    """Ranks that share, of which each has dispatched its first exchange."""
+    """Return ranks that share reads. Each has dispatched its first exchange."""
     rows = PeerShape(world_size=world, top_k=1, row_bytes=16, max_tokens=1)
     up = 2 * inner * hidden * dtype.itemsize
     shape = FetchShape(world_size=world, up_bytes=up, down_bytes=up // 2, staged=staged, unit_bytes=unit_bytes)
@@ -94,20 +94,20 @@ def open_ranks(
 
 
 def table_of(count: int) -> torch.Tensor:
-    """So many experts, each with a slot of its own."""
+    """Return a table of `count` experts with a slot each."""
     table = torch.full((EXPERTS,), -1, dtype=torch.int32)
     table[torch.randperm(EXPERTS)[:count]] = torch.randperm(SLOTS)[:count].int()
     return table
 
 
-def together(kernels: ModuleType, ranks: Sequence[Rank], tables: Sequence[torch.Tensor], layer: int) -> None:
+def fetch_together(kernels: ModuleType, ranks: Sequence[Rank], tables: Sequence[torch.Tensor], layer: int) -> None:
     for part in ("tell", "read", "move"):
         for rank, table in zip(ranks, tables, strict=True):
             rank.fetch(kernels, table, layer, **{part: True})
 
 
 def check_slots(ranks: Sequence[Rank], tables: Sequence[torch.Tensor], layer: int) -> None:
-    """What the tables name is in its slots, and nothing else is anywhere."""
+    """Check that each slot holds the expert that its table names, and that nothing else was written."""
     for number, (rank, table) in enumerate(zip(ranks, tables, strict=True)):
         wanted = [torch.full_like(x, torch.nan, device="cpu") for x in (rank.gate_up, rank.down)]
         ops.gather_experts(rank.store, table, *wanted, layer=layer)
@@ -120,15 +120,15 @@ def fault_of(rank: Rank) -> list[int]:
     return rank.window.peer.fault[[FAILED, PHASE, LAYER, RANKS, EPOCH, REASON]].tolist()
 
 
-# What each rank misses: alike, one alone, more than peers have room for, all of them differently, nobody anything.
+# Numbers of misses: equal, one rank alone, more than the peers' buffers hold, all different, none.
 MISSED_BY = [(2, 2), (3, 0), (0, 5), (1, 4), (0, 0), (5, 0, 1), (0, 1, 0), (2, 5, 1, 4)]
 
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("missed", MISSED_BY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_kernel_and_oracle_leave_the_same(missed: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Slots, what was on its way, and what was counted; the second exchange over what the first one left."""
+def test_kernel_and_reference_leave_the_same_memory(missed: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Compare slots, buffers and counters. The second exchange reuses the memory of the first."""
     ours, theirs = open_ranks(len(missed), dtype=dtype), open_ranks(len(missed), dtype=dtype)
     for a, b in zip(ours, theirs, strict=True):
         b.store.copy_(a.store)
@@ -139,12 +139,12 @@ def test_kernel_and_oracle_leave_the_same(missed: tuple[int, ...], dtype: torch.
                 rank.gate_up.fill_(torch.nan)
                 rank.down.fill_(torch.nan)
                 rank.window.peer.state[DISPATCHED] = 1 + 3 * layer
-            together(kernels, ranks, tables, layer)
+            fetch_together(kernels, ranks, tables, layer)
             check_slots(ranks, tables, layer)
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             memory = (each.window.memory[number] for each in (a, b))
             assert_bits(f"memory of rank {number}", *memory)
-            # How long it took only a GPU's kernel tells.
+            # Only a GPU kernel measures time.
             a.counts[GATHER_NANOSECONDS] = 0
             assert_bits(f"counts of rank {number}", a.counts, b.counts)
             assert fault_of(a)[0] == fault_of(b)[0] == 0
@@ -152,21 +152,21 @@ def test_kernel_and_oracle_leave_the_same(missed: tuple[int, ...], dtype: torch.
 
 @pytest.mark.parametrize("sizes", [(40, 4, 64), (8, 8, 1024), (104, 3, 256)], ids=str)
 @KERNELS
-def test_units_end_where_an_experts_parts_do(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+def test_units_end_where_the_parts_of_an_expert_end(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     hidden, inner, unit_bytes = sizes
     ranks = open_ranks(2, hidden=hidden, inner=inner, unit_bytes=unit_bytes)
     tables = [table_of(1), table_of(4)]
-    together(kernels, ranks, tables, 1)
+    fetch_together(kernels, ranks, tables, 1)
     check_slots(ranks, tables, 1)
 
 
 @KERNELS
-def test_each_reads_the_mean_as_far_as_there_is_room(kernels: ModuleType) -> None:
-    """Of 5, 0 and 1 experts of 9 units that is 18: the first would lend 27, and there is room for two experts."""
+def test_each_rank_reads_the_mean_that_fits(kernels: ModuleType) -> None:
+    """The mean of 5, 0 and 1 experts of 9 units is 18. The first rank would offer 27, but buffers hold two experts."""
     ranks = open_ranks(3)
     [units] = {rank.window.shape.units for rank in ranks}
     assert units == 9
-    together(kernels, ranks, [table_of(5), table_of(0), table_of(1)], 0)
+    fetch_together(kernels, ranks, [table_of(5), table_of(0), table_of(1)], 0)
     unit = ranks[0].window.shape.unit_bytes
     assert [int(rank.counts[BY_PEERS]) for rank in ranks] == [18 * unit, 0, 0]
     assert [int(rank.counts[FOR_PEERS]) for rank in ranks] == [0, 18 * unit, 0]
@@ -176,7 +176,7 @@ def test_each_reads_the_mean_as_far_as_there_is_room(kernels: ModuleType) -> Non
 
 @KERNELS
 @pytest.mark.parametrize("how", ["apart", "poisoned"])
-def test_who_does_not_share_reads_alone(kernels: ModuleType, how: str) -> None:
+def test_rank_that_does_not_share_reads_alone(kernels: ModuleType, how: str) -> None:
     ranks = open_ranks(2)
     for rank in ranks:
         if how == "apart":
@@ -191,7 +191,7 @@ def test_who_does_not_share_reads_alone(kernels: ModuleType, how: str) -> None:
 
 
 @KERNELS
-def test_a_list_that_does_not_come_is_named_and_all_is_read_alone(kernels: ModuleType) -> None:
+def test_missing_list_is_named_and_all_is_read_alone(kernels: ModuleType) -> None:
     ranks, tables = open_ranks(3), [table_of(4), table_of(1), table_of(0)]
     for rank in (0, 1):
         ranks[rank].fetch(kernels, tables[rank], 0, tell=True)
@@ -203,8 +203,8 @@ def test_a_list_that_does_not_come_is_named_and_all_is_read_alone(kernels: Modul
 
 
 @KERNELS
-def test_a_unit_that_does_not_come_is_named_and_read_alone(kernels: ModuleType) -> None:
-    """Of two that read for the first, one does not."""
+def test_missing_unit_is_named_and_read_alone(kernels: ModuleType) -> None:
+    """One of the two ranks that read for the first does not."""
     ranks, tables = open_ranks(3, staged=3), [table_of(4), table_of(0), table_of(0)]
     for rank, table in zip(ranks, tables, strict=True):
         rank.fetch(kernels, table, 1, tell=True)
@@ -216,13 +216,13 @@ def test_a_unit_that_does_not_come_is_named_and_read_alone(kernels: ModuleType) 
     stamps = ranks[0].window.views(0).flags
     assert int((stamps == 1).sum()) == 12
     assert ranks[0].window.views(0).heads[:, STAMP].tolist() == [1, 1, 1]
-    # Another epoch begins as new.
+    # Another epoch starts with reset memory.
     ranks[0].window.reset()
     assert not stamps.any()
     assert not ranks[0].window.views(0).heads[:, MISSED].any()
 
 
-def test_shares_are_the_mean_and_nobody_reads_for_others_what_others_read_for_it() -> None:
+def test_shares_are_the_mean_without_mutual_reads() -> None:
     for _ in range(200):
         units = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
         most = int(torch.randint(1, 60, ()))

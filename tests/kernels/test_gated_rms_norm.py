@@ -1,4 +1,4 @@
-"""The norm behind linear attention: Triton kernel and oracle against float64, each head by itself."""
+"""The norm after linear attention: Triton kernel and reference against float64, head by head."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def test_computes_the_gated_norm(fp32_weight: bool, sigmoid: bool, dtype: torch.
     weight = torch.rand(24).to(torch.float32 if fp32_weight else dtype)
     wide, opened = x.double(), gate.double().sigmoid() * (1 if sigmoid else gate.double())
     exact = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()).flatten(1) * opened
-    got, oracle = (
+    got, reference = (
         run_kernel(x, gate, weight, sigmoid=sigmoid),
         ops.gated_rms_norm(x, gate, weight, 1e-6, sigmoid=sigmoid),
     )
-    assert got.dtype == oracle.dtype == dtype
-    assert got.shape == oracle.shape == (5, 72)
-    for found in (got, oracle):
+    assert got.dtype == reference.dtype == dtype
+    assert got.shape == reference.shape == (5, 72)
+    for found in (got, reference):
         assert relative(found, exact) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
@@ -50,8 +50,8 @@ def test_rows_are_independent(dim: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("fp32_weight", [False, True])
-def test_rows_may_come_from_others(fp32_weight: bool, dtype: torch.dtype) -> None:
-    """Those that stand in for a step's padding: heads of another row, with the gate of the same."""
+def test_rows_may_copy_other_rows(fp32_weight: bool, dtype: torch.dtype) -> None:
+    """Padding rows of a step take the heads of another row, with their own gate."""
     x, gate = torch.randn(5, 3, 24).to(dtype), torch.randn(5, 72).to(dtype)
     weight = torch.rand(24).to(torch.float32 if fp32_weight else dtype)
     rows = torch.tensor([0, 1, 4, 0, 0])
@@ -59,14 +59,14 @@ def test_rows_may_come_from_others(fp32_weight: bool, dtype: torch.dtype) -> Non
     on_device = [t.to(DEVICE) for t in (x, gate, weight)]
     got = triton_kernel.gated_rms_norm(*on_device, 1e-6, sigmoid=True, rows=rows.to(DEVICE))
     assert torch.equal(got.cpu(), wanted)
-    oracle = ops.gated_rms_norm(x, gate, weight, 1e-6, sigmoid=True, rows=rows)
-    assert torch.equal(oracle, ops.gated_rms_norm(x[rows], gate, weight, 1e-6, sigmoid=True))
+    reference = ops.gated_rms_norm(x, gate, weight, 1e-6, sigmoid=True, rows=rows)
+    assert torch.equal(reference, ops.gated_rms_norm(x[rows], gate, weight, 1e-6, sigmoid=True))
     with pytest.raises(ValueError, match=r"rows int64 \[5\] holds 0 to 5, outside 0 to 4"):
         ops.gated_rms_norm(x, gate, weight, 1e-6, rows=rows + (rows == 4))
 
 
-def test_a_weight_in_fp32_rounds_once() -> None:
-    """As Kimi-Linear's module does: the bits of all in fp32."""
+def test_fp32_weight_rounds_once() -> None:
+    """Kimi-Linear's module computes all in fp32, and the bits are its bits."""
     x, gate, weight = torch.randn(9, 2, 32).bfloat16(), torch.randn(9, 64).bfloat16(), torch.rand(32)
     wide = x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
@@ -77,7 +77,7 @@ def test_a_weight_in_fp32_rounds_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     x, gate = (torch.randn(num_rows, *shape, device=DEVICE).bfloat16() for shape in ((32, 128), (4096,)))
     weight = torch.rand(128, device=DEVICE).bfloat16()
     assert_replays(lambda: (ops.gated_rms_norm(x, gate, weight, 1e-6),), lambda: (x.normal_(), gate.normal_()))

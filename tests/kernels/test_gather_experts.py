@@ -1,4 +1,4 @@
-"""Experts gathered from host memory: exactly the bytes of those in the table, nothing else touched."""
+"""Gathering from host memory copies exactly the experts of the table and touches nothing else."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ if DEVICE == "cuda":
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_layers", "num_experts", "hidden", "inner", "num_slots"), SHAPES, ids=str)
-def test_what_the_table_names_is_copied(
+def test_experts_of_the_table_are_copied(
     num_layers: int,
     num_experts: int,
     hidden: int,

@@ -1,4 +1,4 @@
-"""The grouped decode kernel: values and log-sum-exps against float64, bits against every batch, page and tile."""
+"""The grouped decode kernel: values and log-sum-exps against float64, equal bits in every batch, page size and tile."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from moeyard_kernels.common.launch import checked
 from moeyard_kernels.types.decode_tables import GQA_SPLIT, DecodeTables
 
 GPU = DEVICE == "cuda"
-# On a GPU the true splits; interpreted ones are short, because a program costs by its blocks.
+# A GPU has the real split. The interpreter has a short one, because a program's cost grows with its blocks.
 SPLIT = GQA_SPLIT if GPU else 128
 LENS = [1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70]
-# Query heads, key heads, width of keys, of values, page.
+# Query heads, key heads, width of keys, width of values, page.
 SHAPES = (
     [(32, 4, 128, 128, 64), (32, 8, 128, 128, 16), (16, 16, 64, 64, 32), (6, 2, 96, 40, 16)]
     if GPU
@@ -22,7 +22,7 @@ SHAPES = (
 )
 BY_SHAPE = pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "page"), SHAPES, ids=lambda n: str(n))
 WINDOWS = pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
-# numpy's products follow the tile, a GPU's do not.
+# numpy's sums depend on the tile, a GPU's do not.
 ONE_TILE = {} if GPU else {"config": kernel.CONFIGS[0]}
 
 
@@ -59,7 +59,7 @@ def test_values(
 
 
 @BY_SHAPE
-def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
+def test_batch_and_pages_change_no_bit(heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
     held = paged(LENS, page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
     q = queries(len(LENS), heads, dim)
     whole = attend(q, held, held.tables(torch.tensor(LENS)))
@@ -73,8 +73,8 @@ def test_batch_and_pages_do_not_show(heads: int, kv_heads: int, dim: int, dim_v:
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
-@pytest.mark.gpu  # The interpreter is too slow for it.
-def test_a_row_alone_is_the_row_among_4096() -> None:
+@pytest.mark.gpu  # too slow for the interpreter
+def test_row_alone_equals_the_row_among_4096() -> None:
     lens = [1 + 37 * i % 400 for i in range(64)]
     held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
     q = queries(4096, 32, 128)
@@ -87,7 +87,7 @@ def test_a_row_alone_is_the_row_among_4096() -> None:
 
 @BY_SHAPE
 @WINDOWS
-def test_queries_of_a_sequence_share_and_do_not_show(
+def test_queries_of_a_sequence_change_no_bit(
     heads: int, kv_heads: int, dim: int, dim_v: int, page: int, window: int | None
 ) -> None:
     ends = [70, SPLIT + 3, 2 * SPLIT + 64]
@@ -109,14 +109,14 @@ def test_queries_of_a_sequence_share_and_do_not_show(
 @BY_SHAPE
 @pytest.mark.parametrize("count", [1, 3, 16] if GPU else [2])
 def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: int, page: int) -> None:
-    """Bit for bit: interpreted on values whose every sum is exact, since numpy's products follow the tile."""
+    """Compare bits. The interpreter gets values with exact sums, because numpy's sums depend on the tile."""
     held = paged(LENS[2:], page, heads=kv_heads, dims=(dim, dim_v), dtype=torch.bfloat16)
     lens = torch.tensor(LENS[2:])[:, None] - torch.arange(count)
     q = queries(lens.numel(), heads, dim)
     if not GPU:
         held.caches[1].mul_(2).round_()
         q = q * 0
-    # Interpreted, a tile is all that a config changes where pages are no blocks.
+    # In the interpreter, configs differ only in the tile if pages are not blocks.
     configs = kernel.CONFIGS if GPU else kernel.CONFIGS[:6]
     results = [attend(q, held, held.tables(lens), config=config) for config in configs]
     for config, result in zip(configs, results, strict=True):
@@ -126,8 +126,8 @@ def test_configs_agree(count: int, heads: int, kv_heads: int, dim: int, dim_v: i
 @pytest.mark.sampled(0)
 @WINDOWS
 @pytest.mark.parametrize("splits", [1, 2], ids=["one split", "two splits"])
-def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
-    """Blocks that are pages, from the last block of a split to its whole, some under a window; nothing past a table."""
+def test_page_ids_loaded_at_once(splits: int, window: int | None) -> None:
+    """Blocks are pages, from a split's last block to all of it, some under a window. No id past a table is read."""
     lens = [1, 64, 65, SPLIT - 1, SPLIT] if splits == 1 else [3, SPLIT, SPLIT + 1, 2 * SPLIT]
     held = paged(lens, 64, heads=2, dims=(32, 16), dtype=torch.bfloat16, slack=0, window=window)
     tables = held.tables(torch.tensor(lens), window=window)
@@ -147,8 +147,8 @@ def test_page_ids_asked_for_at_once(splits: int, window: int | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "longest"), [(1, 512), (8, 512), (64, 512), (1, 8000), (7, 2000), (64, 2000)])
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
-def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, longest: int, static: bool) -> None:
-    """Each launch beside its neighbours, one split and several, in a chain of cache write, attention and product."""
+def test_queries_and_keys_of_the_launch_before_are_complete(rows: int, longest: int, static: bool) -> None:
+    """Launches overlap in a chain of cache write, attention and product, with one split and several."""
     lens = [longest - 12 - 67 * i % (longest - 12) for i in range(rows)]
     held = paged(lens, 64, heads=4, dims=(128, 128), dtype=torch.bfloat16, slack=0)
     tables = held.tables(torch.tensor(lens))
@@ -168,7 +168,7 @@ def test_queries_and_keys_written_by_the_launch_ahead_are_complete(rows: int, lo
     assert_replays(step, lambda: qkv.copy_(torch.randn_like(qkv)))
 
 
-@pytest.mark.gpu  # The interpreter is too slow for it.
+@pytest.mark.gpu  # too slow for the interpreter
 def test_up_to_160_splits() -> None:
     lens = [160 * 64, 159 * 64 + 1, 7, 0]
     held = paged(lens, 64, heads=2, dims=(64, 64), dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def test_up_to_160_splits() -> None:
         torch.testing.assert_close(lse[row].double().cpu(), wanted_lse, rtol=0, atol=1e-5)
 
 
-def test_the_door_serves_tables() -> None:
+def test_op_accepts_tables() -> None:
     held = paged([70, 9, 0], 16, heads=2, dims=(32, 32), dtype=torch.float32)
     q, tables = queries(3, 4, 32, torch.float32), held.tables(torch.tensor([70, 9, 0]))
     out, lse = ops.gqa_decode(q, *held.caches, tables=tables, scale=0.2)
@@ -216,7 +216,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_reads_its_tables_anew() -> None:
+def test_graph_reads_new_tables() -> None:
     held = paged([3000, 2000], 64, heads=4, dims=(128, 128), dtype=torch.bfloat16)
     q, tables = queries(2, 32, 128), held.tables(torch.tensor([3000, 0]))
     attend(q, held, tables)
@@ -229,9 +229,9 @@ def test_a_captured_launch_reads_its_tables_anew() -> None:
         assert_same((out, lse), attend(q, held, held.tables(torch.tensor(lens))), str(lens))
 
 
-def test_a_padding_row_under_a_window_reads_no_page() -> None:
-    """In a table of one split every sequence has a piece of work, one of no length too: an unread entry of the table
-    may be far outside of it."""
+def test_padding_row_under_a_window_reads_no_page() -> None:
+    """In a table of one split every sequence is a work item, even with length 0. An unread table entry may be far
+    out of range."""
     held = paged([70, 64], 64, heads=2, dims=(16, 16), dtype=torch.bfloat16, slack=0, window=40)
     q = torch.randn(2, 4, 16).to(DEVICE, torch.bfloat16)
     for lens, seen in (([70, 0], 0), ([0, 64], 1)):
@@ -243,7 +243,7 @@ def test_a_padding_row_under_a_window_reads_no_page() -> None:
 
 
 def test_queries_of_one_sequence_on_both_sides_of_a_block() -> None:
-    """A block that one query sees and another does not leaves the second one's sums alone."""
+    """A block that one query sees and another does not leaves the other's sums unchanged."""
     held, q = paged([66], 16, heads=1, dims=(32, 32), dtype=torch.float32), queries(4, 2, 32, torch.float32)
     lens = torch.tensor([63, 64, 65, 66])
     out, lse = attend(q, held, held.tables(lens[None]), **ONE_TILE)
@@ -252,7 +252,7 @@ def test_queries_of_one_sequence_on_both_sides_of_a_block() -> None:
         assert_same(alone, (out[[row]], lse[[row]]), f"query {row}")
 
 
-def test_a_cache_with_pages_of_another_size_is_refused() -> None:
+def test_cache_with_another_page_size_is_refused() -> None:
     held = paged([64], 16, heads=1, dims=(32, 32), dtype=torch.float32, slack=0)
     cache = held.caches[0].new_zeros(1, 4, 32, 32)
     with pytest.raises(ValueError, match=r"tables\.page_size 16, page 32 of k_cache float32 \[1, 4, 32, 32\]"):

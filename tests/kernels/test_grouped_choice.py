@@ -1,6 +1,6 @@
-"""One token's experts, chosen by what computes them: ids, weights and results are those of the choice made ahead.
+"""One token's experts, chosen by the experts' kernel: ids, weights and results equal those of a separate choice.
 
-On a CPU, and where a shape does not fit, it is made ahead there, too; on a GPU the programs of both products make it.
+On a CPU, or if a shape does not fit, the choice is separate there too. On a GPU the programs of both products make it.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ DEVICE = "cuda" if GPU else "cpu"
 KERNELS = SimpleNamespace(grouped_gemm=experts.grouped_gemm, topk_gate=topk_gate)
 SOFTMAX = GateRule(top_k=8, scoring="softmax", renormalize=True)
 SIGMOID = GateRule(top_k=8, scoring="sigmoid", renormalize=True, scaling=2.446)
-# Experts, hidden and intermediate size, rule, whether scores have a bias, the logits' dtype: models' own, and odd ones.
+# Experts, hidden and intermediate size, rule, bias of scores, dtype of logits, of models and of unusual shapes.
 BF16, FP32 = torch.bfloat16, torch.float32
 REAL = {
     "qwen3-30b": (128, 2048, 768, SOFTMAX, False, BF16),
@@ -39,7 +39,7 @@ REAL = {
 
 
 class Layer:
-    """One layer's experts in slots of any order, and one row after the other."""
+    """One layer's experts in slots of any order, with one row after the other."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Layer:
             self.down.normal_(0, I**-0.5, generator=self.generator)
         self.slots = torch.randperm(E, generator=self.generator, device=DEVICE).int()
         self.bias = self._normal(E) * 0.1 if biased else None
-        # As a shared expert's gate leaves them: in wider rows.
+        # A shared expert's gate leaves the logits in wider rows.
         self.wide = torch.zeros(1, E + 16, dtype=dtype, device=DEVICE)
         self.x = torch.zeros(1, H, dtype=BF16, device=DEVICE)
         self.counts, self.entries = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (E, 1))
-        # A shared expert: what its first product gave, and its second.
+        # A shared expert: the results of its first and of its second product.
         self.row = torch.zeros(1, 2 * I, dtype=dtype, device=DEVICE)
         self.shared = self.down[-1].flip(1).contiguous()
 
@@ -81,7 +81,7 @@ class Layer:
         return self.wide[:, : self.num_experts]
 
     def draw(self) -> None:
-        """Another row; every second logit has its like further on."""
+        """Draw another row. Every second logit equals a later one."""
         self.x.copy_(self._normal(*self.x.shape).sign() if self.exact else self._normal(*self.x.shape))
         logits = self._normal(self.num_experts) * 2
         logits[1::2] = logits[::2].flip(0)
@@ -107,7 +107,7 @@ class Layer:
         return results if choice.shared is None else (*results, choice.shared.out)
 
     def shared_ahead(self) -> torch.Tensor:
-        """What the shared expert gives, by the launches of its own."""
+        """Return the shared expert's result from separate launches."""
         return ops.linear(ops.silu_mul(self.row.to(BF16)), self.shared)
 
     def ahead(self, op: Any = ops.grouped_gemm, gate: Any = ops.topk_gate) -> tuple[torch.Tensor, ...]:
@@ -122,9 +122,9 @@ def assert_same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("through", [ops, KERNELS], ids=["door", "kernels"])
+@pytest.mark.parametrize("through", [ops, KERNELS], ids=["ops", "kernels"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_it_is_made_wherever_it_runs(through: Any, biased: bool) -> None:
+def test_choice_on_every_device(through: Any, biased: bool) -> None:
     layer = Layer(16, 64, 32, replace(SOFTMAX, top_k=3), biased, FP32, exact=True)
     for _ in range(3):
         layer.draw()
@@ -133,9 +133,9 @@ def test_it_is_made_wherever_it_runs(through: Any, biased: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
-def test_programs_choose_what_the_gate_does(name: str) -> None:
+def test_programs_choose_like_the_gate(name: str) -> None:
     layer = Layer(*REAL[name], exact=False)
-    # The odd one's rows are too short to have copies on the way.
+    # The unusual shape's rows are too short for copies in flight.
     assert can_choose(layer.choice(), layer.gate_up, layer.down) == (name != "16, all")
     for _ in range(8):
         layer.draw()
@@ -143,8 +143,8 @@ def test_programs_choose_what_the_gate_does(name: str) -> None:
     assert_replays(layer.run, layer.draw)
 
 
-@pytest.mark.parametrize("through", [ops, KERNELS], ids=["door", "kernels"])
-def test_a_shared_expert_comes_with_them(through: Any) -> None:
+@pytest.mark.parametrize("through", [ops, KERNELS], ids=["ops", "kernels"])
+def test_fused_shared_expert(through: Any) -> None:
     layer = Layer(16, 64, 64, replace(SOFTMAX, top_k=3), False, FP32, exact=True)
     for _ in range(3):
         layer.draw()
@@ -155,7 +155,7 @@ def test_a_shared_expert_comes_with_them(through: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
-def test_a_shared_expert_beside_them_is_what_its_launches_give(name: str) -> None:
+def test_fused_shared_expert_equals_separate_launches(name: str) -> None:
     layer = Layer(*REAL[name], exact=False)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -167,8 +167,8 @@ def test_a_shared_expert_beside_them_is_what_its_launches_give(name: str) -> Non
     assert_replays(run, layer.draw)
 
 
-def test_who_may_be_shared() -> None:
-    """As many inner values as lie in a multiprocessor's shared memory whole."""
+def test_sizes_of_a_fused_shared_expert() -> None:
+    """The inner values must fit whole into a multiprocessor's shared memory."""
     sizes = range(0, 4096, 32)
     assert [n for n in sizes if can_share(n)] == [n for n in sizes if n and slice_fits(n, SLICE[0].BN)]
 
@@ -185,8 +185,8 @@ def test_choices_are_counted_once(name: str) -> None:
         assert torch.equal(layer.counts, torch.as_tensor(wanted, device=DEVICE))
 
 
-def test_what_stays_a_launch_of_its_own() -> None:
-    """Groups of experts, fp32 weights, experts that are no multiple of 16; on a CPU everything."""
+def test_choices_that_need_their_own_launch() -> None:
+    """Groups of experts, fp32 weights, and a number of experts that is no multiple of 16. On a CPU all do."""
     layer = Layer(32, 512, 64, replace(SOFTMAX, num_groups=4, topk_groups=2), False, FP32, exact=True)
     assert not can_choose(layer.choice(), layer.gate_up, layer.down)
     layer.rule = SOFTMAX
@@ -194,8 +194,8 @@ def test_what_stays_a_launch_of_its_own() -> None:
     assert not can_choose(layer.choice(), layer.gate_up.float(), layer.down.float())
 
 
-def test_how_first_products_are_cut() -> None:
-    """All programs are at work at once, two of a multiprocessor; else nothing is cut."""
+def test_slices_of_the_first_product() -> None:
+    """All programs run at once, two per multiprocessor, or nothing is cut."""
     cut = {
         name: slices_of_choice(top_k, hidden=hidden, inner=inner)
         for name, top_k, hidden, inner in (

@@ -1,7 +1,7 @@
-"""The routed experts over a layout: against float64, and one answer whatever the layout and the tile.
+"""The routed experts over a layout: against float64, and equal bits for every layout and tile.
 
-The interpreter multiplies with numpy, whose sums depend on the shape: there the inputs are such that every sum is
-exact, which proves that each tile multiplies the right things. On a GPU the same tests run on random values as well.
+The interpreter multiplies with numpy, whose sums depend on the shape. There the inputs make every sum exact, which
+proves that each tile multiplies the right values. On a GPU the same tests also run on random values.
 """
 
 import pytest
@@ -26,14 +26,14 @@ KINDS = ["exact", "random"] if GPU else ["exact"]
 
 
 class Experts:
-    """Tokens, weights and routing of one case, on DEVICE; `exact`: sums that no order changes."""
+    """Tokens, weights and routing of one case, on DEVICE. `exact`: sums do not depend on their order."""
 
     def __init__(self, T: int, K: int, E: int, H: int, I: int, *, dtype: torch.dtype, exact: bool) -> None:  # noqa: E741
         self.top_k = K
         self.topk_ids = torch.rand(T, E).argsort(1)[:, :K].contiguous().to(DEVICE)
         self.slot_of_expert = torch.arange(E, dtype=torch.int32, device=DEVICE)
         if exact:
-            # Small integers; each output takes one value of h.
+            # Small integers, and each output takes one value of h.
             x, gate_up = torch.randint(-4, 5, (T, H), device=DEVICE), torch.randint(-4, 5, (E, 2 * I, H), device=DEVICE)
             down = torch.zeros(E, H, I, device=DEVICE)
             down.scatter_(2, torch.randint(0, I, (E, H, 1), device=DEVICE), 0.5)
@@ -61,9 +61,9 @@ class Experts:
         gate_up: triton_kernel.ExpertConfig | None = None,
         down: triton_kernel.ExpertConfig | None = None,
     ) -> torch.Tensor:
-        """[T, K, H] of the tokens in `rows`; NaN where no expert is here. gate_up, down: configs of the launches.
+        """Return [T, K, H] of the tokens in `rows`, NaN for remote experts.
 
-        block_rows 0: without a layout.
+        gate_up, down: configs of the launches. block_rows 0: no layout.
         """
         topk_ids = self.topk_ids[rows].contiguous()
         layout: ExpertLayout | ExpertPairs = self.pairs(topk_ids)
@@ -116,13 +116,13 @@ def test_against_float64_and_the_reference(T: int, K: int, E: int, H: int, I: in
     assert relative_error(y, exact) < bound
     assert relative_error(reference.to(DEVICE), exact) < bound
     if GPU:
-        # Odd sizes in the large tiles, whose weights no descriptor can hold.
+        # Odd sizes in the large tiles, whose weights fit no descriptor.
         assert torch.equal(bits(case.run(128).view(T * K, H)), bits(y))
 
 
 @pytest.mark.parametrize("block_rows", [0, 16, 128])
-def test_one_slot_keeps_any_stride(block_rows: int) -> None:
-    """That of what it was cut from, where 16 bytes need not divide it: torch calls it contiguous."""
+def test_one_slot_may_have_any_stride(block_rows: int) -> None:
+    """The stride may be that of a wider tensor, and need not be a multiple of 16 bytes. Torch calls it contiguous."""
     case = Experts(3, 1, 1, 64, 64, dtype=torch.bfloat16, exact=True)
     wanted = case.run(block_rows)
     for name in ("gate_up", "down"):
@@ -149,14 +149,14 @@ def test_as_exact_as_torch() -> None:
     ours, theirs = relative_error(y, exact), relative_error(chain, exact)
     assert ours < 1e-2
     # Both round at the same four places. Their fp32 sums differ in order, so that few values, next to a midpoint, round
-    # the other way: either norm is the smaller by chance, by about 1e-4 in so many values.
+    # differently. Either norm may be the smaller one, by about 1e-4 for this number of values.
     assert ours <= theirs * 1.0005
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_with_an_empty_half_among_whole_ones(kind: str) -> None:
-    """Of none, some and all experts, in every config that halves or groups and every one that does not."""
+    """None, some and all experts have such blocks, in every config that halves or groups (on a GPU in all)."""
     every = triton_kernel.candidates("down", 128, torch.bfloat16)
     configs = every if GPU else [config for config in every if getattr(config, "HALVES", False) or config.GROUP > 1]
     for counts in ([200, 150, 64, 65, 128, 0, 1], [128, 128, 100], [64, 0, 3]):
@@ -183,7 +183,7 @@ def test_any_tile_and_block_size(kind: str, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -> None:
+def test_neighbours_slots_and_masks_change_no_bit(kind: str, dtype: torch.dtype) -> None:
     case = Experts(6, 2, 4, 32, 16, dtype=dtype, exact=kind == "exact")
     whole = case.run()
     assert whole.isfinite().all()
@@ -197,13 +197,13 @@ def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -
     case.gate_up, case.down = torch.empty_like(gate_up), torch.empty_like(down)
     case.gate_up[turned], case.down[turned] = gate_up, down
     assert torch.equal(bits(case.run()), bits(whole))
-    # One expert is not here: its pairs keep what was there, the others do not notice.
+    # One expert is remote: its pairs keep their old content, and the others do not change.
     case.slot_of_expert[1] = -1
     some = case.run()
     away = case.topk_ids == 1
     assert some[away].isnan().all()
     assert torch.equal(bits(some[~away]), bits(whole[~away]))
-    # Nor do they notice pairs that are masked.
+    # Masked pairs do not change the others either.
     case.topk_ids = torch.where(case.topk_ids == 2, -1, case.topk_ids)
     away |= case.topk_ids == -1
     some = case.run()
@@ -212,18 +212,18 @@ def test_neighbours_slots_and_masks_do_not_show(kind: str, dtype: torch.dtype) -
 
 
 @DTYPES
-def test_all_to_one_expert(dtype: torch.dtype) -> None:
+def test_all_pairs_of_one_expert(dtype: torch.dtype) -> None:
     case = Experts(70, 1, 3, 24, 16, dtype=dtype, exact=True)
     case.topk_ids[:] = 1
     whole = case.run()
     assert torch.equal(bits(case.run(rows=slice(69, 70))), bits(whole[69:]))
-    # One block and a bit of 64 rows; of 128 more than half.
+    # One block of 64 rows and some more, and more than half a block of 128.
     assert torch.equal(bits(case.run(64)), bits(whole))
     assert torch.equal(bits(case.run(128)), bits(whole))
 
 
-def test_the_config_of_few_pairs() -> None:
-    """Of one token narrow tiles where all are at work at once, else long steps; slices of the second where they fit."""
+def test_config_of_few_pairs() -> None:
+    """One token uses narrow tiles if all run at once, else long steps, and slices of the second product if they fit."""
     chosen = {
         (name, step, one): few_pairs_config(step, 8 if one else 64, out, dim, one_token=one)
         for name, intermediate, hidden in (("qwen3.5", 512, 2048), ("kimi", 1024, 2304), ("v3", 2048, 7168))
@@ -240,8 +240,8 @@ def test_the_config_of_few_pairs() -> None:
     assert all(config in CONFIGS for config in chosen.values())
 
 
-def test_tiles_of_prompts_go_by_rows_of_an_expert() -> None:
-    """Whatever slots there are of all layers, and however many of the pairs are other ranks'."""
+def test_tiles_of_prompts_depend_on_rows_per_expert() -> None:
+    """The tile does not depend on the slots of all layers, or on the share of pairs of other ranks."""
 
     def layout(rows: int, *, num_slots: int, one_in: int = 1) -> ExpertLayout:
         ids = torch.arange(8 * rows * one_in) % (8 * one_in)
@@ -290,13 +290,13 @@ def test_few_pairs_need_no_layout(which: str, dtype: torch.dtype) -> None:
     assert torch.equal(bits(case.run(0)), bits(wanted))
     case.topk_ids = case.topk_ids.int()
     assert torch.equal(bits(case.run(0)), bits(wanted))
-    # The oracle's: sums are exact.
-    oracle = torch.full((T * K, 24), float("nan"), dtype=dtype)
+    # The reference's sums are exact.
+    from_reference = torch.full((T * K, 24), float("nan"), dtype=dtype)
     cpu = ExpertPairs(topk_ids=case.topk_ids.cpu(), slot_of_expert=case.slot_of_expert.cpu(), num_slots=E)
-    ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=K, out=oracle)
-    here = ~oracle.isnan()
+    ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=K, out=from_reference)
+    here = ~from_reference.isnan()
     assert torch.equal(here, ~wanted.view(T * K, 24).isnan().cpu())
-    torch.testing.assert_close(wanted.view(T * K, 24).cpu()[here], oracle[here], rtol=2**-6, atol=0)
+    torch.testing.assert_close(wanted.view(T * K, 24).cpu()[here], from_reference[here], rtol=2**-6, atol=0)
 
 
 @pytest.mark.gpu
@@ -310,7 +310,7 @@ def test_few_pairs_of_real_shapes(T: int, num_used: int) -> None:
 
 
 @DTYPES
-def test_no_tokens_and_nobody_here(dtype: torch.dtype) -> None:
+def test_no_tokens_and_no_local_expert(dtype: torch.dtype) -> None:
     case = Experts(3, 2, 4, 16, 16, dtype=dtype, exact=True)
     for block_rows in (16, 0):
         assert case.run(block_rows, slice(0, 0)).shape == (0, 2, 16)
@@ -320,7 +320,6 @@ def test_no_tokens_and_nobody_here(dtype: torch.dtype) -> None:
 
 @triton.jit
 def _sequential_kernel(p_x, p_w, p_y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y = x @ w.T with one accumulator."""
     o_m, o_n, o_k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     b_y = tl.zeros([BM, BN], dtype=tl.float32)
     for k in range(0, K, BK):
@@ -355,7 +354,7 @@ def test_real_shapes_equal_the_chain_per_expert(T: int, K: int, E: int, H: int, 
     whole = case.run(64)
     for block_rows in (16, 32, 128):
         assert torch.equal(bits(case.run(block_rows)), bits(whole)), f"blocks of {block_rows}"
-        # Each compiles about 20 kernels; the other shapes trust that.
+        # Each compiles about 20 kernels, so the other shapes rely on this one.
         if I == 768 and block_rows != 32:
             case.assert_any_tile(block_rows, whole)
     for t in (0, T // 2, T - 1):
@@ -372,7 +371,7 @@ def test_real_shapes_equal_the_chain_per_expert(T: int, K: int, E: int, H: int, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 3, 300], ids=["one", "one-launch-layout", "two-launch-layout"])
-def test_a_graph_replays_other_tokens_and_experts(T: int) -> None:
+def test_graph_replay_with_other_tokens_and_experts(T: int) -> None:
     case = Experts(T, 8, 32, 256, 128, dtype=torch.bfloat16, exact=False)
     block_rows = expert_block_rows(T * 8, 32)
 

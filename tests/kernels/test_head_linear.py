@@ -1,7 +1,7 @@
-"""A projection per head: right at odd shapes and strides, the same bits for every config, batch and layout.
+"""A projection per head: right at odd shapes and strides, with the same bits for every config, batch and layout.
 
-Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
-a GPU the inputs are random and the bits are compared.
+The interpreter gets small integers, whose sums are exact in any order, so it tests indices and masks. A GPU gets random
+inputs, and bits are compared.
 """
 
 import pytest
@@ -26,17 +26,17 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def weight_of(kv_b: torch.Tensor, nope: int, absorb: bool) -> torch.Tensor:
-    """The view [H, N, K] of kv_b [H, nope + Dv, R] that absorbs queries or expands values."""
+    """Return the view [H, N, K] of kv_b [H, nope + Dv, R] that absorbs queries or expands values."""
     return kv_b[:, :nope].transpose(1, 2) if absorb else kv_b[:, nope:]
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
-    """The kernel's result, into poisoned memory."""
+    """Return the kernel's result, written into poisoned memory."""
     return kernel.head_linear(x, weight, **options)  # type: ignore[arg-type]
 
 
 def assert_right(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Exact where sums are (integers), near float64 otherwise."""
+    """Check that integer sums are exact, and other results near float64."""
     wanted = torch.einsum("thk,hnk->thn", x.double(), weight.double())
     assert y.dtype == x.dtype
     assert y.is_contiguous()
@@ -58,7 +58,7 @@ def test_both_views_of_one_weight(
     y = run(x, weight)
     assert_right(y, x, weight)
     assert torch.equal(run(x, weight, static_weight=True), y)
-    assert torch.equal(run(x, weight.contiguous()), y), "the layout of the weight shows"
+    assert torch.equal(run(x, weight.contiguous()), y), "the layout of the weight changes bits"
     # A slice of a wider row, heads first, and one row for all heads.
     wide = torch.full((heads, rows, weight.shape[2] + 5), float("nan"), dtype=dtype, device=DEVICE)
     wide[..., 2:-3] = x.transpose(0, 1)
@@ -71,8 +71,8 @@ def test_both_views_of_one_weight(
 @LAYOUTS
 @pytest.mark.parametrize("config", [c for c in kernel.CONFIGS if CUDA or isinstance(c, kernel.HeadConfig)], ids=str)
 def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, absorb: bool) -> None:
-    # More steps of K than are asked for at once, and fewer; whole steps and slices, as Gluon's kernel wants them, and
-    # outputs that end within a slice.
+    # More steps of K than are loaded at once, and fewer. Gluon's kernel needs whole steps and slices. Outputs may end
+    # within a slice.
     shapes = [(17, 72, 40, 33)]
     if isinstance(config, kernel.HopperHeads):
         shapes += [(17, 128, 192, 128), (9, 64, 320, 192)]
@@ -87,7 +87,7 @@ def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, a
 
 
 @DTYPES
-def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
+def test_empty_dimensions(dtype: torch.dtype) -> None:
     x, weight = draw(3, 2, 16, dtype=dtype), draw(2, 5, 16, dtype=dtype)
     assert run(x[:0], weight).shape == (0, 2, 5)
     assert run(x, weight[:, :0]).shape == (3, 2, 0)
@@ -95,7 +95,7 @@ def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
     assert torch.equal(run(x[..., :0], weight[..., :0]), x.new_zeros(3, 2, 5))
 
 
-def test_a_row_ignores_what_its_neighbours_hold() -> None:
+def test_row_ignores_its_neighbours() -> None:
     x, weight = draw(20, 2, 64, dtype=BF16), draw(2, 40, 64, dtype=BF16)
     whole = run(x, weight)
     others = torch.full_like(x, float("nan"))
@@ -105,7 +105,7 @@ def test_a_row_ignores_what_its_neighbours_hold() -> None:
 
 @DTYPES
 @LAYOUTS
-def test_the_oracle_rounds_once(absorb: bool, dtype: torch.dtype) -> None:
+def test_reference_rounds_once(absorb: bool, dtype: torch.dtype) -> None:
     weight = weight_of(torch.randn(3, 60, 100).to(dtype), 24, absorb)
     x = torch.randn(5, 3, weight.shape[2]).to(dtype)
     y = ops.head_linear(x, weight)
@@ -116,19 +116,19 @@ def test_the_oracle_rounds_once(absorb: bool, dtype: torch.dtype) -> None:
     assert torch.equal(ops.head_linear(x, weight, static_weight=True), y)
 
 
-def test_the_shape_class_rounds_rows_up() -> None:
+def test_shape_class_rounds_rows_up() -> None:
     assert kernel.shape_class(1, 16, 512, 128, False) == kernel.shape_class(16, 16, 512, 128, False)
     assert kernel.shape_class(17, 16, 128, 512, True) == "M32 H16 N128 K512 rows"
     assert kernel.shape_class(99999, 16, 512, 128, False) == "M4096 H16 N512 K128 columns"
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 513, 5000])
-def test_the_default_is_among_those_worth_trying(rows: int) -> None:
+def test_default_config_is_a_candidate(rows: int) -> None:
     for heads in (2, 16, 128):
         assert kernel.default_config(rows, heads, 512) in kernel.configs_for(rows)
 
 
-def test_the_kernel_for_hopper_takes_what_it_can_describe() -> None:
+def test_hopper_kernel_accepts_shapes_with_descriptors() -> None:
     kv_b, x = torch.zeros(3, 256, 512).bfloat16(), torch.zeros(2, 3, 512).bfloat16()
     narrow, wide = kernel.HopperHeads(BM=8, BN=32), kernel.HopperHeads(BM=64, BN=128)
     expand, absorb, q = kv_b[:, 128:], kv_b[:, :128].transpose(1, 2), x[..., :128]
@@ -166,7 +166,7 @@ def test_bad_arguments_are_named() -> None:
             ops.head_linear(bad_x, bad_weight)
 
 
-def test_what_no_grid_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_grids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID_X", 3)
     x, weight = draw(1, 2, 16, dtype=FP32), draw(2, 40, 16, dtype=FP32)
     with pytest.raises(ValueError, match=r"head_linear: x \[1, 2, 16\] and weight \[2, 40, 16\] exceed the grid"):
@@ -176,7 +176,7 @@ def test_what_no_grid_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @LAYOUTS
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_a_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int], absorb: bool) -> None:
+def test_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int], absorb: bool) -> None:
     heads, nope, rank, dim_v = model
     weight = weight_of(draw(heads, nope + dim_v, rank, dtype=BF16), nope, absorb)
     x = draw(1100, heads, weight.shape[2], dtype=BF16)
@@ -194,7 +194,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(model: tuple[int, int, int, int
 @LAYOUTS
 @pytest.mark.parametrize("static", [False, True], ids=["any", "static"])
 @pytest.mark.parametrize("rows", [1, 17, 64, 300])
-def test_rows_written_by_the_launch_ahead_are_complete(rows: int, static: bool, absorb: bool) -> None:
+def test_rows_of_the_launch_before_are_complete(rows: int, static: bool, absorb: bool) -> None:
     weight = weight_of(draw(16, 256, 512, dtype=BF16), 128, absorb)
     x = draw(rows, 16, weight.shape[2], dtype=BF16)
     torch.cuda.synchronize()

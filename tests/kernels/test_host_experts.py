@@ -1,4 +1,4 @@
-"""Experts in the host's memory: where values lie, who else may read them, what is said when it cannot be pinned."""
+"""Experts in host memory: layout of values, reads by other ranks, and errors if memory cannot be pinned."""
 
 import ctypes
 import gc
@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_blob_is_a_slot(dtype: torch.dtype) -> None:
+def test_blob_has_the_layout_of_a_slot(dtype: torch.dtype) -> None:
     hidden, inner = 12, 5
     form = plain_expert(hidden=hidden, intermediate=inner, dtype=str(dtype).removeprefix("torch."))
     host = HostExperts(num_experts=3, form=form, device=CPU)
     assert form.blob_bytes == 3 * hidden * inner * dtype.itemsize
     experts = [(torch.randn(inner, hidden), torch.randn(inner, hidden), torch.randn(hidden, inner)) for _ in range(3)]
-    # The second is put twice: nothing of the first may stay.
+    # The second blob is written twice: nothing of its first expert may stay.
     for index, expert in ((0, 0), (1, 2), (2, 2), (1, 1)):
         host.put(index, written(*experts[expert]))
     for index, (gate, up, down) in enumerate(experts):
@@ -68,7 +68,7 @@ def lent_by(memory: HostMemory) -> LentMemory:
     return memory.lent
 
 
-# Lends memory, says how it is found, fills it and says so; ends with its standard input.
+# Shares memory, prints how to find it, fills it and prints that. Ends with its standard input.
 LENDER = """
 import sys, torch
 from dataclasses import astuple
@@ -81,8 +81,8 @@ for line in sys.stdin:
 """
 
 
-def test_memory_of_another_process_is_read_where_it_lies() -> None:
-    """As it changes, and when its process has ended; then it cannot be found any more."""
+def test_memory_of_another_process_is_mapped() -> None:
+    """Changes are visible, even after the process ends. After that the memory cannot be found any more."""
     paths = [str(ROOT / folder) for folder in ("worker", "kernels")]
     lender = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{LENDER}"],
@@ -115,19 +115,19 @@ def test_memory_of_another_process_is_read_where_it_lies() -> None:
         BorrowedMemory(lent, CPU)
 
 
-def test_what_is_lent_is_given_back_with_its_owner() -> None:
+def test_shared_memory_ends_with_its_owner() -> None:
     memory = HostMemory(1 << 16, CPU, shared=True)
     lent = lent_by(memory)
     assert HostMemory(16, CPU).lent is None
     del memory
     gc.collect()
-    # Its number may be another file's by now.
+    # The file number may belong to another file by now.
     with pytest.raises(ValueError, match=rf"process {os.getpid()} (cannot be mapped|is another one)"):
         BorrowedMemory(lent, CPU)
 
 
-def test_what_cannot_be_pinned_to_be_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory of this process alone, as without others."""
+def test_memory_that_cannot_be_pinned_for_sharing_stays_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is private to this process then, as it is without sharing."""
     asked, taken = [], []
 
     def register(address: int, size: int, flags: int) -> int:
@@ -147,10 +147,8 @@ def test_what_cannot_be_pinned_to_be_lent_is_kept(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("refused", [(), (9,), (9, 1)], ids=("nothing", "read only", "both"))
-def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
-    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To be read only, else as it is; and an error that was dealt with is nobody else's."""
+def test_mapped_memory_is_pinned_as_far_as_cuda_can(refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning is read-only if possible, else plain. An error that was handled does not stay in CUDA's state."""
     memory = HostMemory(1 << 16, CPU, shared=True)
     pinned: dict[int, int] = {}
     asked, taken = [], []
@@ -180,10 +178,10 @@ def test_borrowed_memory_is_pinned_as_far_as_cuda_can(
         left = BorrowedMemory(lent_by(memory), gpu)
         assert pinned == {left.address: 1 << 16}
         del left
-        assert pinned == {}, "where nobody has closed it, too: others are mapped where it lay"
+        assert pinned == {}, "also without a close, since other memory may be mapped there"
 
 
-def test_a_word_is_one_place() -> None:
+def test_host_word_is_shared_with_the_device() -> None:
     word = HostWord(CPU)
     assert word.here.tolist() == [0]
     word.there.add_(1)
@@ -191,8 +189,8 @@ def test_a_word_is_one_place() -> None:
 
 
 @pytest.mark.gpu
-def test_what_a_device_counts_is_read_at_any_time() -> None:
-    """In a graph, and while the rest of it still runs."""
+def test_counter_of_a_device_is_readable_at_any_time() -> None:
+    """The value is visible within a graph while the rest of it still runs."""
     word = HostWord(torch.device("cuda", torch.cuda.current_device()))
     word.there.add_(1)
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""The Triton projections: the same bits for every number of rows, every config, one weight or a pair.
+"""The Triton projections: the same bits for every number of rows and every config, for one weight or a pair.
 
-Interpreted, the inputs are small integers, whose sums are exact in any order: indices and masks are what is tested. On
-a GPU the inputs are random and the bits are compared. Configs of `linear_skinny`, which cannot be interpreted, run the
-kernel for other GPUs on a CPU.
+The interpreter gets small integers, whose sums are exact in any order, so it tests indices and masks. A GPU gets random
+inputs, and bits are compared. Configs of `linear_skinny`, which cannot be interpreted, run the kernel for other GPUs on
+a CPU.
 """
 
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 
 def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    """Exact where sums are (integers), near float64 otherwise."""
+    """Check that integer sums are exact, and other results near float64."""
     assert y.dtype == dtype
     if not CUDA:
         assert torch.equal(y, wanted.to(dtype))
     elif wanted.numel():
         error = ((y.double() - wanted).norm() / wanted.norm()).item()
-        # An fp32 chain of 7168 sums is off by 1.5e-6.
+        # An fp32 chain of 7168 sums has an error of 1.5e-6.
         assert error < (1e-2 if dtype == BF16 else 3e-6), error
 
 
@@ -64,7 +64,7 @@ def assert_right(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> N
 def test_every_config_is_right_at_odd_shapes(config: LinearConfig) -> None:
     dtypes = [FP32, BF16] if config in linear.FP32_CONFIGS else [BF16]
     for dtype in dtypes:
-        # The last has tiles enough for a tail; programs are what costs time in the interpreter.
+        # The last shape has enough tiles for a tail. In the interpreter the number of programs sets the cost.
         shapes = [(5, 70, 19, 72), (17, 33, 40, 100), (140, 330, 8, 16)]
         for num_rows, num_a, num_b, dim in shapes if CUDA or config.BM > 64 else shapes[:2]:
             x, bias = draw(num_rows, dim, dtype=dtype), draw(num_a, dtype=dtype)
@@ -89,7 +89,7 @@ def test_default_config_with_and_without_bias(num_rows: int, num_out: int, dim: 
 
 
 @DTYPES
-def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
+def test_empty_dimensions(dtype: torch.dtype) -> None:
     x, weight, bias = draw(3, 16, dtype=dtype), draw(5, 16, dtype=dtype), draw(5, dtype=dtype)
     assert linear.linear(x[:0], weight, bias).shape == (0, 5)
     assert linear.linear(x, weight[:0]).shape == (3, 0)
@@ -99,7 +99,7 @@ def test_no_rows_no_outputs_and_nothing_to_sum(dtype: torch.dtype) -> None:
     assert torch.equal(empty, bias.expand(3, 5))
 
 
-def test_a_row_ignores_what_its_neighbours_hold() -> None:
+def test_row_ignores_its_neighbours() -> None:
     x, weight = draw(20, 64, dtype=BF16), draw(40, 64, dtype=BF16)
     whole = linear.linear(x, weight)
     others = torch.full_like(x, float("nan"))
@@ -118,7 +118,7 @@ def test_misaligned_rows_take_a_kernel_that_can_read_them(kind: type[LinearConfi
 
 
 def cut(whole: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Columns of one row: contiguous for torch, and its stride is that of the whole."""
+    """Return columns of one row: contiguous for torch, with the stride of the whole."""
     part = whole[:, begin:end]
     assert part.is_contiguous()
     assert part.stride(0) == whole.shape[1]
@@ -126,8 +126,8 @@ def cut(whole: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [Tiles, Stream, Skinny, Wide])
-def test_one_row_cut_out_of_a_wider_result(kind: type[LinearConfig]) -> None:
-    """As Kimi Delta Attention cuts its first product, whose columns may be odd in number: 16 bytes divide no stride."""
+def test_one_row_of_a_wider_result(kind: type[LinearConfig]) -> None:
+    """Kimi Delta Attention cuts its first product so. Its number of columns may be odd, so no stride is aligned."""
     config = next(c for c in linear.CONFIGS if isinstance(c, kind))
     whole, weight = draw(1, 83, dtype=BF16), draw(33, 64, dtype=BF16)
     # The last one's first byte is not at a multiple of 16 either.
@@ -141,8 +141,8 @@ def test_one_row_cut_out_of_a_wider_result(kind: type[LinearConfig]) -> None:
         assert_right(y_b, wanted, BF16)
 
 
-def test_what_the_kernel_for_hopper_copies_one_row_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be interpreted: its launch is taken down, up to which all is as on a GPU."""
+def test_descriptors_of_one_row_in_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel cannot be interpreted, so its launch is recorded. Everything before it is as on a GPU."""
     launches = []
 
     class Kernel:
@@ -158,13 +158,13 @@ def test_what_the_kernel_for_hopper_copies_one_row_through(monkeypatch: pytest.M
     [(rows, *blocks)] = [[arg for arg in args if hasattr(arg, "block_shape")] for args in launches]
     assert rows.base.data_ptr() == x.data_ptr()
     assert [(*each.shape, *each.strides) for each in (rows, *blocks)] == [(1, 64, 64, 1)] * 3 + [(33, 64, 64, 1)] * 2
-    # What begins in between is not for it.
+    # A row that begins in between does not use this kernel.
     linear.linear(cut(whole, 3, 67), weight, config=config)
     linear.linear(x, draw(33 * 64 + 1, dtype=BF16)[1:].view(33, 64), config=config)
     assert len(launches) == 1
 
 
-def test_the_oracle_rounds_once() -> None:
+def test_reference_rounds_once() -> None:
     x, weight, bias = torch.randn(5, 300).bfloat16(), torch.randn(70, 300).bfloat16(), torch.randn(70).bfloat16()
     y = ops.linear(x, weight, bias)
     torch.testing.assert_close(y.double(), exact(x, weight, bias), rtol=2.0**-8, atol=1e-3)
@@ -182,7 +182,7 @@ def test_bad_arguments_are_named() -> None:
         ops.linear(x, weight.bfloat16())
     with pytest.raises(ValueError, match=r"bias float32 \[3\], expected float32 \[4\] for weight float32 \[4, 3\]"):
         ops.linear(x, weight, torch.zeros(3))
-    # A product with a weight of no memory would not fail by itself: its result is what the allocator left.
+    # A product with a weight on meta would not fail: its result would be whatever the allocator left.
     with pytest.raises(ValueError, match=r"linear: weight is on meta, x on cpu"):
         ops.linear(x, weight.to("meta"))
     with pytest.raises(ValueError, match=r"linear: bias is on meta, x on cpu"):
@@ -203,25 +203,25 @@ def test_layouts_are_checked_before_any_launch() -> None:
         linear.linear_pair(x, weight, weight[::2])
 
 
-def test_the_shape_class_rounds_rows_up() -> None:
+def test_shape_class_rounds_rows_up() -> None:
     assert linear.shape_class(1, 7168, 2112) == "M1 N2112 K7168"
     assert linear.shape_class(2, 7168, 2112) == linear.shape_class(8, 7168, 2112) == "M8 N2112 K7168"
     assert linear.shape_class(9, 7168, 1536, 576) == "M16 N1536+576 K7168"
     assert linear.shape_class(100_000, 6, 5) == "M8192 N5 K6"
 
 
-def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
-    # Slices as narrow as 132 multiprocessors need, of 64 columns where there are many.
+def test_untuned_shapes_take_tiles_of_one_wave_if_possible() -> None:
+    # Slices are as narrow as 132 multiprocessors need, and 64 columns wide if there are many.
     assert [default_config(8, columns).BN for columns in (2112, 2113, 4223, 4224)] == [16, 32, 32, 64]
     assert {(default_config(rows, 2304).BM, default_config(rows, 2304).BN) for rows in (16, 33)} == {(16, 32), (64, 32)}
-    # The smallest tiles of which there are no more than 132.
+    # The smallest tiles with at most 132 of them.
     shapes = ((128, 2112), (256, 2048), (512, 2048), (512, 2112), (1024, 2048), (512, 7168))
     tiles = [(64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256)]
     assert [(c.BM, c.BN) for c in (default_config(*shape) for shape in shapes)] == tiles
     assert default_config(1024, 128) == default_config(256, 64) == default_config(65, 1024)
-    # Of 128 x 80 two share a multiprocessor; 396 tiles of 128 x 128 are three waves, 200 of 128 x 256 two.
+    # Two tiles of 128 x 80 share a multiprocessor. 396 tiles of 128 x 128 are three waves, and 200 of 128 x 256 two.
     assert [default_config(512, columns).BN for columns in (5120, 5632, 12576)] == [80, 256, 128]
-    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, 128 of 128 x 320 are one.
+    # 160 tiles of 128 x 256 are two waves of 132 multiprocessors, and 128 of 128 x 320 are one.
     assert default_config(1024, 5120).BN == 320
     assert default_config(1024, 7168).BN == 256
     assert default_config(1024, 2560, 2560).BN == 256
@@ -229,13 +229,13 @@ def test_untuned_shapes_take_tiles_of_one_wave_where_there_are_such() -> None:
     assert default_config(64, 2112).BN < default_config(64, 7168).BN
 
 
-def test_a_tile_is_a_power_of_two_and_another() -> None:
+def test_tile_is_the_sum_of_two_powers_of_two() -> None:
     assert [head_and_tail(columns) for columns in (16, 40, 48, 320)] == [(16, 0), (32, 8), (32, 16), (256, 64)]
     with pytest.raises(ValueError, match="56 columns"):
         head_and_tail(56)
 
 
-def test_skinny_configs_keep_what_their_kernel_asks_for() -> None:
+def test_skinny_configs_satisfy_their_kernel() -> None:
     for config in (c for c in linear.CONFIGS if isinstance(c, Skinny)):
         head, tail = head_and_tail(config.BN)
         assert 1 <= config.EARLY <= config.num_stages
@@ -246,18 +246,18 @@ def test_skinny_configs_keep_what_their_kernel_asks_for() -> None:
 
 
 @pytest.mark.parametrize("tail_cost", [0.5, 0.73])
-def test_the_schedule_covers_every_column_once(tail_cost: float) -> None:
+def test_schedule_covers_every_column_once(tail_cost: float) -> None:
     for num_rows, num_out in [(1, 1), (1024, 2112), (4096, 2112), (1024, 5120), (300, 700)]:
         plan = schedule(num_rows, num_out, main=(128, 256), tail=(256, 64), tail_cost=tail_cost, programs=132)
         assert plan.cut == num_out or (plan.cut % 256 == 0 and plan.cut < num_out and plan.repeat >= 1)
-    # 256 main tiles leave 8 of 132 programs with one less: they share the 16 tiles of the last 64 columns.
+    # 256 main tiles leave 8 of 132 programs with one less. These share the 16 tiles of the last 64 columns.
     assert schedule(4096, 2112, main=(128, 256), tail=(256, 64), tail_cost=0.6, programs=132) == Schedule(2048, 2)
     assert schedule(4096, 7168, main=(128, 256), tail=(256, 64), tail_cost=0.6, programs=132) == Schedule(7168, 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
-def test_a_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None:
+def test_row_alone_equals_the_row_in_any_batch(shape: tuple[int, int]) -> None:
     num_out, dim = shape
     x, weight = draw(4096, dim, dtype=BF16), draw(num_out, dim, dtype=BF16)
     whole = linear.linear(x, weight)
@@ -300,12 +300,12 @@ def test_no_worse_than_torch(shape: tuple[int, int]) -> None:
     x, weight = draw(64, shape[1], dtype=BF16), draw(*shape, dtype=BF16)
     wanted = exact(x, weight)
     ours, torchs = ((y.double() - wanted).norm() for y in (linear.linear(x, weight), x @ weight.T))
-    # Both round an fp32 sum once; another order of that sum moves the norm of 100 k errors by less than this.
+    # Both round an fp32 sum once. Another order of that sum changes the norm of 100 k errors by less than this.
     assert ours <= torchs * 1.01
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_it() -> None:
+def test_graph_replay() -> None:
     x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
     for config in (None, *linear.CONFIGS):
         linear.linear_pair(x, weight, weight, config=config)
@@ -318,7 +318,7 @@ def test_a_graph_replays_it() -> None:
 
 
 @pytest.mark.gpu
-def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
+def test_op_runs_the_triton_kernel() -> None:
     x, weight = draw(8, 256, dtype=BF16), draw(96, 256, dtype=BF16)
     with launch.checked():
         assert torch.equal(ops.linear(x, weight), linear.linear(x, weight))
@@ -326,8 +326,8 @@ def test_the_door_runs_triton_and_checks_nothing_on_the_host() -> None:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("config", [c for c in linear.CONFIGS if c not in linear.FP32_CONFIGS], ids=config_id)
-def test_fp32_results_of_bf16_are_the_sums_before_they_are_rounded(config: LinearConfig) -> None:
-    """As DeepSeek's gate has its logits: the bits of bf16 results are those of these, rounded."""
+def test_fp32_results_are_the_sums_before_rounding(config: LinearConfig) -> None:
+    """DeepSeek's gate needs such logits. Rounded, they equal the bf16 results."""
     x, weight = draw(5, 64, dtype=BF16), draw(40, 64, dtype=BF16)
     y = linear.linear(x, weight, out_dtype=FP32, config=config)
     assert y.dtype == FP32

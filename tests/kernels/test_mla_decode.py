@@ -1,4 +1,4 @@
-"""The latent decode kernel: values and log-sum-exps against float64, bits against every batch, page and tile."""
+"""The latent decode kernel: values and log-sum-exps against float64, equal bits in every batch, page size and tile."""
 
 import dataclasses
 
@@ -13,9 +13,9 @@ from moeyard_kernels.common.launch import checked
 from moeyard_kernels.types.decode_tables import DecodeTables, mla_split
 
 GPU = DEVICE == "cuda"
-# On a GPU the true splits, by the number of heads; interpreted ones are short, because a program costs by its blocks.
+# A GPU has the real splits by number of heads. The interpreter has short ones, because cost grows with the blocks.
 SPLIT = mla_split(64) if GPU else 128
-TRUE: dict[str, object] = {} if GPU else {"split": SPLIT}
+REAL_SPLIT: dict[str, object] = {} if GPU else {"split": SPLIT}
 LENS = [1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70, *((511, 512, 513) if GPU else ())]
 SHAPES = (
     [(16, 512, 64, 64), (64, 512, 64, 64), (128, 512, 64, 64), (16, 512, 64, 16), (20, 256, 32, 32), (5, 48, 16, 16)]
@@ -36,7 +36,7 @@ def attend(
     q: tuple[torch.Tensor, torch.Tensor], cache: torch.Tensor, tables: DecodeTables, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = cache.shape[-1] ** -0.5
-    return kernel.mla_decode(*q, cache, tables=tables, scale=scale, **{**TRUE, **options})  # type: ignore[arg-type]
+    return kernel.mla_decode(*q, cache, tables=tables, scale=scale, **{**REAL_SPLIT, **options})  # type: ignore[arg-type]
 
 
 def sequences(
@@ -47,7 +47,7 @@ def sequences(
 
 
 def test_few_heads_have_short_splits() -> None:
-    """Part of the answer, whatever the batch."""
+    """The split is part of the answer, for every batch."""
     assert [mla_split(heads) for heads in (5, 16, 17, 64, 128)] == [512, 512, 1024, 1024, 1024]
 
 
@@ -56,7 +56,7 @@ def test_few_heads_have_short_splits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_values(heads: int, rank: int, rope: int, page: int, window: int | None, dtype: torch.dtype) -> None:
     if GPU and dtype == torch.float32 and heads > 16:
-        pytest.skip("one shape of this width in fp32 is enough: it compiles for long")
+        pytest.skip("one shape of this width in fp32 is enough, because it compiles slowly")
     lens = [*LENS, 0]
     held, cache = sequences(lens, rank, rope, page, dtype, window)
     q = queries(len(lens), heads, rank, rope, dtype)
@@ -77,7 +77,7 @@ def test_values(heads: int, rank: int, rope: int, page: int, window: int | None,
 
 
 @BY_SHAPE
-def test_batch_and_pages_do_not_show(heads: int, rank: int, rope: int, page: int) -> None:
+def test_batch_and_pages_change_no_bit(heads: int, rank: int, rope: int, page: int) -> None:
     held, cache = sequences(LENS, rank, rope, page, torch.bfloat16)
     q = queries(len(LENS), heads, rank, rope, torch.bfloat16)
     whole = attend(q, cache, held.tables(torch.tensor(LENS)))
@@ -92,9 +92,9 @@ def test_batch_and_pages_do_not_show(heads: int, rank: int, rope: int, page: int
         assert_same(got, (whole[0][rows], whole[1][rows]), f"rows {rows}")
 
 
-@pytest.mark.gpu  # The interpreter is too slow for it.
+@pytest.mark.gpu  # too slow for the interpreter
 @pytest.mark.parametrize("heads", [16, 64], ids=lambda h: f"heads-{h}")
-def test_a_row_alone_is_the_row_among_4096(heads: int) -> None:
+def test_row_alone_equals_the_row_among_4096(heads: int) -> None:
     lens = [1 + 37 * i % 400 for i in range(64)]
     held, cache = sequences(lens, 512, 64, 64, torch.bfloat16)
     q = queries(4096, heads, 512, 64, torch.bfloat16)
@@ -108,11 +108,9 @@ def test_a_row_alone_is_the_row_among_4096(heads: int) -> None:
 
 @BY_SHAPE
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
-def test_queries_of_a_sequence_share_and_do_not_show(
-    heads: int, rank: int, rope: int, page: int, window: int | None
-) -> None:
+def test_queries_of_a_sequence_change_no_bit(heads: int, rank: int, rope: int, page: int, window: int | None) -> None:
     ends = [70, SPLIT + 3, 2 * SPLIT + 64]
-    # numpy's products follow the tile, a GPU's do not.
+    # numpy's sums depend on the tile, a GPU's do not.
     options = {} if GPU else {"config": kernel.CONFIGS[-1]}
     # The first of up to 16 queries sees 15 positions less at the end and more below.
     held, cache = sequences(ends, rank, rope, page, torch.bfloat16, window and window + 4 + 11 * GPU)
@@ -131,7 +129,7 @@ def test_queries_of_a_sequence_share_and_do_not_show(
 @BY_SHAPE
 @pytest.mark.parametrize("count", [1, 3, 16] if GPU else [2])
 def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) -> None:
-    """Bit for bit: interpreted on values whose every sum is exact, since numpy's products follow the tile."""
+    """Compare bits. The interpreter gets values with exact sums, because numpy's sums depend on the tile."""
     held, cache = sequences(LENS[2:], rank, rope, page, torch.bfloat16)
     lens = torch.tensor(LENS[2:])[:, None] - torch.arange(count)
     q = queries(lens.numel(), heads, rank, rope, torch.bfloat16)
@@ -142,7 +140,7 @@ def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) 
     results = [attend(q, cache, held.tables(lens), config=config) for config in configs]
     for config, result in zip(configs, results, strict=True):
         assert_same(result, results[0], str(config))
-        # Nothing is launched ahead, so that nothing is written late.
+        # No launch comes before, so no value is written late.
         static = attend(q, cache, held.tables(lens), config=config, static_tables=True, static_keys=True)
         assert_same(static, results[0], f"{config}, static")
 
@@ -151,10 +149,10 @@ def test_configs_agree(count: int, heads: int, rank: int, rope: int, page: int) 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("longest", [500, 3000], ids=["one split", "splits"])
 @pytest.mark.parametrize("config", kernel.configs_for(16) if GPU else (), ids=str)
-def test_queries_and_latents_written_by_launches_ahead_are_complete(
+def test_queries_and_latents_of_launches_before_are_complete(
     config: kernel.LatentConfig, longest: int, rows: int
 ) -> None:
-    """Each launch beside its neighbours: cache write, product of heads, attention with what is old read ahead."""
+    """Launches overlap: cache write, product of heads, and attention that reads old values early."""
     lens = [1 + 67 * i % longest for i in range(rows)]
     held, cache = sequences(lens, 512, 64, 64, torch.bfloat16)
     tables = held.tables(torch.tensor(lens))
@@ -191,7 +189,7 @@ def test_up_to_160_splits() -> None:
     assert_same(short, (out[-2:], lse[-2:]), "the short rows alone")
 
 
-def test_a_narrow_table_needs_no_merge() -> None:
+def test_narrow_table_needs_no_merge() -> None:
     held, cache = sequences([70, 9, 0], 32, 16, 16, torch.bfloat16)
     q, lens = queries(3, 4, 32, 16, torch.bfloat16), torch.tensor([70, 9, 0])
     tables = held.tables(lens)
@@ -203,7 +201,7 @@ def test_a_narrow_table_needs_no_merge() -> None:
     assert_same(attend(q, cache, tables, split=128), attend(q, cache, wide, split=128), "merged or not")
 
 
-def test_the_door_serves_tables() -> None:
+def test_op_accepts_tables() -> None:
     held, cache = sequences([70, 9, 0], 32, 16, 16, torch.float32)
     q, tables = queries(3, 4, 32, 16, torch.float32), held.tables(torch.tensor([70, 9, 0]))
     out, lse = ops.mla_decode(*q, cache, tables=tables, scale=0.2)
@@ -229,7 +227,7 @@ def test_bad_arguments_are_named() -> None:
         ops.mla_decode(q[0], q[1][..., :5].contiguous(), cache, tables=tables, scale=1.0)
     with pytest.raises(ValueError, match=r"q_rope bfloat16 \[2, 3, 16\]"):
         ops.mla_decode(q[0], q[1][:, :3].contiguous(), cache, tables=tables, scale=1.0)
-    # On a CPU the references check what tables hold; the kernels do, on a GPU within `checked`.
+    # The references check the content of tables on a CPU. The kernels do it on a GPU within `checked`.
     host = DecodeTables(page_table=tables.page_table.cpu(), kv_lens=tables.kv_lens.cpu(), page_size=16)
     on_host = (q[0].cpu(), q[1].cpu(), cache.cpu())
     for what, change in (
@@ -263,7 +261,7 @@ def test_tables_are_checked() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_reads_its_tables_anew() -> None:
+def test_graph_reads_new_tables() -> None:
     held, cache = sequences([3000, 2000], 512, 64, 64, torch.bfloat16)
     q, tables = queries(2, 16, 512, 64, torch.bfloat16), held.tables(torch.tensor([3000, 0]))
     attend(q, cache, tables)

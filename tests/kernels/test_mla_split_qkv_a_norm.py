@@ -1,4 +1,4 @@
-"""The split of latent attention's down projection: one launch against norms and a copy, bit for bit."""
+"""The split of latent attention's down projection: one launch equals norms and a copy, bit for bit."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_reference_is_two_norms_and_a_copy(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     x, q_weight, kv_weight = (
         torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((num_rows, 2112), (1536,), (512,))
     )

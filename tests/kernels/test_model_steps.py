@@ -1,4 +1,4 @@
-"""The bench's rows of models: sizes are those of the worker's architectures, and no launch of a step lacks a row."""
+"""The bench's rows of models: sizes match the worker's architectures, and every launch of a step has a row."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from kernel_cases.model_steps import (
 
 from moeyard_kernels.types.expert_layout import FEW_PAIRS
 
-# In a process of its own, which comes to believe in a GPU: op and shape of every row.
+# Runs in its own process, which pretends to have a GPU. It prints op and shape of every row.
 LIST = """
 import json
 from triton.runtime.jit import JITFunction
@@ -39,7 +39,7 @@ with NoStorage():
 
 
 def expected(model: ModelStep) -> set[tuple[str, str]]:
-    """(op, beginning of the row's name) of everything that a step launches."""
+    """Return (op, beginning of the row's name) of everything that a step launches."""
     rows = (*DECODE_ROWS, *PROMPT_ROWS)
     found = set()
     for product in model.products:
@@ -61,7 +61,7 @@ def expected(model: ModelStep) -> set[tuple[str, str]]:
 
 
 def attention_rows(kind: Grouped | Latent | Delta, t: int, model: ModelStep) -> set[tuple[str, str]]:
-    """Of one kind of attention at one number of rows."""
+    """Return the rows of one kind of attention at one number of rows."""
     found, decodes = set(), t in DECODE_ROWS
     if isinstance(kind, Grouped):
         heads = f"{kind.heads}/{kind.kv_heads}"
@@ -97,7 +97,7 @@ def prefill(t: int, heads: str, dim_k: int, dim_v: int) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, set[tuple[str, str]]]:
-    """Of each model, as the bench makes them."""
+    """The rows of each model, as the bench makes them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), *sys.path))
     command = [sys.executable, "-c", f"MODELS = {list(MODELS)}\n{LIST}"]
@@ -109,7 +109,7 @@ def rows() -> dict[str, set[tuple[str, str]]]:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_launch_of_a_step_lacks_a_row(name: str, rows: dict[str, set[tuple[str, str]]]) -> None:
+def test_every_launch_of_a_step_has_a_row(name: str, rows: dict[str, set[tuple[str, str]]]) -> None:
     lacking = {
         (op, shape)
         for op, shape in expected(MODELS[name])
@@ -118,14 +118,14 @@ def test_no_launch_of_a_step_lacks_a_row(name: str, rows: dict[str, set[tuple[st
     assert lacking == set()
 
 
-def test_a_model_of_other_sizes_is_noticed() -> None:
-    """A model of other experts makes the test above fail."""
+def test_model_with_other_sizes_is_detected() -> None:
+    """A model with another number of experts makes the test above fail."""
     model = MODELS["Mixtral-8x7B"]
     assert expected(replace(model, num_experts=16)) - expected(model)
 
 
 def test_products_of_a_model() -> None:
-    """Qwen3-30B-A3B, by hand: queries, keys and values; their output; the gate; the head."""
+    """Qwen3-30B-A3B, by hand: queries, keys and values, their output, the gate, the head."""
     assert {(product.dim, product.num_out, product.of) for product in MODELS["Qwen3-30B-A3B"].products} == {
         (2048, (32 + 2 * 4) * 128, "all"),
         (32 * 128, 2048, "all"),

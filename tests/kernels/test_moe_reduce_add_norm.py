@@ -1,4 +1,4 @@
-"""The reduce with the next norm behind it: one launch against the chain, bit for bit, alone and in every batch."""
+"""The reduce with the next norm: one launch equals the chain, bit for bit, alone and in every batch."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ DEVICE = "cuda" if GPU else "cpu"
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SHARED = pytest.mark.parametrize("with_shared", [False, True], ids=["routed", "shared"])
-# Several rows of a program, rows at odd places, one row of a program, experts in two and three parts.
+# Several rows per program, rows at odd places, one row per program, experts in two and three parts.
 SHAPES = [(37, 3, 48), (5, 8, 300), (2, 8, 2048), (1, 6, 7168), (1, 9, 5120)]
 
 
 def inputs(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype, *, with_shared: bool = True):  # type: ignore[no-untyped-def]
-    """partial, weights, shared, residual, norm on the device."""
+    """Return partial, weights, shared, residual and norm on the device."""
     partial, shared, residual, norm = (
         torch.randn(*shape).to(DEVICE, dtype)
         for shape in ((num_rows, top_k, hidden), (num_rows, hidden), (num_rows, hidden), (hidden,))
@@ -34,7 +34,7 @@ def chain(partial, weights, shared, residual, norm):  # type: ignore[no-untyped-
 
 
 def run(*args: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel's results, into poisoned memory."""
+    """Return the kernel's results, written into poisoned memory."""
     residual = args[3]
     assert residual is not None
     return kernel.moe_reduce_add_norm(*args, EPS)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_one_launch_equals_the_chain(
 
 @pytest.mark.parametrize(("num_rows", "top_k", "hidden"), SHAPES[:3], ids=lambda n: str(n))
 def test_a_norm_in_fp32_equals_the_chain(num_rows: int, top_k: int, hidden: int) -> None:
-    """As in families that store norms less one."""
+    """Families that store norms minus one have such a weight."""
     *args, norm = inputs(num_rows if not GPU else 500, top_k, hidden, torch.bfloat16)
     fp32 = norm.float() + 0.01
     got = run(*args, fp32)
@@ -73,11 +73,11 @@ def test_every_config_gives_the_same_bits(top_k: int, hidden: int, config: kerne
 
 
 @DTYPES
-def test_the_oracle_is_the_chain(dtype: torch.dtype) -> None:
+def test_reference_is_the_chain(dtype: torch.dtype) -> None:
     partial, weights, shared, residual, norm = (x.cpu() for x in inputs(6, 4, 24, dtype))
     total = ops.moe_weighted_reduce(partial, weights, shared) + residual
     wanted = ops.rms_norm(total, norm, EPS), total
-    assert_bits("oracle", ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, EPS), wanted)
+    assert_bits("reference", ops.moe_reduce_add_norm(partial, weights, shared, residual, norm, EPS), wanted)
 
 
 def test_no_rows() -> None:
@@ -88,10 +88,10 @@ def test_no_rows() -> None:
 @DTYPES
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=["gate fp32", "gate bf16"])
 @pytest.mark.parametrize(("num_rows", "top_k", "hidden"), [*SHAPES[:4], (37, 2, 32)], ids=lambda n: str(n))
-def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
+def test_shared_gate_equals_a_separate_launch(
     num_rows: int, top_k: int, hidden: int, gate_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Gates that are a column of the router's logits, whose rows are longer."""
+    """The gate is a column of the router's logits, whose rows are longer."""
     partial, weights, shared, residual, norm = inputs(num_rows if not GPU else 500, top_k, hidden, dtype)
     logits = (torch.randn(partial.shape[0], 24, device=DEVICE) * 4).to(gate_dtype)
     logits[0] = 200.0
@@ -109,15 +109,15 @@ def test_a_gate_scales_the_shared_rows_as_a_launch_of_its_own(
     last = kernel.moe_reduce_add_norm(*alone, norm, EPS, shared_gate=gate[-1:])
     assert_bits("a row alone", last, tuple(x[-1:] for x in wanted))
     on_cpu = [x.cpu() for x in (partial, weights, unscaled, residual, norm)]
-    oracle = ops.moe_reduce_add_norm(*on_cpu, EPS, shared_gate=gate.cpu())
+    reference = ops.moe_reduce_add_norm(*on_cpu, EPS, shared_gate=gate.cpu())
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for x, y in zip(got, oracle, strict=True):
+    for x, y in zip(got, reference, strict=True):
         torch.testing.assert_close(x.cpu(), y, **tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("top_k", "hidden"), [(8, 2048), (8, 4096), (6, 2048), (2, 4096), (8, 7168)])
-def test_a_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
+def test_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
     args = inputs(4096, top_k, hidden, torch.bfloat16)
     whole = run(*args)
     assert_bits("chain", whole, chain(*args))
@@ -128,7 +128,7 @@ def test_a_row_is_the_same_in_every_batch(top_k: int, hidden: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     args = inputs(num_rows, 8, 2048, torch.bfloat16)
     assert_replays(lambda: ops.moe_reduce_add_norm(*args, EPS), lambda: [x.normal_() for x in args if x is not None])
 

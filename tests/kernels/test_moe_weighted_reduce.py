@@ -1,4 +1,4 @@
-"""The weighted reduce: reference and Triton kernel against exact rational arithmetic, bit for bit."""
+"""The weighted reduce: reference and Triton kernel equal exact rational arithmetic, bit for bit."""
 
 import itertools
 import random
@@ -17,9 +17,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def round_to_fp32(exact: Fraction) -> float:
-    """The fp32 value nearest to `exact`, ties to even, in integers."""
+    """Return the fp32 value nearest to `exact`, ties to even, computed with integers."""
     magnitude = abs(exact)
-    # floor(log2(magnitude)) is this or one less; fp32 has 24 bits, and steps of 2^-149 at the least.
+    # floor(log2(magnitude)) is this or one less. fp32 has 24 bits, and steps of at least 2^-149.
     top = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     top -= magnitude < Fraction(2) ** top
     unit = Fraction(2) ** max(top - 23, -149)
@@ -31,7 +31,7 @@ def round_to_fp32(exact: Fraction) -> float:
 
 
 def exact_chain(x: torch.Tensor, w: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    """[T, H] fp32: the documented chain, one Fraction at a time."""
+    """Return [T, H] fp32 of the documented chain, one Fraction at a time."""
     out = torch.empty(x.shape[0], x.shape[2])
     for t, h in itertools.product(range(x.shape[0]), range(x.shape[2])):
         acc = 0.0
@@ -83,7 +83,7 @@ def test_kernel_and_reference_equal_the_exact_chain(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("with_shared", [False, True], ids=["routed", "shared"])
-def test_the_residual_is_added_to_the_rounded_sum(with_shared: bool, dtype: torch.dtype) -> None:
+def test_residual_is_added_to_the_rounded_sum(with_shared: bool, dtype: torch.dtype) -> None:
     x, w, residual = torch.randn(3, 8, 300).to(dtype), torch.rand(3, 8), torch.randn(3, 300).to(dtype)
     shared = torch.randn(3, 300).to(dtype) if with_shared else None
     fused = run_kernel(x, w, shared, residual)
@@ -100,7 +100,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [2048, 7168])
-def test_a_row_is_the_same_in_every_batch(hidden: int) -> None:
+def test_row_is_the_same_in_every_batch(hidden: int) -> None:
     x, w, shared = torch.randn(4096, 8, hidden).bfloat16(), torch.rand(4096, 8), torch.randn(4096, hidden).bfloat16()
     whole = run_kernel(x, w, shared)
     for rows in (slice(0, 1), slice(4095, 4096), slice(17, 81)):
@@ -110,7 +110,7 @@ def test_a_row_is_the_same_in_every_batch(hidden: int) -> None:
 
 
 def near_powers_of_two(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    """Pairs of integers below 2^24 whose product is 2^47 give or take less than 2^17, but not 2^47."""
+    """Return pairs of integers below 2^24 whose product differs from 2^47 by less than 2^17, but is not 2^47."""
     pairs = []
     while len(pairs) < count:
         m = rng.randrange(2**23 + 1, 2**24)
@@ -121,11 +121,11 @@ def near_powers_of_two(rng: random.Random, count: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("scale", [0, -40, 60, -126], ids=["at-1", "at-2^-40", "at-2^60", "subnormal"])
-def test_sums_a_hair_off_the_middle_round_once(scale: int, request: pytest.FixtureRequest) -> None:
+def test_sums_near_a_midpoint_round_once(scale: int, request: pytest.FixtureRequest) -> None:
     rng = random.Random(request.node.name)
     cases, weights = [], []
     for m, n in near_powers_of_two(rng, 64):
-        # The accumulator is `start`, the product half of its last place give or take a hair that fp64 cannot hold.
+        # The accumulator is `start`. The product is half of its last place, plus or minus a bit that fp64 cannot hold.
         start = rng.choice((1, -1)) * (2**23 + rng.randrange(2**23))
         half = scale - 23 - 1 - 47
         w, x = m * 2.0 ** (half // 2), rng.choice((1, -1)) * n * 2.0 ** (half - half // 2)
@@ -134,10 +134,10 @@ def test_sums_a_hair_off_the_middle_round_once(scale: int, request: pytest.Fixtu
     x, w = torch.tensor(cases).unsqueeze(2), torch.tensor(weights)
     once = exact_chain(x[:, :2], w[:, :2], None)
     twice = torch.addcmul(x[:, 0].double(), w[:, 1:2].double(), x[:, 1].double()).float()
-    assert not torch.equal(once, twice), "these cases need no care"
+    assert not torch.equal(once, twice), "these cases do not test double rounding"
     assert torch.equal(bits(ops.moe_weighted_reduce(x[:, :2], w[:, :2])), bits(once))
     assert torch.equal(bits(ops.moe_weighted_reduce(x, w)), bits(exact_chain(x, w, None)))
-    # All 64 columns in one token for the kernel, which costs per program: the weight moves to the column's data.
+    # The kernel gets all 64 columns in one token, because it costs per program. The weight moves to the column's data.
     wide = torch.stack((x[:, 0, 0], w[:, 1])).unsqueeze(0)
     same_weight = torch.tensor([[1.0, x[0, 1, 0].item()]])
     assert torch.equal(bits(run_kernel(wide, same_weight, None)), bits(exact_chain(wide, same_weight, None)))
@@ -152,11 +152,11 @@ def test_wide_range_of_magnitudes() -> None:
     wanted = exact_chain(x, w, None)
     assert ((wanted != 0) & (wanted.abs() < 2.0**-126)).any(), "no subnormal sum among the cases"
     assert torch.equal(bits(ops.moe_weighted_reduce(x, w)), bits(wanted))
-    if DEVICE == "cpu":  # a GPU agrees here too, unless it flushes subnormals
+    if DEVICE == "cpu":  # a GPU gives the same unless it flushes subnormals
         assert torch.equal(bits(run_kernel(x, w, None)), bits(wanted))
 
 
-def test_odd_chain_equals_the_quick_one_and_carries_infinities() -> None:
+def test_chain_to_odd_equals_the_quick_one_and_carries_infinities() -> None:
     x, w = torch.randn(4, 6, 50).double(), torch.rand(4, 6, 1).double()
     x, w = x.float().double(), w.float().double()
     assert torch.equal(reference._chain(w, x), reference._chain_to_odd(w, x))
@@ -169,7 +169,7 @@ def test_odd_chain_equals_the_quick_one_and_carries_infinities() -> None:
         assert out.isfinite().sum() == out.numel() - 3
 
 
-def test_pieces_and_neighbours_do_not_show() -> None:
+def test_pieces_and_neighbours_change_no_bit() -> None:
     x, w, shared = torch.randn(150, 4, 512), torch.rand(150, 4), torch.randn(150, 512)
     whole = ops.moe_weighted_reduce(x, w, shared)
     for t in (0, 63, 64, 149):
@@ -182,14 +182,14 @@ def test_no_tokens(dtype: torch.dtype) -> None:
     assert run_kernel(x, w, None).shape == ops.moe_weighted_reduce(x, w).shape == (0, 8)
 
 
-def test_the_order_of_experts_is_the_callers() -> None:
+def test_order_of_experts_is_the_callers() -> None:
     x, w = torch.randn(8, 4, 64), torch.rand(8, 4)
     turned = ops.moe_weighted_reduce(x.flip(1), w.flip(1))
     assert not torch.equal(turned, ops.moe_weighted_reduce(x, w))
     torch.testing.assert_close(turned, ops.moe_weighted_reduce(x, w))
 
 
-def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
+def test_kernel_refuses_too_large_grids() -> None:
     x = torch.empty(1).expand(1, 1, 65536 * 1024)
     with pytest.raises(ValueError, match=r"\[1, 1, 67108864\] exceeds the grid"):
         triton_kernel.moe_weighted_reduce(x, torch.ones(1, 1), config=RowConfig(BLOCK=1024))
@@ -197,7 +197,7 @@ def test_the_kernel_refuses_what_its_grid_cannot_hold() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
-def test_a_graph_replays_it(num_tokens: int) -> None:
+def test_graph_replay(num_tokens: int) -> None:
     x, shared, residual = (
         torch.randn(*shape, device=DEVICE).bfloat16()
         for shape in ((num_tokens, 8, 2048), (num_tokens, 2048), (num_tokens, 2048))

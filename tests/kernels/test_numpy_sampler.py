@@ -1,4 +1,4 @@
-"""Philox4x32-10 against the known answers published with Random123, and the noise that sampling draws from it."""
+"""Philox4x32-10 against the known answers published with Random123, and the noise drawn from it."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_counters_are_independent_of_their_neighbours() -> None:
     assert np.array_equal(whole[[0, 1, 500, 999]], np.concatenate(parts))
 
 
-def test_noise_is_what_its_docstring_says() -> None:
+def test_noise_matches_its_docstring() -> None:
     """Word v % 4 of block v // 4, counter (block, position, 0, 0), the seed's halves as key."""
     seed, position = 0x0123456789ABCDEF, 12345
     for token_id in (0, 1, 2, 3, 4, 1_000_003):
@@ -47,7 +47,7 @@ def test_noise_is_what_its_docstring_says() -> None:
         assert exponential_noise(seed, position, np.array([token_id]))[0] == pytest.approx(expected, rel=1e-15)
 
 
-def test_noise_of_a_token_ignores_which_tokens_are_asked_for() -> None:
+def test_noise_of_a_token_ignores_other_tokens() -> None:
     whole = exponential_noise(5, 6, np.arange(1000))
     some = np.array([999, 3, 3, 500, 0])
     assert np.array_equal(exponential_noise(5, 6, some), whole[some])
@@ -68,8 +68,8 @@ def test_seed_halves_and_positions_all_matter() -> None:
 
 
 def test_noise_is_exponential() -> None:
-    """Kolmogorov-Smirnov distance of 200 000 draws to Exp(1): 1.95 / sqrt(n) is exceeded once in 1000 good generators,
-    and the seeds are fixed."""
+    """The Kolmogorov-Smirnov distance of 200 000 draws to Exp(1): one of 1000 good generators exceeds 1.95 / sqrt(n).
+    The seeds are fixed."""
     draws = np.sort(np.concatenate([exponential_noise(s, p, np.arange(10_000)) for s in range(4) for p in range(5)]))
     n = draws.size
     distance = np.abs(1 - np.exp(-draws) - (np.arange(n) + 0.5) / n).max()

@@ -1,4 +1,4 @@
-"""Ops: declared once, with checks from specs and rules; no Triton where there is no GPU."""
+"""Ops are declared once, with checks from specs and rules. Without a GPU they do not import Triton."""
 
 import importlib
 import inspect
@@ -15,26 +15,26 @@ from moeyard_kernels import ops
 from moeyard_kernels.ops.op import op
 
 FOLDER = Path(moeyard_kernels.__path__[0])
-# What tests and the bench may give a kernel, and callers of the op may not.
+# Arguments that only tests and the bench may pass, and only to a kernel.
 KERNEL_ONLY = frozenset(("config", "configs", "split"))
 OPS = sorted(name for name in vars(ops) if hasattr(getattr(ops, name), "reference"))
 
 
 def parameters(function: object) -> list[tuple[str, object]]:
-    """Names and kinds."""
+    """Return names and kinds of a function's parameters."""
     every = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
     return [(p.name, p.kind) for p in every if p.name not in KERNEL_ONLY]
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_kernel_takes_what_the_op_takes(name: str) -> None:
+def test_kernel_has_the_parameters_of_the_op(name: str) -> None:
     declared = getattr(ops, name)
     kernel = getattr(importlib.import_module(f"moeyard_kernels.{declared.stem}"), name)
     assert parameters(kernel) == parameters(declared)
-    assert declared.__doc__, "an op says what it computes"
+    assert declared.__doc__, "an op needs a docstring"
 
 
-def test_no_triton_for_tensors_of_a_cpu() -> None:
+def test_cpu_tensors_import_no_triton() -> None:
     code = "import sys, torch; before = 'triton' in sys.modules; from moeyard_kernels import ops; x = torch.ones(2, 2)"
     code += "; ops.silu_mul(ops.linear(x, x)); print(before or 'triton' not in sys.modules)"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(FOLDER.parent)!r}); {code}"]
@@ -83,7 +83,7 @@ def arguments() -> dict[str, torch.Tensor]:
     }
 
 
-def test_arguments_that_fit_reach_the_reference() -> None:
+def test_valid_arguments_reach_the_reference() -> None:
     assert declared(**arguments(), scale=2.0) == 2.0  # type: ignore[arg-type]
     assert declared(*list(arguments().values())[:5]) == 1.0
     assert str(inspect.signature(declared)) == str(inspect.signature(declared.reference))
@@ -124,20 +124,20 @@ def test_arguments_that_fit_reach_the_reference() -> None:
     ],
     ids=str,
 )
-def test_arguments_that_do_not_fit_are_named_with_both_values(wrong: dict, message: str) -> None:
+def test_invalid_arguments_are_named_with_both_values(wrong: dict, message: str) -> None:
     for call in (declared, declared.check):
         with pytest.raises(ValueError, match="declared: ") as refused:
             call(**arguments() | wrong)  # type: ignore[arg-type]
         assert str(refused.value) == f"declared: {message}"
 
 
-def test_a_missing_kernel_raises() -> None:
-    """As the first call on a GPU finds."""
+def test_missing_kernel_raises() -> None:
+    """The first call on a GPU finds this error."""
     with pytest.raises(ModuleNotFoundError, match=r"moeyard_kernels\.no"):
         declared.__globals__["kernel"]()  # type: ignore[attr-defined]
 
 
-def test_a_spec_that_says_nothing_is_refused_where_it_is_declared() -> None:
+def test_meaningless_spec_is_refused_at_its_declaration() -> None:
     for specs in ({"x": "float M, K"}, {"y": "float [M]"}):
 
         def one(x: torch.Tensor) -> Callable[[], None] | None:

@@ -1,7 +1,7 @@
-"""Rows to the ranks of their experts and home again through shared memory: kernel and REFERENCE, ranks one by one.
+"""Rows to the ranks of their experts and back through shared memory: kernel and reference, rank by rank.
 
-Without a GPU the ranks of one process send one after the other, then wait one after the other. On real GPUs, one
-process each, `bench/nvlink.py` compares the same with the same REFERENCE.
+Without a GPU the ranks of one process send one after the other, then wait one after the other. `bench/nvlink.py`
+compares with the same reference on real GPUs, one process each.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def one_exchange(
     layer: int,
     max_rows: int,
 ) -> tuple[list, list]:
-    """(what each rank received, with rows that were not sent zeroed; what came home, zeroed where nothing did)."""
+    """Return the rows that each rank received and the results that came back. Missing rows and results are zero."""
     received = in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=layer, max_rows=max_rows)
     sent = [rows.clone().masked_fill_((here < 0).all(1)[:, None], 0) for rows, here in received]
     outs = [
@@ -61,14 +61,14 @@ def one_exchange(
 
 
 def fault_of(window: PeerWindow) -> list[int]:
-    """The record of a failure, in memory of the host: what the device writes there is read once it has ended."""
+    """Return the record of a failure in host memory, which is valid once the device has ended."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return window.fault[[FAILED, PHASE, LAYER, RANKS, EPOCH, REASON]].tolist()
 
 
 def answers(rows: torch.Tensor, here: torch.Tensor, rank: int) -> torch.Tensor:
-    """A result [R * K, H] of each (row, k), as its row, expert and place among the k choose; any bits."""
+    """Return a result [R * K, H] per (row, k) that depends on its row, expert and place. All bits occur."""
     words = rows.contiguous().view(torch.int16)[:, None, :].repeat(1, here.shape[1], 1)
     words ^= (here * 37 + rank * 11 + 5).to(torch.int16)[:, :, None]
     words ^= torch.arange(here.shape[1], dtype=torch.int16, device=here.device)[:, None] * 301
@@ -82,10 +82,10 @@ COUNTS = [(1, 1), (0, 3), (5, 2, 0), (0, 0, 0, 0), (1, 0, 4, 6), (6, 6, 6, 6), (
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_kernel_and_oracle_put_the_same(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_kernel_and_reference_write_the_same(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     ours, theirs = (open_ranks(len(counts), dtype=dtype) for _ in range(2))
     for layer in range(3):
-        # Other ranks have other rows in each layer, and what was there before must not count.
+        # Ranks have different rows in each layer, and older content must not matter.
         turned = counts[layer % len(counts) :] + counts[: layer % len(counts)]
         xs = [random_rows(dtype, n + layer, 40) for n in turned]
         ids = [random_ids(n, 3, 10) for n in turned]
@@ -95,16 +95,16 @@ def test_kernel_and_oracle_put_the_same(counts: tuple[int, ...], dtype: torch.dt
         assert_bits(f"received in layer {layer}", got[0], wanted[0])
         assert_bits(f"home in layer {layer}", got[1], wanted[1])
         for rank, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            # Rows that nobody sent are as they were too.
+            # Rows that were not sent stay unchanged too.
             assert_bits(f"memory of rank {rank}", a.memory[rank], b.memory[rank])
             assert a.state[:3].tolist() == b.state[:3].tolist() == [layer + 1, layer + 1, 0]
             assert fault_of(a)[0] == fault_of(b)[0] == 0
 
 
 @pytest.mark.parametrize(("counts", "copied"), [((4, 0, 5), False), ((37, 0, 16), True)], ids=("owners", "copies"))
-@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
-def test_every_pair_comes_home_to_its_place(kernels: ModuleType, counts: tuple[int, ...], copied: bool) -> None:
-    """Against plain loops that know of no memory."""
+@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
+def test_every_result_returns_to_its_place(kernels: ModuleType, counts: tuple[int, ...], copied: bool) -> None:
+    """Compare with plain loops that do not use the memory."""
     most = max(counts)
     windows = open_ranks(3, max_tokens=most, copied=copied)
     xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
@@ -125,12 +125,12 @@ def test_every_pair_comes_home_to_its_place(kernels: ModuleType, counts: tuple[i
     for rank, (_, here) in enumerate(received):
         theirs = here.view(most, 3, 3)
         for source, n in enumerate(counts):
-            assert (theirs[n:, source] == -1).all(), f"rank {rank}: rows that rank {source} has not"
+            assert (theirs[n:, source] == -1).all(), f"rank {rank}: rows that rank {source} lacks"
 
 
-@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
+@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
 def test_bytes_between_ranks_are_counted_on_both_sides(kernels: ModuleType) -> None:
-    """Ids to every peer, a row where one of its experts is chosen, a result of each; nothing from a rank to itself."""
+    """Every peer gets ids, a row for each of its chosen experts, and a result for each. A rank sends itself nothing."""
     windows, counts, row = open_ranks(3), (4, 0, 5), 40 * 2
     sent, received = [0] * 3, [0] * 3
     for layer in range(2):
@@ -144,7 +144,7 @@ def test_bytes_between_ranks_are_counted_on_both_sides(kernels: ModuleType) -> N
                     there, back = 3 * 4 + (row if peer in owners else 0), row * owners.count(peer)
                     sent[source], received[peer] = sent[source] + there, received[peer] + there
                     sent[peer], received[source] = sent[peer] + back, received[source] + back
-        # Another epoch goes on counting.
+        # Counting continues in another epoch.
         for window in windows:
             window.reset()
     of_ranks = [window.views(rank).counts for rank, window in enumerate(windows)]
@@ -153,8 +153,8 @@ def test_bytes_between_ranks_are_counted_on_both_sides(kernels: ModuleType) -> N
     assert sum(sent) == sum(received) > 0
 
 
-def test_the_oracle_makes_nothing_on_another_device() -> None:
-    """What it makes without naming a device would lie on a CPU when ranks have GPUs; here it would lie nowhere."""
+def test_reference_creates_no_tensor_on_another_device() -> None:
+    """A tensor without a named device would be on the CPU when ranks have GPUs. Here it would be on meta."""
     windows, counts = open_ranks(3, copied=True), (4, 0, 5)
     xs, ids = [random_rows(torch.bfloat16, n, 40) for n in counts], [random_ids(n, 3, 10) for n in counts]
     with torch.device("meta"):
@@ -164,8 +164,8 @@ def test_the_oracle_makes_nothing_on_another_device() -> None:
 
 
 @pytest.mark.gpu
-def test_one_exchange_in_so_many_is_timed() -> None:
-    """Where all packets are there the wait takes no time, but a launch does."""
+def test_some_exchanges_are_timed() -> None:
+    """The wait takes no time if all packets are there, but a launch does."""
     windows = open_ranks(2)
     xs, ids = [random_rows(torch.bfloat16, 1, 40) for _ in "ab"], [random_ids(1, 3, 10) for _ in "ab"]
     for _ in range(2 * TIMED_ONE_IN):
@@ -177,8 +177,8 @@ def test_one_exchange_in_so_many_is_timed() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 64])
-def test_packets_look_the_same_however_many_programs_send_them(programs: int) -> None:
-    """So ranks that run steps of different sizes understand each other."""
+def test_number_of_programs_does_not_change_packets(programs: int) -> None:
+    """Ranks that run steps of different sizes understand each other."""
     ours, theirs = open_ranks(2), open_ranks(2)
     xs, ids = [random_rows(torch.bfloat16, 6, 40) for _ in "ab"], [random_ids(6, 3, 10) for _ in "ab"]
     inputs, config = list(zip(xs, ids, strict=True)), triton_kernel.PacketConfig(PROGRAMS=programs)
@@ -190,10 +190,10 @@ def test_packets_look_the_same_however_many_programs_send_them(programs: int) ->
         assert_bits("memory", ours[rank].memory[rank], theirs[rank].memory[rank])
 
 
-@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
-def test_who_is_missing_is_named_and_nobody_goes_on(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
+def test_missing_rank_is_named_and_all_ranks_stop(kernels: ModuleType) -> None:
     if kernels is REFERENCE and DEVICE.type == "cuda":
-        pytest.skip("the oracle's record is the same on any device")
+        pytest.skip("the reference's record is the same on any device")
     windows = open_ranks(3)
     xs, ids = [random_rows(torch.bfloat16, 2, 40) for _ in "abc"], [random_ids(2, 3, 10) for _ in "abc"]
     one_exchange(kernels, windows, xs, ids, layer=0, max_rows=2)
@@ -203,7 +203,7 @@ def test_who_is_missing_is_named_and_nobody_goes_on(kernels: ModuleType) -> None
     kernels.dispatch_rows(xs[0], ids[0], waiting, layer=17, max_rows=2, send=False, wait=True)
     assert fault_of(waiting) == [1, DISPATCH, 17, 0b100, 2, SILENT]
     assert int(waiting.state[POISONED]) == 1
-    # From then on it sends nothing, so its garbage reaches nobody.
+    # From then on it sends nothing, so no rank gets its garbage.
     before = [window.memory[rank].clone() for rank, window in enumerate(windows)]
     kernels.combine_rows(xs[0].repeat(9, 1), waiting, layer=17, num_tokens=2, send=True, wait=True)
     kernels.dispatch_rows(xs[0], ids[0], waiting, layer=18, max_rows=2, send=True, wait=True)
@@ -215,8 +215,8 @@ def test_who_is_missing_is_named_and_nobody_goes_on(kernels: ModuleType) -> None
     assert [window.state[:3].tolist() for window in windows] == [[1, 1, 0]] * 3
 
 
-@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
-def test_a_combine_that_does_not_come(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
+def test_missing_combine(kernels: ModuleType) -> None:
     windows = open_ranks(2)
     xs, ids = [random_rows(torch.bfloat16, 1, 40) for _ in "ab"], [random_ids(1, 3, 10) for _ in "ab"]
     received = in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=3, max_rows=1)
@@ -226,8 +226,8 @@ def test_a_combine_that_does_not_come(kernels: ModuleType) -> None:
     assert fault_of(windows[1])[:4] == [1, COMBINE, 3, 0b01]
 
 
-@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "oracle"))
-def test_more_rows_than_a_step_was_made_for(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("kernels", [triton_kernel, REFERENCE], ids=("kernel", "reference"))
+def test_too_many_rows_for_a_step(kernels: ModuleType) -> None:
     windows = open_ranks(2)
     xs, ids = [random_rows(torch.bfloat16, n, 40) for n in (2, 5)], [random_ids(n, 3, 10) for n in (2, 5)]
     in_turn(kernels.dispatch_rows, windows, list(zip(xs, ids, strict=True)), layer=1, max_rows=4)

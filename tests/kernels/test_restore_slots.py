@@ -1,4 +1,4 @@
-"""What sequences keep of a layer, copied between slots: oracle and Triton kernel."""
+"""Copies of a layer's state between slots: reference and Triton kernel."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WHOLE = RestoreConfig(BYTES=4096)
 
 
 def make_slots(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """State and window, with infinities and NaNs, which are copied like anything."""
+    """Return state and window with infinities and NaNs, which are copied like any value."""
     state, window = torch.randn(NUM_SLOTS, 3, 18, 10), torch.randn(NUM_SLOTS, 3, 86).to(dtype)
     state[:, 0, 0, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
     return state.to(DEVICE), window.to(DEVICE)
@@ -26,7 +26,7 @@ def run_kernel(state: torch.Tensor, window: torch.Tensor, moves: SlotMoves) -> N
 
 
 def run_op(state: torch.Tensor, window: torch.Tensor, moves: SlotMoves) -> None:
-    """The oracle, where there is no GPU."""
+    """Run the op, which is the reference without a GPU."""
     ops.restore_slots(state, window, moves=moves)
 
 
@@ -34,7 +34,7 @@ RUNS = pytest.mark.parametrize("run", [run_op, run_kernel], ids=["op", "kernel"]
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Byte by byte."""
+    """Compare byte by byte."""
     return torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
@@ -50,8 +50,8 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     ],
     ids=str,
 )
-def test_copies_what_is_named(run, moves: list[tuple[int, int]], dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    """Also one slot to several; -1 is nobody's, whatever its target."""
+def test_copies_the_listed_slots(run, moves: list[tuple[int, int]], dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    """One slot may be copied to several. A source of -1 is skipped, whatever its target."""
     before = make_slots(dtype)
     after = [x.clone() for x in before]
     run(*after, SlotMoves.plan(moves, device=DEVICE))
@@ -63,7 +63,7 @@ def test_copies_what_is_named(run, moves: list[tuple[int, int]], dtype: torch.dt
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_copies_all(config: RestoreConfig) -> None:
-    """Of a state of several blocks, and more moves than a list usually has."""
+    """The state has several blocks, and there are more moves than usual."""
     state, window = torch.randn(140, 2, 64, 65, device=DEVICE), torch.randn(140, 3, 3000, device=DEVICE)
     wanted = state.clone(), window.clone()
     moves = [(-1, 0)] * 130 + [(139, 2)]

@@ -1,6 +1,6 @@
-"""Results that the experts' second product puts home itself: the memory of all ranks as if they had been brought there.
+"""Results that the experts' second product writes to their source ranks itself leave the same memory as a combine.
 
-Sums are exact (small integers, one value of h for each output), so that the interpreter gives what a GPU gives.
+Sums are exact (small integers, one value of h for each output), so the interpreter gives the same as a GPU.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -23,14 +23,15 @@ COUNTS = (5, 0, 7)
 
 
 class Ranks:
-    """Two sets of windows of three ranks, in which rows have been dispatched alike, and each rank's experts."""
+    """Two sets of windows of three ranks with the same dispatched rows, and each rank's experts."""
 
     def __init__(self, dtype: torch.dtype, counts: tuple[int, ...] = COUNTS) -> None:
         self.counts, most = counts, max(counts)
-        self.brought, self.put = (open_ranks(len(counts), dtype=dtype, max_tokens=most) for _ in range(2))
+        self.combined, self.written = (open_ranks(len(counts), dtype=dtype, max_tokens=most) for _ in range(2))
         given = [(torch.randint(-4, 5, (n, H)).to(dtype).to(DEVICE), random_ids(n, K, E)) for n in counts]
         self.received = [
-            in_turn(ops.dispatch_rows, windows, given, layer=0, max_rows=most) for windows in (self.brought, self.put)
+            in_turn(ops.dispatch_rows, windows, given, layer=0, max_rows=most)
+            for windows in (self.combined, self.written)
         ]
         num_slots = E // len(counts) + 2
         self.gate_up = (torch.randint(-4, 5, (num_slots, 2 * I, H)) / 64).to(dtype).to(DEVICE)
@@ -46,9 +47,9 @@ class Ranks:
     def compute(
         self, kernels: ModuleType, *, block_rows: int, home: bool, config: Config | None = None, waves: int = 1
     ) -> None:
-        """Every rank's results, brought home by `combine_rows` or put there."""
+        """Compute every rank's results, and return them with `combine_rows` or write them to their source ranks."""
         most = max(self.counts)
-        windows, received = (self.put, self.received[1]) if home else (self.brought, self.received[0])
+        windows, received = (self.written, self.received[1]) if home else (self.combined, self.received[0])
         outs: list[torch.Tensor | None] = []
         for window, (rows, ids) in zip(windows, received, strict=True):
             options = {"home": window} if home else {"out": rows.new_full((ids.numel(), H), float("nan"))}
@@ -62,22 +63,22 @@ class Ranks:
             outs.append(out)
         for send in (True, False):
             for window, out, count in zip(windows, outs, self.counts, strict=True):
-                # Counted by the kernel, and by the REFERENCE.
+                # The kernel counts, and so does the reference.
                 combine = (peer_kernel if kernels is triton_kernel else ops).combine_rows
                 combine(out, window, layer=0, num_tokens=count, max_rows=most, send=send, wait=not send)
 
     def assert_same(self) -> None:
-        """All memory, what was counted of what crossed included."""
-        for rank, (a, b) in enumerate(zip(self.put, self.brought, strict=True)):
+        """Compare all memory, the counters of transferred bytes included."""
+        for rank, (a, b) in enumerate(zip(self.written, self.combined, strict=True)):
             assert_bits(f"memory of rank {rank}", a.memory[rank], b.memory[rank])
-        assert any(bool(window.views(window.rank).home.any()) for window in self.put)
+        assert any(bool(window.views(window.rank).home.any()) for window in self.written)
 
 
 REFERENCE = SimpleNamespace(grouped_gemm=ops.grouped_gemm.reference)
 KERNELS = [pytest.param(triton_kernel, id="kernel")]
 if DEVICE.type == "cpu":
-    # What the oracle makes of ids lies on a CPU.
-    KERNELS.append(pytest.param(REFERENCE, id="oracle"))
+    # The reference makes tensors of ids on the CPU.
+    KERNELS.append(pytest.param(REFERENCE, id="reference"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -85,7 +86,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @pytest.mark.parametrize("block_rows", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dtype) -> None:
+def test_written_results_equal_combined_results(kernels: ModuleType, block_rows: int, dtype: torch.dtype) -> None:
     ranks = Ranks(dtype)
     for home in (False, True):
         ranks.compute(kernels, block_rows=block_rows, home=home)
@@ -94,7 +95,7 @@ def test_put_is_as_brought(kernels: ModuleType, block_rows: int, dtype: torch.dt
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
-def test_by_any_tile(block_rows: int) -> None:
+def test_written_results_with_any_tile(block_rows: int) -> None:
     for config in triton_kernel.candidates("down", block_rows, torch.bfloat16):
         ranks = Ranks(torch.bfloat16)
         ranks.compute(triton_kernel, block_rows=block_rows, home=False)
@@ -102,8 +103,8 @@ def test_by_any_tile(block_rows: int) -> None:
         ranks.assert_same()
 
 
-def test_in_waves() -> None:
-    """Where not all experts have slots: each result is put once, by the wave that has its expert."""
+def test_written_results_in_waves() -> None:
+    """If some experts have no slot, each result is written once, by the wave with its expert."""
     ranks = Ranks(torch.bfloat16)
     ranks.compute(triton_kernel, block_rows=16, home=False)
     ranks.compute(triton_kernel, block_rows=16, home=True, waves=3)
@@ -111,34 +112,34 @@ def test_in_waves() -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_who_is_poisoned_puts_nothing(kernels: ModuleType) -> None:
+def test_poisoned_rank_writes_nothing(kernels: ModuleType) -> None:
     ranks = Ranks(torch.bfloat16)
-    before = [window.memory[rank].clone() for rank, window in enumerate(ranks.put)]
-    for window in ranks.put:
+    before = [window.memory[rank].clone() for rank, window in enumerate(ranks.written)]
+    for window in ranks.written:
         window.state[POISONED] = 1
     for block_rows in (0, 16, 128):
         ranks.compute(kernels, block_rows=block_rows, home=True)
-    for rank, window in enumerate(ranks.put):
+    for rank, window in enumerate(ranks.written):
         assert_bits(f"memory of rank {rank}", window.memory[rank], before[rank])
 
 
-def test_what_crosses_is_counted_by_several_programs() -> None:
+def test_several_programs_count_transferred_bytes() -> None:
     ranks = Ranks(torch.bfloat16, (800, 1, 700))
-    windows, received = ranks.put, ranks.received[1]
+    windows, received = ranks.written, ranks.received[1]
     for window, count in zip(windows, ranks.counts, strict=True):
         config = peer_kernel.PacketConfig(PROGRAMS=2)
         peer_kernel.combine_rows(None, window, layer=0, num_tokens=count, send=True, wait=False, config=config)
     for rank, window in enumerate(windows):
-        # Of what was put home of each other rank's rows; and what the dispatch before has sent.
+        # The counters include results for each other rank's rows, and the rows of the dispatch before.
         ids = received[rank][1].view(-1, len(windows), K)
         back = sum(int((ids[:n, peer] >= 0).sum()) for peer, n in enumerate(ranks.counts) if peer != rank) * H * 2
-        there = int(ranks.brought[rank].views(rank).counts[SENT])
+        there = int(ranks.combined[rank].views(rank).counts[SENT])
         assert int(window.views(rank).counts[SENT]) == there + back > there
 
 
-def test_other_rows_than_the_memory_has_are_refused() -> None:
+def test_more_rows_than_the_memory_has_are_refused() -> None:
     ranks = Ranks(torch.bfloat16, (2, 2))
-    window: PeerWindow = ranks.put[0]
+    window: PeerWindow = ranks.written[0]
     rows, ids = ranks.received[1][0]
     layout = ranks.layout(ids, 16, ranks.slots)
     with pytest.raises(ValueError, match=r"rows bfloat16 \[5, 40\] of 2 ranks, at most 4"):

@@ -26,7 +26,7 @@ def test_equals_the_module(module: type[torch.nn.Module], dim: int, dtype: torch
     normed, total = ops.add_rms_norm(x, residual, norm.weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))
-    assert torch.equal(x, before), "the input was written to"
+    assert torch.equal(x, before), "the input changed"
 
 
 @DTYPES
@@ -70,7 +70,7 @@ def test_kernel_is_as_exact_as_torch(num_rows: int, dim: int) -> None:
     ours, theirs = error(run_kernel(x, weight), exact), error(ops.rms_norm.reference(x, weight, 1e-6), exact)
     assert ours < 1e-2
     # Both round at the same two places. Their sums of squares differ in order, so that about one normed value in 2^14,
-    # next to a midpoint, rounds the other way: either norm is the smaller by chance, by 1e-4 in so many values.
+    # next to a midpoint, rounds differently. Either norm may be the smaller one, by 1e-4 for this number of values.
     assert ours <= theirs * 1.0005
 
 
@@ -89,15 +89,15 @@ def test_kernel_rows_are_independent_and_fused_equals_the_chain(dim: int, dtype:
 
 
 @pytest.mark.parametrize("dim", [48, 256, 2048])
-def test_a_weight_in_fp32_comes_before_the_rounding(dim: int) -> None:
-    """As in families that store norms less one; fused and unfused alike."""
+def test_fp32_weight_comes_before_the_rounding(dim: int) -> None:
+    """Families that store norms minus one have such a weight, for the fused kernel too."""
     x, residual = (torch.randn(4, dim).to(DEVICE, torch.bfloat16) for _ in range(2))
     weight = torch.randn(dim, device=DEVICE)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    got, oracle = run_kernel(x, weight), ops.rms_norm(x.cpu(), weight.cpu(), 1e-6)
-    assert got.dtype == oracle.dtype == torch.bfloat16
-    for found in (got.cpu(), oracle):
-        # One rounding, of which a fp32 sum in another order turns few.
+    got, reference = run_kernel(x, weight), ops.rms_norm(x.cpu(), weight.cpu(), 1e-6)
+    assert got.dtype == reference.dtype == torch.bfloat16
+    for found in (got.cpu(), reference):
+        # They differ by single roundings, since a fp32 sum in another order changes few of them.
         assert (found.double() - exact.cpu().bfloat16().double()).norm() < 2e-4 * exact.norm()
     normed, total = triton_kernel.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(normed, run_kernel(total, weight))
@@ -105,7 +105,7 @@ def test_a_weight_in_fp32_comes_before_the_rounding(dim: int) -> None:
 
 
 @DTYPES
-def test_kernel_takes_rows_out_of_wider_ones(dtype: torch.dtype) -> None:
+def test_kernel_accepts_slices_of_wider_rows(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 7, 64).to(DEVICE, dtype), torch.randn(64).to(DEVICE, dtype)
     assert torch.equal(run_kernel(x[:, 2:5], weight), run_kernel(x[:, 2:5].contiguous(), weight))
     flat = x.view(3, 448)
@@ -116,7 +116,7 @@ def test_kernel_takes_rows_out_of_wider_ones(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 1536, 5120, 7168])
-def test_a_row_is_the_same_in_every_batch(dim: int) -> None:
+def test_row_is_the_same_in_every_batch(dim: int) -> None:
     x, weight = torch.randn(4096, dim).to(DEVICE, torch.bfloat16), torch.randn(dim).to(DEVICE, torch.bfloat16)
     whole = run_kernel(x, weight)
     for rows in (slice(0, 1), slice(17, 18), slice(4095, 4096), slice(100, 163)):
@@ -125,7 +125,7 @@ def test_a_row_is_the_same_in_every_batch(dim: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_them(num_rows: int) -> None:
+def test_graph_replay_of_both_ops(num_rows: int) -> None:
     x, residual = (torch.randn(num_rows, 1536).to(DEVICE, torch.bfloat16) for _ in range(2))
     weight = torch.randn(1536).to(DEVICE, torch.bfloat16)
 

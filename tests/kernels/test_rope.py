@@ -42,7 +42,7 @@ def test_equals_deepseek_v2_up_to_the_order_of_pairs(dtype: torch.dtype) -> None
     y = ops.rope(x, phase.cos(), phase.sin(), interleaved=True)
     assert y.dtype == dtype
     halves = torch.cat((wanted[..., 0::2], wanted[..., 1::2]), -1)
-    # Their complex product may fuse one of its two products; bf16 rounds that away but for rare half-way cases.
+    # Their complex product may fuse one of its two products. bf16 rounds that away except in rare half-way cases.
     torch.testing.assert_close(y, halves, rtol=0, atol=1e-6 if dtype == torch.float32 else 2.0**-7)
 
 
@@ -84,7 +84,7 @@ def test_kernel_equals_the_reference_bit_for_bit(
 
 @pytest.mark.parametrize("config", triton_kernel.CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
-    # Tokens of several blocks each, for most configs.
+    # Tokens have several blocks each with most configs.
     x, phase = torch.randn(2, 9, 24).bfloat16(), angles(3, 24)[1:]
     for interleaved in (False, True):
         wanted = ops.rope(x, phase.cos(), phase.sin(), interleaved=interleaved)
@@ -93,7 +93,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
-def test_a_graph_replays_it(num_tokens: int) -> None:
+def test_graph_replay(num_tokens: int) -> None:
     x, (cos, sin) = (
         torch.randn(num_tokens, 32, 128).to(DEVICE, torch.bfloat16),
         torch.randn(2, num_tokens, 64).to(DEVICE),
@@ -105,7 +105,7 @@ def test_a_graph_replays_it(num_tokens: int) -> None:
     assert_replays(step, lambda: (x.normal_(), cos.normal_(), sin.normal_()))
 
 
-def test_what_the_grid_cannot_hold_is_refused() -> None:
+def test_tensors_beyond_the_grid_are_refused() -> None:
     x, angle = torch.zeros(1, 1, 16).expand(1 << 31, 1, 16), torch.zeros(1, 8).expand(1 << 31, 8)
     with pytest.raises(ValueError, match=r"rope: \[2147483648, 1, 16\] exceeds the grid"):
         triton_kernel.rope(x, angle, angle, interleaved=False)

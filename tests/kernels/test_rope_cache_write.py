@@ -1,4 +1,4 @@
-"""Rotation fused with the cache write: one launch against `rope` and a copy, bit for bit, for both kinds of cache."""
+"""Rotation fused with the cache write: one launch equals `rope` and a copy, bit for bit, for both kinds of cache."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_gqa_equals_rope_and_a_copy(
 def normed_inputs(
     count: int, num_q: int, num_kv: int, dim: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """On the device: q, k, v as slices of one product's rows, of many magnitudes; angles, slots, caches; and norms."""
+    """Return device inputs: q, k, v as slices of one product of many magnitudes, angles, slots, caches, norms."""
     qkv = torch.randn(count, num_q + 2 * num_kv, dim) * torch.exp2(torch.randint(-9, 9, (count, 1, 1)).float())
     rows = qkv.to(DEVICE, dtype).split((num_q, num_kv, num_kv), 1)
     others = (*angles(count, dim // 2, torch.float32), slots_for(count, count // PAGE + 2))
@@ -76,14 +76,14 @@ def normed_inputs(
 
 
 def written(args: list[torch.Tensor], config: RowConfig | None = None, **options: object) -> tuple[torch.Tensor, ...]:
-    """What the kernel returns and what it makes of the caches."""
+    """Return the kernel's result and its new caches."""
     caches = [cache.clone() for cache in args[-2:]]
     out = triton_kernel.rope_cache_write_gqa(*args[:-2], *caches, config=config, **options)  # type: ignore[arg-type]
     return out, *caches
 
 
 def norms_first(args: list[torch.Tensor], norms: tuple[torch.Tensor, torch.Tensor], **options: object):  # type: ignore[no-untyped-def]
-    """The chain: two norms, then rotation and cache write."""
+    """Run the chain: two norms, then rotation and cache write."""
     q, k = (norm_kernel.rms_norm(x, weight, 1e-6) for x, weight in zip(args[:2], norms, strict=True))
     return written([q, k, *args[2:]], **options)
 
@@ -95,7 +95,7 @@ def norms_first(args: list[torch.Tensor], norms: tuple[torch.Tensor, torch.Tenso
     [(4, 1, 16), (9, 3, 128), *([(64, 4, 128), (8, 8, 64), (5, 2, 256), (3, 1, 48)] if DEVICE == "cuda" else [])],
     ids=lambda n: str(n),
 )
-def test_norms_of_heads_in_the_same_launch_equal_the_chain(
+def test_fused_head_norms_equal_the_chain(
     num_q: int, num_kv: int, dim: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
     args, norms = normed_inputs(3 if DEVICE == "cpu" else 3000, num_q, num_kv, dim, dtype)
@@ -120,7 +120,7 @@ def test_norms_of_heads_in_the_same_launch_equal_the_chain(
 def test_part_of_a_head_is_rotated(
     num_q: int, num_kv: int, dim: int, turned: int, fp32_norms: bool | None, interleaved: bool, dtype: torch.dtype
 ) -> None:
-    """The others stay, normalised or not; kernel and oracle."""
+    """The other values stay, normalised or not, in kernel and reference."""
     args, norms = normed_inputs(3 if DEVICE == "cpu" else 3000, num_q, num_kv, dim, dtype)
     q, k, v, cos, sin, slots, *caches = args
     cos, sin = cos[:, : turned // 2], sin[:, : turned // 2]
@@ -150,12 +150,12 @@ def test_part_of_a_head_is_rotated(
         **named,  # type: ignore[arg-type]
     )
     for mine, theirs in zip((out, *ours), whole, strict=True):
-        # Sums of squares of another order, hence roundings to the other side here and there.
+        # Sums of squares in another order change a few roundings.
         scale = theirs.double().cpu().norm()
         assert (mine.double() - theirs.double().cpu()).norm() <= (2e-3 if dtype == torch.bfloat16 else 1e-6) * scale
 
 
-def test_more_than_a_head_is_not_rotated() -> None:
+def test_rotation_wider_than_a_head_is_refused() -> None:
     args, _ = normed_inputs(2, 2, 1, 16, torch.float32)
     cos = torch.randn(2, 12, device=DEVICE)
     with pytest.raises(ValueError, match=r"Dc 12 of cos float32 \[2, 12\], D 16 of q float32 \[2, 2, 16\]"):
@@ -164,13 +164,13 @@ def test_more_than_a_head_is_not_rotated() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 65])
-def test_a_graph_replays_the_launch_with_norms(count: int) -> None:
+def test_graph_replay_with_norms(count: int) -> None:
     args, norms = normed_inputs(count, 32, 4, 128, torch.bfloat16)
     named = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6, "interleaved": False}
     assert_replays(lambda: written(args, **named), lambda: [x.normal_() for x in args[:3]])
 
 
-def test_the_oracle_normalises_as_rms_norm_does() -> None:
+def test_reference_normalises_like_rms_norm() -> None:
     args, norms = normed_inputs(5, 4, 2, 12, torch.bfloat16)
     args = [x.cpu() for x in args]
     q, k = (ops.rms_norm(x, weight.cpu(), 1e-6) for x, weight in zip(args[:2], norms, strict=True))
@@ -234,10 +234,10 @@ def test_mla_equals_rope_and_a_copy(
 @DTYPES
 @pytest.mark.parametrize("fp32_norm", [False, True], ids=["norm", "fp32-norm"])
 @pytest.mark.parametrize(("heads", "latent", "dim"), [(5, 20, 10), (16, 512, 64)], ids=lambda n: str(n))
-def test_the_norm_of_latents_in_the_same_launch_equals_the_chain(
+def test_fused_latent_norm_equals_the_chain(
     heads: int, latent: int, dim: int, fp32_norm: bool, dtype: torch.dtype
 ) -> None:
-    """Kernel and oracle; by default the norm is a launch of its own."""
+    """Kernel and reference agree. By default the norm is a separate launch."""
     count = 3 if DEVICE == "cpu" else 500
     q, kv_a, *rest, cache = mla_inputs(count, heads, latent, dim, dtype, torch.float32)
     if DEVICE == "cuda":
@@ -258,7 +258,7 @@ def test_the_norm_of_latents_in_the_same_launch_equals_the_chain(
     *args, weight = (x.cpu() for x in (q, kv_a, *rest, weight))
     out = ops.rope_cache_write_mla(*args, ours[0], interleaved=True, kv_norm=weight, eps=1e-6)
     args[1] = ops.rms_norm(args[1], weight, 1e-6)
-    assert_bits("oracle", (out, ours[0]), (ops.rope_cache_write_mla(*args, ours[1], interleaved=True), ours[1]))
+    assert_bits("reference", (out, ours[0]), (ops.rope_cache_write_mla(*args, ours[1], interleaved=True), ours[1]))
     with pytest.raises(ValueError, match=r"RowConfig\(.*\) does not sum latents as rms_norm does, with 4 warps"):
         triton_kernel.rope_cache_write_mla(q, kv_a, *rest, caches[1], config=RowConfig(BLOCK=8, num_warps=2), **named)
 
@@ -271,7 +271,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
         assert all(torch.equal(a, b) for a, b in zip(run_mla(args, interleaved, config), plain, strict=True))
 
 
-def test_the_caches_may_have_any_strides() -> None:
+def test_caches_may_have_any_strides() -> None:
     q, kv, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     cos, sin = angles(3, 4, torch.float32)
     slots = torch.tensor([17, 0, 5])
@@ -286,7 +286,7 @@ def test_the_caches_may_have_any_strides() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 65])
-def test_a_graph_replays_them(count: int) -> None:
+def test_graph_replay_of_both_ops(count: int) -> None:
     *rows, slots, cache = (
         x.contiguous().to(DEVICE) for x in mla_inputs(count, 16, 64, 32, torch.bfloat16, torch.float32)
     )
@@ -356,7 +356,7 @@ def test_bad_arguments_are_named() -> None:
         ops.rope_cache_write_gqa(q, q, q, cos, cos, args[5], cache, cache, interleaved=False, **norms)
 
 
-def test_the_first_slot_of_the_cache_is_written() -> None:
+def test_first_slot_of_the_cache_is_written() -> None:
     q, k, v = (torch.randn(2, 2, 8) for _ in range(3))
     caches = [torch.zeros(2, 1, PAGE, 8) for _ in range(2)]
     *_, v_cache = run_gqa([q, k, v, *angles(2, 4, torch.float32), torch.tensor([0, -1]), *caches], False)

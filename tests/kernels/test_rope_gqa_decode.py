@@ -1,4 +1,4 @@
-"""A decode step's rotation, cache write and attention in one launch: the bits of two, in results and caches."""
+"""A decode step's rotation, cache write and attention in one launch: results and caches of two launches."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ LENS = [1, 64, 65, 200, 0]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step of rows whose sequences have `lens` keys with their own, which the caches do not hold yet."""
+    """A step of rows whose sequences have `lens` keys. The caches lack each row's own key."""
 
     held: Paged
     lens: list[int]
@@ -36,7 +36,7 @@ class Case:
         return self.held.tables(torch.tensor(lens), rows, window=self.window)
 
     def configs(self) -> list[StepConfig]:
-        """Those that do it in one launch; interpreted, of warps there are no more than one kind."""
+        """Return the configs of one launch. The interpreter gets one kind of warps."""
         q, k, _, cos, *_ = self.args
         group = q.shape[1] // k.shape[1]
         fitting = [
@@ -47,7 +47,7 @@ class Case:
         return fitting if GPU else list({config.TAIL: config for config in fitting}.values())
 
     def run(self, config: StepConfig | None, rows: list[int] | None = None, **options: object) -> list[torch.Tensor]:
-        """(out, lse, caches) by the kernel; the caches before are kept."""
+        """Return out, lse and caches of the kernel. The original caches stay unchanged."""
         caches = [cache.clone() for cache in self.held.caches]
         args = [x if rows is None else x[rows] for x in self.args]
         found = kernel.rope_gqa_decode(
@@ -75,7 +75,7 @@ def case(
     window: int | None = None,
     longest: int = 512,
 ) -> Case:
-    """What a step reads: keys of NaN from each row's own on (and below its window), rows of many magnitudes."""
+    """Return a step's inputs: keys are NaN from each row's own on (and below its window). Rows vary in magnitude."""
     held = paged(
         [max(0, n - 1) for n in lens],
         PAGE,
@@ -123,8 +123,8 @@ SHAPES = (
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "options"), SHAPES, ids=str)
-def test_what_models_differ_in(heads: int, kv_heads: int, dim: int, options: dict[str, object]) -> None:
-    """Layout of pairs, width, dtype of angles and weights, windows; nothing below a window is looked at."""
+def test_options_of_models(heads: int, kv_heads: int, dim: int, options: dict[str, object]) -> None:
+    """Layout of pairs, width, dtype of angles and weights, windows. Nothing below a window is read."""
     found = case([1, 65, 130, 0], heads, kv_heads, dim, torch.bfloat16, **options)  # type: ignore[arg-type]
     wanted = found.run(CHAIN)
     assert found.configs()
@@ -132,8 +132,8 @@ def test_what_models_differ_in(heads: int, kv_heads: int, dim: int, options: dic
         assert_bits(str(config), found.run(config), wanted)
 
 
-def test_a_copy_of_a_row_is_not_written_and_gives_its_bits() -> None:
-    """As padding does: its key is its own, since nobody knows when the other's program writes."""
+def test_copy_of_a_row_is_not_written_and_gives_its_bits() -> None:
+    """Padding is such a copy. It uses its own key, because the other's program may write later."""
     found = case([70, 200], 4, 2, 128, torch.bfloat16, norm=torch.bfloat16)
     for config in found.configs():
         wanted = found.run(config)
@@ -152,10 +152,10 @@ def test_a_copy_of_a_row_is_not_written_and_gives_its_bits() -> None:
         assert_bits("the chain", padded.run(CHAIN), (out, lse, *caches))
 
 
-@pytest.mark.gpu  # The interpreter is too slow for it.
+@pytest.mark.gpu  # too slow for the interpreter
 @pytest.mark.parametrize(("heads", "kv_heads", "normed"), [(32, 4, True), (64, 4, True), (32, 8, False)], ids=str)
 def test_rows_alone_and_among_others(heads: int, kv_heads: int, normed: bool) -> None:
-    """Every length of a table of one split, at the widths of models, in every config."""
+    """All lengths of a table of one split, at the widths of models, in every config."""
     lens = [1 + i for i in range(512)]
     found = case(lens, heads, kv_heads, 128, torch.bfloat16, norm=torch.bfloat16 if normed else None)
     wanted = found.run(CHAIN)
@@ -170,8 +170,8 @@ def test_rows_alone_and_among_others(heads: int, kv_heads: int, normed: bool) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("config", ONE, ids=str)
-def test_in_a_chain_of_launches_that_begin_early(config: StepConfig, rows: int) -> None:
-    """A product ahead, whose rows it reads, and one behind, which reads its results; keys of the step before."""
+def test_in_a_chain_of_early_launches(config: StepConfig, rows: int) -> None:
+    """A product before it writes its rows, and one after it reads its results. Keys are the last step's."""
     found = case([1 + 67 * i % 500 for i in range(rows)], 32, 4, 128, torch.bfloat16, norm=torch.bfloat16)
     first, second = (torch.randn(*shape, device=DEVICE).bfloat16() / 64 for shape in ((5120, 2048), (2048, 4096)))
     x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
@@ -202,7 +202,7 @@ def test_in_a_chain_of_launches_that_begin_early(config: StepConfig, rows: int) 
     assert_replays(step, lambda: x.copy_(torch.randn_like(x)))
 
 
-def test_the_door_runs_the_chain_where_nothing_is_stored() -> None:
+def test_op_runs_the_chain_without_a_stored_config() -> None:
     found = case([70, 9], 4, 2, 32, torch.float32, norm=torch.float32)
     named = {"tables": found.tables(), "scale": 0.2, **found.named}
     caches, others = ([cache.clone() for cache in found.held.caches] for _ in range(2))
@@ -224,8 +224,8 @@ def test_the_door_runs_the_chain_where_nothing_is_stored() -> None:
         assert nothing[0].shape == (0, 4, 32)
 
 
-def test_what_one_launch_cannot_do_is_the_chains_unless_asked_for() -> None:
-    """Rows that read each other's keys, splits, parts of heads, heads of other widths, large groups, small tiles."""
+def test_unsupported_steps_use_the_chain_by_default() -> None:
+    """Rows that read each other's keys, splits, parts of heads, other widths, large groups, small tiles."""
     found = case([70, 9], 4, 2, 64, torch.bfloat16, norm=torch.bfloat16)
     for message, given, options in (
         ("rows of one sequence", found, {"lone_rows": False}),

@@ -1,4 +1,4 @@
-"""Sampling: kernels and reference against one written with numpy, token by token, and against the definitions."""
+"""Sampling: kernels and reference against the numpy sampler, token by token, and against the definitions."""
 
 import math
 from collections.abc import Sequence as Seq
@@ -23,11 +23,11 @@ from moeyard_worker.scheduling.request import Request
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 LARGE = [129280, 151936, 163840] if ON_GPU else []
-# The interpreter takes 60 ms for a row.
+# The interpreter needs 60 ms per row.
 MANY = 64 if ON_GPU else 4
-# Parts and lists so small that a short row has many of both, and its top-k does not fit.
+# Parts and lists are so small that a short row has many of both and its top-k does not fit.
 SMALL = triton_kernel.SampleConfig(BLOCK=256, ROUNDS=2, RACE=256, MASS=256, PART=512, LIST=16)
-# The interpreter takes 2 ms for every call of a function.
+# The interpreter needs 2 ms per function call.
 USUAL = None if ON_GPU else triton_kernel.SampleConfig(BLOCK=1024, ROUNDS=1, RACE=1024, MASS=1024, PART=1024)
 F64 = torch.float64
 
@@ -46,16 +46,16 @@ def sequence(prompt: Seq[int] = (1, 2, 3), output: Seq[int] = (), **options: Any
 
 
 def edits_of(sequences: Seq[Request], vocab: int) -> LogitEdits:
-    """As a worker would keep them; the slots are not those of the rows."""
+    """Return edits like a worker's, where the slots are not those of the rows."""
     num_rows, width = len(sequences), 1 + max(len(s.sampling.logit_bias) for s in sequences)
     words = torch.zeros(num_rows + 1, vocab, dtype=torch.int32)
     bias = torch.full((num_rows + 1, width), math.nan, dtype=F64)
     slots, penalties = torch.full((num_rows,), -1), torch.full((num_rows, 3), math.nan, dtype=F64)
     for i, s in enumerate(sequences):
         p, slot = s.sampling, num_rows - i
-        held_back = set(p.stop_token_ids) if len(s.output) < p.min_tokens else set()
-        added = {**p.logit_bias, **dict.fromkeys(held_back, -math.inf)}
-        if not numpy_sampler.edits_logits(p) and not held_back:
+        excluded = set(p.stop_token_ids) if len(s.output) < p.min_tokens else set()
+        added = {**p.logit_bias, **dict.fromkeys(excluded, -math.inf)}
+        if not numpy_sampler.edits_logits(p) and not excluded:
             continue
         bias = torch.nn.functional.pad(bias, (0, max(0, len(added) - bias.shape[1])), value=math.nan)
         slots[i], penalties[i] = slot, torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty])
@@ -93,7 +93,7 @@ def to_device(x: Any) -> Any:
 def run_kernel(
     logits: torch.Tensor, *, config: triton_kernel.SampleConfig | None = None, **options: Any
 ) -> SampledTokens:
-    """The Triton kernels on DEVICE, results on the CPU."""
+    """Run the Triton kernels on DEVICE and return the results on the CPU."""
     with np.errstate(all="ignore"):
         tokens = triton_kernel.sample(
             logits.to(DEVICE), config=config or USUAL, **{name: to_device(x) for name, x in options.items()}
@@ -106,7 +106,7 @@ def named(tokens: SampledTokens) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same(got: SampledTokens, wanted: SampledTokens, what: str) -> None:
-    """Equal bytes of everything."""
+    """Check that all bytes are equal."""
     for name, x in named(got).items():
         assert_bits(f"{what}: {name}", x, getattr(wanted, name))
 
@@ -120,7 +120,7 @@ def from_numpy(logits: torch.Tensor, sequences: Seq[Request]) -> list[int]:
 
 
 def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, list[Request]]:
-    """Rows of all kinds, peaked and flat, greedy and sampled, and the sequences that ask for them."""
+    """Return rows of all kinds, peaked and flat, greedy and sampled, and their requests."""
     rng = np.random.default_rng(int(torch.randint(2**31, ())))
     logits = torch.randn(count, vocab) * torch.from_numpy(rng.choice([0.05, 1.0, 3.0], count)).float()[:, None]
     logits[:, ::17] = logits[:, :1]
@@ -146,7 +146,7 @@ def mixed_rows(vocab: int, count: int, *, edits: bool) -> tuple[torch.Tensor, li
     return logits, sequences
 
 
-def test_noise_is_numpys() -> None:
+def test_noise_equals_numpys() -> None:
     ids = torch.tensor([0, 1, 2, 3, 4, 7, 163839, 2**31 - 1])
     for seed, position in ((0, 0), (-1, 5), (2**63 - 1, 2**32 + 7), (-(2**63), 131071)):
         words = reference.philox4x32(ids, position, seed).numpy()
@@ -162,15 +162,15 @@ def test_noise_is_numpys() -> None:
 
 
 @pytest.mark.parametrize("vocab", [7, 1000])
-def test_the_reference_chooses_what_numpy_does(vocab: int) -> None:
+def test_reference_chooses_like_numpy(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 150, edits=True)
     ids = ops.sample(logits, **arguments(sequences, vocab)).ids
     assert ids.tolist() == from_numpy(logits, sequences)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.7, 30.0])
-def test_the_reference_chooses_what_numpy_does_of_many(temperature: float) -> None:
-    """Rows long enough that cuts look at their likeliest tokens only."""
+def test_reference_chooses_like_numpy_in_long_rows(temperature: float) -> None:
+    """The rows are long enough that cuts look only at their likeliest tokens."""
     logits = torch.randn(12, 20000) * torch.tensor([0.02, 1.0, 4.0]).repeat(4)[:, None]
     logits[:6] = logits[:6].mul(8).round().div(8)
     cuts: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 400}, {"top_p": 0.3, "min_p": 1e-4}, {"min_p": 1e-3}]
@@ -181,7 +181,7 @@ def test_the_reference_chooses_what_numpy_does_of_many(temperature: float) -> No
 
 
 def kept_by_definition(x: np.ndarray, temperature: float, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Min-p, then the whole row sorted by falling weight, then top-k and top-p of it: the ids."""
+    """Return the ids after min-p, a sort of the whole row by falling weight, top-k and top-p."""
     with np.errstate(over="ignore"):
         weights = np.exp((x - x.max()) / temperature)
     ids = np.flatnonzero(weights >= min_p)
@@ -193,7 +193,7 @@ def kept_by_definition(x: np.ndarray, temperature: float, *, top_k: int, top_p: 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [1e-6, 0.5, 1.0, 50.0])
 @pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "equal", "steps", "halves", "infinite"])
-def test_cuts_keep_what_a_whole_sort_would(kind: str, temperature: float) -> None:
+def test_cuts_equal_those_of_a_whole_sort(kind: str, temperature: float) -> None:
     vocab = 5000
     x = torch.randn(vocab).double().numpy() * {"flat": 0.01, "peaked": 6.0}.get(kind, 2.0)
     if kind == "equal":
@@ -210,7 +210,7 @@ def test_cuts_keep_what_a_whole_sort_would(kind: str, temperature: float) -> Non
             for min_p in (0.0, 2.0**-20, 0.01, 0.5, 1.0):
                 cuts: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
                 ids, _ = reference.candidates(x, temperature, **cuts)
-                # Without a nucleus nobody asks for their order.
+                # Without a nucleus the order does not matter.
                 ids = ids if top_p < 1 else np.sort(ids)
                 assert np.array_equal(ids, kept_by_definition(x, temperature, **cuts)), cuts
 
@@ -219,7 +219,7 @@ def test_cuts_keep_what_a_whole_sort_would(kind: str, temperature: float) -> Non
 @pytest.mark.parametrize("edits", [False, True], ids=["plain", "edits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab", [7, 1000, 4096, *LARGE], ids=lambda v: f"V{v}")
-def test_kernels_choose_what_numpy_does(vocab: int, dtype: torch.dtype, edits: bool) -> None:
+def test_kernels_choose_like_numpy(vocab: int, dtype: torch.dtype, edits: bool) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=edits)
     logits = logits.to(dtype)
     ids = run_kernel(logits, **arguments(sequences, vocab, edits=edits)).ids
@@ -232,7 +232,7 @@ def test_kernels_choose_what_numpy_does(vocab: int, dtype: torch.dtype, edits: b
     ids=lambda g: "+".join(g) or "plain",
 )
 @pytest.mark.parametrize("vocab", [999, *LARGE[:1]], ids=lambda v: f"V{v}")
-def test_launches_that_are_left_out_change_nothing(vocab: int, given: tuple[str, ...]) -> None:
+def test_skipped_launches_change_no_choice(vocab: int, given: tuple[str, ...]) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=False)
     all_of_them = arguments(sequences, vocab, edits=False)
     always = ("temperature", "seeds", "positions")
@@ -251,7 +251,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 @pytest.mark.parametrize("vocab", [600, *LARGE[-1:]], ids=lambda v: f"V{v}")
-def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
+def test_row_alone_equals_the_row_in_a_batch(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, MANY, edits=True)
     whole = run_kernel(logits, logprobs=3, **arguments(sequences, vocab))
     order = torch.randperm(len(sequences))[: 24 if ON_GPU else 2].tolist()
@@ -264,8 +264,8 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [33, 600, 20001])
-def test_a_row_alone_is_the_row_in_a_batch_of_the_reference(vocab: int) -> None:
-    """On a CPU too, where it serves: bit for bit, and however many rows draw their noise together."""
+def test_row_alone_equals_the_row_in_a_batch_of_the_reference(vocab: int) -> None:
+    """This holds bit for bit on a CPU in production, for any number of rows that draw noise together."""
     logits, sequences = mixed_rows(vocab, 40, edits=True)
     whole = ops.sample(logits, logprobs=3, **arguments(sequences, vocab))
     for rows in ([0], [7], [39], [5, 30, 2], list(range(39, -1, -1))):
@@ -278,14 +278,14 @@ def test_every_config_gives_the_same(vocab: int) -> None:
     logits, sequences = mixed_rows(vocab, 64 if ON_GPU else 2, edits=ON_GPU)
     options = arguments(sequences, vocab, edits=ON_GPU)
     wanted = run_kernel(logits, logprobs=5, config=SMALL, **options)
-    # All of them on a GPU; the interpreter has no time.
+    # The interpreter is too slow for all configs.
     for config in triton_kernel.CONFIGS if ON_GPU else triton_kernel.CONFIGS[1:3]:
         assert_same(run_kernel(logits, logprobs=5, config=config, **options), wanted, str(config))
 
 
 @pytest.mark.parametrize("top_k", [1, 17, 300, 899])
-def test_top_k_that_fits_no_list(top_k: int) -> None:
-    """Flat rows, half of them equal logits: the cut is found by bisection over the row."""
+def test_top_k_larger_than_the_list(top_k: int) -> None:
+    """The rows are flat, half of them with equal logits. Bisection over the row finds the cut."""
     logits = torch.randn(4, 900).mul(0.1)
     logits[2:] = 0.25
     logits[3, ::3] = 0.5
@@ -302,8 +302,8 @@ def test_nuclei_that_the_first_candidates_miss(top_p: float) -> None:
     assert ids.tolist() == from_numpy(logits, sequences)
 
 
-def test_rows_that_fp32_cannot_judge_are_searched() -> None:
-    """Everything but two tokens lies a hair below min-p, within the error of the race's scores."""
+def test_rows_beyond_fp32_precision_are_searched() -> None:
+    """All but two tokens are slightly below min-p, within the error of the race's scores."""
     logits = torch.full((2, 900), math.log(0.5) - 1e-4)
     logits[:, 400], logits[:, 500] = 0.0, -0.1
     sequences = [sequence(min_p=0.5, seed=i, top_p=(1.0, 0.9)[i % 2]) for i in range(2)]
@@ -323,8 +323,8 @@ def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
     assert torch.equal(ids, ops.sample.reference(logits, **options).ids)
 
 
-def test_what_is_not_finite() -> None:
-    """A NaN is taken first, then the largest logit if it is infinite: sampled or greedy, cut or not."""
+def test_non_finite_logits() -> None:
+    """A NaN has priority, then an infinite largest logit, sampled or greedy, cut or not."""
     inf, nan = math.inf, math.nan
     logits = torch.randn(6, 50)
     logits[0] = -inf
@@ -353,7 +353,7 @@ def test_what_is_not_finite() -> None:
 def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.randn(3, 400).mul(4)
     logits[:, ::3] = -math.inf
-    # At 1e60 all weights are equal, and which tokens are cut away is a matter of rounding.
+    # At 1e60 all weights are equal, and rounding decides the cuts.
     cuts: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}] if temperature < 1e60 else [{}] * 3
     sequences = [sequence(temperature=temperature, seed=i, **cuts[i]) for i in range(3)]
     ids = run_kernel(logits, **arguments(sequences, 400, edits=False)).ids
@@ -364,8 +364,8 @@ def test_extreme_temperatures(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_top", [0, 1, 7, 20])
 @pytest.mark.parametrize("vocab", [11, 1000, *LARGE[:1]], ids=lambda v: f"V{v}")
-def test_logprobs_and_ranks_are_numpys(vocab: int, num_top: int, dtype: torch.dtype) -> None:
-    """Of the unmodified logits: the kernels' and the reference's, ties among the likeliest too."""
+def test_logprobs_and_ranks_equal_numpys(vocab: int, num_top: int, dtype: torch.dtype) -> None:
+    """Kernels and reference use the unmodified logits, with ties among the likeliest."""
     logits, sequences = mixed_rows(vocab, 3, edits=True)
     logits = logits.mul(4).round().div(4).to(dtype)
     options = arguments(sequences, vocab)
@@ -387,8 +387,8 @@ def test_logprobs_and_ranks_are_numpys(vocab: int, num_top: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_given_tokens_are_told_of_as_chosen_ones(num_top: int) -> None:
-    """`token_logprobs` of what `sample` chose, kernels and reference; and of tokens that nothing would choose."""
+def test_logprobs_of_given_tokens_equal_those_of_chosen_tokens(num_top: int) -> None:
+    """`token_logprobs` of the tokens that `sample` chose, and of tokens that sampling would not choose."""
     logits, sequences = mixed_rows(1000, 3, edits=True)
     options = arguments(sequences, 1000)
     chosen = run_kernel(logits, logprobs=num_top, **options)
@@ -411,7 +411,7 @@ def test_given_tokens_are_told_of_as_chosen_ones(num_top: int) -> None:
         assert tokens.logprobs.isnan().tolist() == [True, False]
 
 
-def test_given_tokens_must_fit() -> None:
+def test_invalid_given_tokens_are_refused() -> None:
     logits, ids = torch.randn(2, 50), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(
         ValueError, match=r"token_logprobs: logits float16 \[2, 50\], expected float32 or bfloat16 \[B, V\]"
@@ -423,7 +423,7 @@ def test_given_tokens_must_fit() -> None:
         ops.token_logprobs(logits, ids, 21)
 
 
-def test_nothing_is_computed_that_nobody_asked_for() -> None:
+def test_only_requested_results_are_computed() -> None:
     logits, sequences = mixed_rows(50, 2, edits=False)
     options = arguments(sequences, 50, edits=False)
     for tokens in (run_kernel(logits, **options), ops.sample(logits, **options)):
@@ -431,7 +431,7 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_it() -> None:
+def test_graph_replay() -> None:
     logits, sequences = mixed_rows(4096, 16, edits=True)
     options = {name: to_device(x) for name, x in arguments(sequences, 4096).items()}
     fixed = logits.to(DEVICE)
@@ -488,7 +488,7 @@ def test_bad_arguments_are_named() -> None:
         run_kernel(torch.zeros(7, 2).t())
 
 
-def test_what_is_on_another_device_is_named() -> None:
+def test_tensors_on_another_device_are_named() -> None:
     logits, sequences = mixed_rows(7, 2, edits=True)
     good = arguments(sequences, 7)
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
@@ -502,8 +502,8 @@ def test_what_is_on_another_device_is_named() -> None:
                 run(logits, **options)
 
 
-def held_back(edits: LogitEdits, allowed: torch.Tensor) -> LogitEdits:
-    """`edits` with bits for bool [S, V]; the bits past V are ones."""
+def with_allowed(edits: LogitEdits, allowed: torch.Tensor) -> LogitEdits:
+    """Return `edits` with bits for bool [S, V]. Bits past V are ones."""
     num_slots, vocab = allowed.shape
     padded = np.ones((num_slots, -(-vocab // 32) * 32), dtype=bool)
     padded[:, :vocab] = allowed.numpy()
@@ -513,18 +513,18 @@ def held_back(edits: LogitEdits, allowed: torch.Tensor) -> LogitEdits:
 
 @pytest.mark.parametrize("run", [ops.sample, run_kernel], ids=["reference", "kernel"])
 @pytest.mark.parametrize("vocab", [7, 999, *LARGE[:1]], ids=lambda v: f"V{v}")
-def test_what_is_not_allowed_is_never_chosen(vocab: int, run: Any) -> None:
-    """As if those logits were minus infinity, but for the log-probabilities, which are of the logits as they are."""
+def test_disallowed_tokens_are_never_chosen(vocab: int, run: Any) -> None:
+    """The effect is that of logits of minus infinity, except that log-probabilities use the original logits."""
     logits, sequences = mixed_rows(vocab, MANY, edits=True)
     given = arguments(sequences, vocab)
     given["edits"] = edits_of(sequences, vocab)
-    # Every row has a slot of its own.
+    # Every row has its own slot.
     given["edits"].slots[:] = torch.arange(MANY).flip(0)
     given["edits"].penalties[:] = given["edits"].penalties.nan_to_num(1.0)
     given["edits"].bias[:] = given["edits"].bias.nan_to_num(0.0)
     allowed = torch.rand(given["edits"].words.shape) < 0.3
     allowed[:, vocab // 2] = True
-    edits = held_back(given["edits"], allowed)
+    edits = with_allowed(given["edits"], allowed)
     got = run(logits, logprobs=2, **{**given, "edits": edits})
     rows = allowed[edits.slots]
     assert rows.gather(1, got.ids.cpu()[:, None]).all()
@@ -534,7 +534,7 @@ def test_what_is_not_allowed_is_never_chosen(vocab: int, run: Any) -> None:
     assert_same(SampledTokens(ids=got.top_ids[:, 0]), SampledTokens(ids=free.top_ids[:, 0]), "the likeliest")
 
 
-def test_bits_that_do_not_fit_are_named() -> None:
+def test_bits_of_the_wrong_shape_are_named() -> None:
     logits, sequences = mixed_rows(40, 2, edits=True)
     edits = edits_of(sequences, 40)
     wrong = LogitEdits(

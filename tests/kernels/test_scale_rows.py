@@ -1,4 +1,4 @@
-"""Row scaling: reference and Triton kernel against the formula, bit for bit."""
+"""Row scaling: reference and Triton kernel equal the formula, bit for bit."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_kernel_and_reference_equal_the_formula(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-def test_the_sigmoid_of_a_scale(dtype: torch.dtype) -> None:
+def test_sigmoid_of_a_scale(dtype: torch.dtype) -> None:
     x, scale = torch.randn(5, 70).to(dtype), (torch.randn(5) * 4).to(dtype)
     wanted = x.double() * scale.double().sigmoid()[:, None]
     on_device = triton_kernel.scale_rows_(x.to(DEVICE, copy=True), scale.to(DEVICE), sigmoid=True)
@@ -49,7 +49,7 @@ def test_every_config_gives_the_same_bits(config: RowConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     x, scale = torch.randn(num_rows, 2048, device=DEVICE).bfloat16(), torch.rand(num_rows, device=DEVICE)
     assert_replays(lambda: (ops.scale_rows_(x.clone(), scale),), lambda: (x.normal_(), scale.uniform_()))
 

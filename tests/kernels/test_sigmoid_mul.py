@@ -1,4 +1,4 @@
-"""An output's gate: Triton kernel and oracle against the formula in float64, rows by themselves."""
+"""An output's gate: Triton kernel and reference against the formula in float64, with independent rows."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def halves(count: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates are a slice of wider rows, as of one product."""
+    """Return x and a gate that is a slice of wider rows, as from one product."""
     gate, x, _ = (torch.randn(count, 2 * width + 3) * 3).to(DEVICE, dtype).split((width, width, 3), 1)
     return x, gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "width"), [(3, 40), (5, 1), (1, 1025), (0, 7)], ids=lambda n: str(n))
-def test_kernel_and_oracle_give_the_formula(count: int, width: int, dtype: torch.dtype) -> None:
+def test_kernel_and_reference_match_the_formula(count: int, width: int, dtype: torch.dtype) -> None:
     x, gate = halves(count, width, dtype)
     exact = (x.double() * gate.double().sigmoid()).cpu()
     for got in (triton_kernel.sigmoid_mul(x, gate).cpu(), ops.sigmoid_mul(x.cpu(), gate.cpu())):
@@ -37,7 +37,7 @@ def test_every_config_gives_the_same_bits_and_rows_are_independent(config: RowCo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     x, gate = (torch.randn(num_rows, 4096, device=DEVICE).bfloat16() for _ in range(2))
     assert_replays(lambda: (ops.sigmoid_mul(x, gate),), lambda: (x.normal_(), gate.normal_()))
 

@@ -51,14 +51,14 @@ def test_kernel_is_as_exact_as_torch() -> None:
     exact = F.silu(gate.double()) * up.double()
     ours, theirs = ((y.double() - exact).norm() / exact.norm() for y in (run_kernel(x), F.silu(gate) * up))
     assert ours < 1e-2
-    # Both round at the same two places. Their exponentials differ in the last place, so that the few gates whose silu
-    # lies next to a midpoint (5.9375, say) round the other way: either norm is the smaller by chance, by about 1e-4.
+    # Both round at the same two places. Their exponentials differ in the last place, so the few gates whose silu is
+    # next to a midpoint (5.9375, for example) round differently. Either norm may be the smaller one, by about 1e-4.
     assert ours <= theirs * 1.0005
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 65])
-def test_a_graph_replays_it(num_rows: int) -> None:
+def test_graph_replay(num_rows: int) -> None:
     x = torch.randn(num_rows, 4096).to(DEVICE, torch.bfloat16)
     assert_replays(lambda: (ops.silu_mul(x),), x.normal_)
 

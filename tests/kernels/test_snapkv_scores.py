@@ -1,4 +1,4 @@
-"""What a prompt's last queries give to its keys: kernel and oracle against float64, bits against their surroundings."""
+"""Scores that a prompt's last queries give its keys: kernel and reference against float64, bits in any surroundings."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from moeyard_kernels.cpu.attn_prefill import key_scores, snapkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-# Query heads, key heads, dimension of a key, of which all heads share so much, window, length.
+# Query heads, key heads, dimension of a key, its part that all heads share, window, length.
 SHAPES = pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "shared", "window", "length"),
     [
@@ -19,7 +19,7 @@ SHAPES = pytest.mark.parametrize(
         (3, 3, 48, 16, 5, 64),
         (5, 1, 32, 0, 17, 129),
         (4, 2, 16, 0, 1, 40),
-        # Several splits; the last is seen by some queries only.
+        # Several splits, where only some queries see the last.
         (2, 1, 16, 0, 40, 1040),
         (2, 2, 48, 16, 3, 1025),
     ],
@@ -33,7 +33,7 @@ def tensors(
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, *, shared: int = 0, **arguments: object) -> torch.Tensor:
-    """Of the kernel; `k` [Hkv, N, D], the last `shared` values of head 0 for all."""
+    """Run the kernel with `k` [Hkv, N, D]. All heads share the last `shared` values of head 0."""
     q, k = q.to(DEVICE), k.to(DEVICE)
     if shared:
         arguments["k_rope"] = k[0, :, -shared:]
@@ -50,7 +50,7 @@ def one_for_all(k: torch.Tensor, shared: int) -> torch.Tensor:
 
 @DTYPES
 @SHAPES
-def test_scores_are_what_the_definition_says(
+def test_scores_match_the_definition(
     heads: int, kv_heads: int, dim: int, shared: int, window: int, length: int, dtype: torch.dtype
 ) -> None:
     q, k = tensors(heads, kv_heads, dim, window, length, dtype)
@@ -59,13 +59,13 @@ def test_scores_are_what_the_definition_says(
     found = scores(q, k, shared=shared, length=length, scale=dim**-0.5)
     assert found.dtype == torch.float32
     assert (found - wanted).abs().max() < 1e-5
-    oracle = ops.snapkv_scores(q, k, length=length, scale=dim**-0.5)
-    assert (oracle - wanted).abs().max() < 1e-5
+    reference = ops.snapkv_scores(q, k, length=length, scale=dim**-0.5)
+    assert (reference - wanted).abs().max() < 1e-5
     assert (found - key_scores(q, k, length=length, scale=dim**-0.5)).abs().max() < 1e-5
 
 
 @SHAPES
-def test_what_is_kept_is_what_a_cpu_keeps(
+def test_kept_positions_equal_those_of_a_cpu(
     heads: int, kv_heads: int, dim: int, shared: int, window: int, length: int
 ) -> None:
     q, k = tensors(heads, kv_heads, dim, window, length, torch.float32)
@@ -84,7 +84,7 @@ def test_what_is_kept_is_what_a_cpu_keeps(
 @pytest.mark.sampled(0)
 @DTYPES
 @SHAPES
-def test_bits_do_not_depend_on_where_keys_lie(
+def test_placement_of_keys_changes_no_bit(
     heads: int,
     kv_heads: int,
     dim: int,
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_where_keys_lie(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In pages of any order, among others that hold anything; with other rows beside the window; head by head."""
+    """Keys are in pages of any order among pages of NaN, the window is among other rows, and heads run one by one."""
     q, k = tensors(heads, kv_heads, dim, window, length, dtype)
     k = one_for_all(k, shared)
     wanted = scores(q, k, shared=shared, length=length, scale=0.2)
@@ -145,7 +145,7 @@ def test_bad_arguments_are_named(changes: dict[str, object], message: str) -> No
         ops.snapkv_scores(q, k, **arguments)  # type: ignore[arg-type]
 
 
-def test_what_only_the_kernel_refuses_is_named() -> None:
+def test_arguments_that_only_the_kernel_refuses() -> None:
     with pytest.raises(ValueError, match=r"rows int64 .* holds 0 to 40, outside 0 to 39"):
         triton_kernel.snapkv_scores(
             torch.zeros(1, 2, 16), torch.zeros(2, 40, 16), length=3, scale=1.0, rows=torch.tensor([0, 40, 3])

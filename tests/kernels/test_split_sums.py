@@ -1,4 +1,4 @@
-"""What decode attention leaves of each split: how much a launch takes, and sequences that take turns in it."""
+"""Partial sums of decode attention per split: bytes of a launch, and sequences that run in turns."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ KIMI_LINEAR = SplitSums(heads=32, dim=512, split=mla_split(32))
 
 
 def tables_of(sequences: int, queries: int, pages: int, *, page: int = 64, most: int = CAPTURED) -> DecodeTables:
-    """Of nothing that has memory."""
+    """Return tables without memory."""
     table, lens = ((sequences, n) for n in (pages, queries))
     with torch.device("meta"):
         return DecodeTables(
@@ -31,8 +31,8 @@ def tables_of(sequences: int, queries: int, pages: int, *, page: int = 64, most:
         )
 
 
-def taken(sums: SplitSums, tables: DecodeTables) -> list[int]:
-    """Bytes of what the launches of each turn make."""
+def bytes_of(sums: SplitSums, tables: DecodeTables) -> list[int]:
+    """Return the bytes that the launches of each turn allocate."""
     like = torch.empty(1, dtype=torch.bfloat16, device="meta")
     return [
         sum(x.untyped_storage().nbytes() for x in new_partials(like, tables=part, sums=sums))
@@ -40,28 +40,28 @@ def taken(sums: SplitSums, tables: DecodeTables) -> list[int]:
     ]
 
 
-def test_what_a_launch_makes_is_what_is_said() -> None:
-    """64 sequences of Kimi-Linear behind 163,840 positions: 32 heads x 160 splits x 513 numbers of 4 bytes each."""
-    assert taken(KIMI_LINEAR, tables_of(64, 1, 2560)) == [64 * 160 * 32 * 513 * 4]
+def test_num_bytes_equals_the_allocation() -> None:
+    """64 sequences of Kimi-Linear after 163,840 positions: 32 heads x 160 splits x 513 numbers of 4 bytes each."""
+    assert bytes_of(KIMI_LINEAR, tables_of(64, 1, 2560)) == [64 * 160 * 32 * 513 * 4]
     assert KIMI_LINEAR.num_bytes(64, 1, 163840, CAPTURED) == 64 * 160 * 32 * 513 * 4
     grouped = SplitSums(heads=32, dim=128, split=GQA_SPLIT)
-    assert taken(grouped, tables_of(8, 4, 100)) == [8 * 4 * 13 * 32 * 129 * 4]
+    assert bytes_of(grouped, tables_of(8, 4, 100)) == [8 * 4 * 13 * 32 * 129 * 4]
     assert grouped.num_bytes(8, 4, 6400, CAPTURED) == 8 * 4 * 13 * 32 * 129 * 4
-    # One split is the result itself, which a step's rows count.
+    # With one split the sums are the result itself, which a step's rows count.
     assert grouped.num_bytes(8, 4, 512, CAPTURED) == 0
 
 
-def test_more_than_there_is_room_for_takes_turns() -> None:
-    """Its default length on 141 GB took 2.6 GiB: now three turns, about as many sequences in each."""
+def test_too_large_steps_run_in_turns() -> None:
+    """The default length on 141 GB took 2.6 GiB. Now there are three turns with about equal numbers of sequences."""
     wide = tables_of(64, 1, 10318)
     sizes = [part.num_sequences for _, part in wide.turns(KIMI_LINEAR)]
     assert sizes == [24, 24, 16]
-    assert max(taken(KIMI_LINEAR, wide)) <= KIMI_LINEAR.num_bytes(64, 1, 10318 * 64, CAPTURED) < CAPTURED * 1.002
-    # Output of 8192 positions computed anew, each a row with the whole table: 5.3 GB in one launch.
+    assert max(bytes_of(KIMI_LINEAR, wide)) <= KIMI_LINEAR.num_bytes(64, 1, 10318 * 64, CAPTURED) < CAPTURED * 1.002
+    # Output of 8192 positions is recomputed, each a row with the whole table: 5.3 GB in one launch.
     again = tables_of(8192, 1, 160, most=LAUNCHED)
-    parts = taken(KIMI_LINEAR, again)
+    parts = bytes_of(KIMI_LINEAR, again)
     assert max(parts) <= KIMI_LINEAR.num_bytes(8192, 1, 10240, LAUNCHED) < LAUNCHED * 1.002
-    # Whoever's turn it is, it is the same block, and what is merged is the whole.
+    # Every turn uses the same block, and the merge covers all.
     assert {size // LAUNCHED for size in parts} == {1}
     assert sum(part.num_sequences for _, part in again.turns(KIMI_LINEAR)) == 8192
 
@@ -85,24 +85,24 @@ def test_turns_hold_every_row_once_and_fit(
     for part, some in turns:
         assert len(range(sequences * queries)[part]) == some.num_rows
         assert (some.page_size, some.most, some.num_queries) == (tables.page_size, most, queries)
-        assert len(some.turns(sums)) == 1, "none is cut again"
-    sizes = taken(sums, tables)
+        assert len(some.turns(sums)) == 1, "a turn is not split again"
+    sizes = bytes_of(sums, tables)
     if tables.max_splits(split) == 1:
         assert len(turns) == 1
         return
     assert max(sizes) <= sums.num_bytes(sequences, queries, pages * 64, most)
-    # No table that is narrower, or of fewer sequences or queries, takes more than what is planned for the widest.
+    # No narrower table, and none with fewer sequences or queries, needs more than the plan for the widest.
     for fewer in (
         tables_of(max(1, sequences // 2), queries, pages, most=most),
         tables_of(max(1, sequences - 1), queries, -(-pages // 3), most=most),
         tables_of(max(1, sequences), -(-queries // 2), pages, most=most),
     ):
         if fewer.max_splits(split) > 1:
-            assert max(taken(sums, fewer)) <= sums.num_bytes(max(1, sequences), queries, pages * 64, most)
+            assert max(bytes_of(sums, fewer)) <= sums.num_bytes(max(1, sequences), queries, pages * 64, most)
 
 
-def test_rows_that_are_launched_have_less_room() -> None:
-    """Whatever comes as a step of its own, as output does that is computed anew, a row a sequence."""
+def test_eager_rows_have_less_memory() -> None:
+    """Recomputed output runs like this: an eager step with one row per sequence."""
     chunk = Chunk(key=(b"", "a"), start=600, token_ids=(1,) * 70, pages=tuple(range(11)), prompt=False, num_sampled=1)
     plan = CudaPlan(Step(decode=(chunk,)), page_size=64, windows=(None, 100), flat=False, device=torch.device("cpu"))
     for tables in plan.decode.values():
@@ -112,8 +112,8 @@ def test_rows_that_are_launched_have_less_room() -> None:
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("queries", [1, 2], ids=lambda q: f"queries-{q}")
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_turns_do_not_show(queries: int, at_once: int) -> None:
-    """Latent and grouped attention, bit for bit, whoever shares memory."""
+def test_turns_change_no_bit(queries: int, at_once: int) -> None:
+    """Latent and grouped attention have equal bits, whichever sequences share memory."""
     split = 1024 if GPU else 128
     lens = [1, split + 3, 64, 2 * split + 70, split, 9][: None if GPU or at_once > 1 else 3]
     heads, rank, rope = (32, 512, 64) if GPU else (4, 32, 16)
@@ -139,8 +139,8 @@ def test_turns_do_not_show(queries: int, at_once: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_launch_takes_what_is_said() -> None:
-    """64 rows behind tables of 2560 pages, all pages the same: DeepSeek-V3's heads in three turns, V2-Lite's in one."""
+def test_peak_memory_of_a_launch_is_as_planned() -> None:
+    """64 rows with tables of 2560 equal pages: DeepSeek-V3's heads take three turns, V2-Lite's one."""
     cache = torch.randn(1, 64, 576, device=DEVICE, dtype=torch.bfloat16)
     tables = DecodeTables(
         page_table=torch.zeros(64, 2560, device=DEVICE, dtype=torch.int32),
@@ -157,6 +157,6 @@ def test_a_launch_takes_what_is_said() -> None:
         mla_decode.mla_decode(q, r, cache, tables=tables, scale=0.05)
         peak = torch.cuda.max_memory_allocated() - before
         planned = sums.num_bytes(64, 1, 2560 * 64, CAPTURED)
-        # The results of each turn and of all, and lengths of none of it more than what the allocator rounds by.
+        # The peak includes the results of each turn and of all. Lengths fit into the allocator's rounding.
         assert peak <= planned + 2 * q.numel() * 2 + (8 << 20)
         assert peak > planned // 2

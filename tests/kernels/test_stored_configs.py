@@ -1,4 +1,4 @@
-"""The stored configs: every one is among those that the kernels' own tests run and hold to equal bits."""
+"""Every stored config is among those that the kernels' own tests run and compare for equal bits."""
 
 import importlib
 import json
@@ -19,10 +19,10 @@ from moeyard_kernels.common.tuning import RowConfig, parse
 from moeyard_kernels.linear.linear_configs import KINDS, Skinny
 
 FILES = sorted(tuning.FOLDER.glob("*.json"))
-# Ops of the bench whose configs are stored under another's name.
+# Ops of the bench whose configs are stored under another name.
 SHARES = {"linear": "linear_pair"}
 PARTS = 12
-# Where an op's store is not named like its module.
+# Ops whose module has another name than their store.
 MODULE_OF = {
     "rope_cache_write_mla": "rope_cache_write",
     "rope_cache_write_gqa": "rope_cache_write",
@@ -35,24 +35,24 @@ MODULE_OF = {
 }
 
 
-# What a config may count on in a step.
+# Promises that a step may give a config.
 KEYWORDS = {op: {"static_state": True} for op in ("gdn_recurrent", "kda_recurrent", "gdn_step", "kda_step")}
 
 
 def configs_of(op: str) -> tuple[tuning.Config, ...]:
-    """Those of the op's module, which the tests hold to equal bits."""
+    """Return the configs of the op's module, which tests compare for equal bits."""
     [file_of] = Path(moeyard_kernels.__path__[0]).glob(f"[aels]*/{MODULE_OF.get(op, op)}.py")
     module = importlib.import_module(f"moeyard_kernels.{file_of.parent.name}.{file_of.stem}")
     return tuple(module.CONFIGS)
 
 
 def parsed(op: str, config: Mapping[str, Any]) -> tuning.Config:
-    """A stored config of an op."""
+    """Return a stored config of an op."""
     return parse(tuple({type(known) for known in configs_of(op)}), config)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path) -> None:
+def test_every_stored_config_is_tested_for_equal_bits(file: Path) -> None:
     table = json.loads(file.read_text())
     assert table, "an empty file is no store"
     unknown = []
@@ -64,8 +64,8 @@ def test_every_stored_config_is_one_that_the_tests_hold_to_equal_bits(file: Path
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(PARTS))
-def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) -> None:
-    """In parts, for each config is two builds, of which a test of all would take minutes."""
+def test_stored_configs_give_equal_bits_at_their_shapes(part: int) -> None:
+    """The parts limit the time, because each config needs two builds and all together need minutes."""
     stored = tuning.stored(torch.cuda.get_device_name())
     known = sorted((op, shape) for op, classes in stored.items() for shape in classes)
     begin, end = (len(known) * i // PARTS for i in (part, part + 1))
@@ -80,21 +80,19 @@ def test_stored_configs_give_the_bits_of_another_at_their_own_shapes(part: int) 
         if chosen is not None and case.tune_key:
             other = next(run for config, run in case.variants if config.as_dict() != chosen)
             run = partial(other, config=parsed(case.tune_key[0], chosen), **KEYWORDS.get(case.op, {}))
-            # Over copies, which are complete: what an op writes in place is as it was for the other.
+            # Both run on complete copies, so each finds what the op writes in place unchanged.
             ours, theirs = with_own_tensors(run), with_own_tensors(other)
             torch.cuda.synchronize()
             assert_bits(f"{case.op} {case.shape}", ours(), theirs())
     assert unseen == {}, "stored for shapes that the bench has no case of"
 
 
-def test_a_device_is_found_by_its_name() -> None:
+def test_device_file_depends_on_the_name() -> None:
     assert tuning.device_file("NVIDIA H200").name == "NVIDIA_H200.json"
     assert tuning.stored("no such device") == {}
 
 
-def test_the_same_chip_runs_by_what_was_tuned_for_it_where_its_file_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_of_the_same_chip_are_the_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, read = "NVIDIA H100 80GB HBM3", tuning.stored.__wrapped__
     assert read(name).keys() == read("NVIDIA H200").keys() != set()
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
@@ -106,20 +104,20 @@ def test_the_same_chip_runs_by_what_was_tuned_for_it_where_its_file_says_nothing
     assert read("NVIDIA H200") == {"rope": {"a": {}, "b": {"num_warps": 2}}}
 
 
-def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     (tmp_path / "Broken.json").write_text("{")
     with pytest.raises(ValueError, match=r"Broken\.json"):
         tuning.stored("Broken")
 
 
-def test_a_cpu_runs_the_default() -> None:
+def test_cpu_runs_the_default() -> None:
     default = RowConfig(BLOCK=16, num_warps=2)
     assert tuning.choose("rope", "any", torch.zeros(1), (RowConfig,), lambda: default) is default
     assert default.as_dict() == {"kernel": "rows", "BLOCK": 16, "num_warps": 2, "num_stages": 3}
 
 
-def test_a_stored_config_is_one_of_its_kernels() -> None:
+def test_stored_config_must_fit_a_kernel() -> None:
     good = {"kernel": "skinny", "BM": 8, "BN": 64, "BK": 256, "EARLY": 4, "num_stages": 6, "num_warps": 4}
     good["LEFT"] = True
     assert parse(KINDS, good) == Skinny(BM=8, BN=64, BK=256, EARLY=4, LEFT=True, num_stages=6)
@@ -134,7 +132,7 @@ def test_a_stored_config_is_one_of_its_kernels() -> None:
             parse(KINDS, good | change)
 
 
-def test_a_config_that_is_none_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_config_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     (tmp_path / "Odd.json").write_text(json.dumps({"rope": {"any": {"kernel": "rows", "BN": 4}}}))
     with pytest.raises(ValueError, match=r"Odd\.json: rope any: .* RowConfig has the fields"):

@@ -1,4 +1,4 @@
-"""The gates against the Hugging Face routers of the four families."""
+"""The gates against the Hugging Face routers of four families."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ LONG = partial(torch.zeros, dtype=torch.int64)
 
 
 def check(router: torch.nn.Module, **gate: object) -> None:
-    """Compare `ops.topk_gate` with what `router` makes of 64 random tokens, expert by expert."""
+    """Compare `ops.topk_gate` with `router` on 64 random tokens, expert by expert."""
     torch.nn.init.normal_(router.weight)
     with torch.no_grad():
         logits, weights, ids = router(torch.randn(64, HIDDEN))
@@ -90,7 +90,7 @@ def test_deepseek_v3(num_groups: int, topk_groups: int, renormalize: bool) -> No
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_falling_order_and_lowest_id_among_equals(scoring: str) -> None:
+def test_descending_order_and_lowest_id_among_equals(scoring: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, -1.0, 0.0]]).repeat(33, 1)
     _, ids = ops.topk_gate(logits, top_k=6, scoring=scoring, renormalize=False)
     assert ids.tolist() == [[1, 3, 5, 2, 4, 0]] * 33
@@ -149,7 +149,7 @@ GATES = {
 
 @pytest.mark.parametrize("name", GATES)
 def test_rows_may_be_slices_of_wider_ones(name: str) -> None:
-    """Another logit of each row, of which nothing may depend, lies behind those of the experts."""
+    """Another logit of each row, which must have no effect, follows those of the experts."""
     num_experts, gate = GATES[name]
     wide = (torch.randn(6, num_experts + 3) * 3).to(DEVICE)
     for rows in (wide, wide.bfloat16(), wide[:0]):
@@ -187,7 +187,7 @@ def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
     for group_score in ("max", "top2sum"):
         _, ids = run_kernel(torch.zeros(1, 8), top_k=3, **gate, **groups, group_score=group_score)
         assert ids.tolist() == [[0, 1, 2]]
-    # Scores that vanish, and a bias that turns their order around.
+    # Scores underflow, and a bias reverses their order.
     logits = torch.tensor([[80.0, -80.0, -70.0, 0.0, -80.0]])
     bias = torch.tensor([-3.0, 0.5, 0.5, -0.5, 0.5])
     for chosen in ({}, {"bias": bias}):
@@ -196,7 +196,7 @@ def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "v2", "v3"])
-def test_bf16_logits_are_those_values(name: str) -> None:
+def test_bf16_logits_equal_the_same_values_in_fp32(name: str) -> None:
     num_experts, gate = GATES[name]
     logits = (torch.randn(3, num_experts) * 3).bfloat16()
     for run in (run_kernel, ops.topk_gate):
@@ -207,7 +207,7 @@ def test_bf16_logits_are_those_values(name: str) -> None:
 
 
 def chosen_by(ids: torch.Tensor, entries: list[int], num_experts: int) -> torch.Tensor:
-    """[E] by hand: how many rows with a place have each expert among their ids."""
+    """Return [E], counted by hand: the number of stored rows with each expert among their ids."""
     counts = [0] * num_experts
     for row, entry in zip(ids.tolist(), entries, strict=True):
         for expert in row if entry >= 0 else ():
@@ -217,8 +217,8 @@ def chosen_by(ids: torch.Tensor, entries: list[int], num_experts: int) -> torch.
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", GATES)
-def test_counts_are_of_real_rows_and_change_no_bit(name: str) -> None:
-    """Two rows of padding, three rows that choose alike, twice into the same counts; place 0 is a place."""
+def test_counts_cover_real_rows_and_change_no_bit(name: str) -> None:
+    """Two padding rows, three rows with equal choices, and two calls with the same counts. Entry 0 is a valid entry."""
     num_experts, gate = GATES[name]
     if gate["scoring"] == "sigmoid":
         gate = {**gate, "bias": torch.randn(num_experts) * 0.2}
@@ -240,18 +240,18 @@ def test_counts_are_of_real_rows_and_change_no_bit(name: str) -> None:
 
 
 def test_entries_may_begin_anywhere() -> None:
-    """A plan's are behind the numbers that its other parts have; as are the rows of a wider product."""
+    """A plan's entries follow its other numbers, and so do rows of a wider product."""
     num_experts, gate = GATES["qwen3"]
-    logits, behind = torch.randn(4, num_experts + 1)[:, :num_experts], torch.tensor([-1, 3, -1, 9, 2])
+    logits, entries = torch.randn(4, num_experts + 1)[:, :num_experts], torch.tensor([-1, 3, -1, 9, 2])
     counts = torch.zeros(num_experts, dtype=torch.int64, device=DEVICE)
-    on_device = behind.to(DEVICE)
+    on_device = entries.to(DEVICE)
     _, ids = triton_kernel.topk_gate(logits.to(DEVICE), **gate, counts=counts, entries=on_device[1:])
-    assert torch.equal(counts.cpu(), chosen_by(ids.cpu(), behind[1:].tolist(), num_experts))
+    assert torch.equal(counts.cpu(), chosen_by(ids.cpu(), entries[1:].tolist(), num_experts))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 8, 500])
-def test_a_graph_counts_in_every_replay(num_tokens: int) -> None:
+def test_graph_counts_in_every_replay(num_tokens: int) -> None:
     logits, counts = torch.randn(num_tokens, 128, device=DEVICE), torch.zeros(128, dtype=torch.int64, device=DEVICE)
     entries, gate = torch.arange(num_tokens, device=DEVICE), GATES["qwen3"][1]
     results = []
@@ -268,7 +268,7 @@ def test_a_graph_counts_in_every_replay(num_tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 65])
-def test_a_graph_replays_it(num_tokens: int) -> None:
+def test_graph_replay(num_tokens: int) -> None:
     logits, bias = torch.randn(num_tokens, 256, device=DEVICE), torch.randn(256, device=DEVICE) * 0.2
     grouped = {"num_groups": 8, "topk_groups": 4, "group_score": "top2sum", "scaling": 2.5}
 

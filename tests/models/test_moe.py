@@ -87,7 +87,7 @@ def test_when_a_choice_is_deferred(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.data.T,
         silu_mul=lambda x: x[:, : x.shape[1] // 2],
-        separate=lambda run, _: run,
+        beside=lambda run, _: run,
     )
     weights: dict[str, Any] = {}
     if shared:

@@ -1,4 +1,4 @@
-"""Prompt attention: values against float64 and the eager chain of transformers, bits against every way to chunk."""
+"""Prompt attention: values against float64 and the eager chain of transformers, equal bits for every chunking."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 def exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, scale: float, window: int | None
 ) -> torch.Tensor:
-    """[T, Hq, Dv] in float64, straight from the definition."""
+    """Return [T, Hq, Dv] in float64, computed from the definition."""
     group = q.shape[1] // k.shape[0]
     k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
     scores = torch.einsum("thd,hld->htl", q.double(), k) * scale
@@ -26,7 +26,7 @@ def hidden(num_queries: int, num_keys: int, *, start: int, window: int | None) -
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
-    """What transformers computes in the dtype of its inputs, for a whole prompt."""
+    """Return what transformers computes for a whole prompt in the dtype of its inputs."""
     module = torch.nn.Module()
     module.num_key_value_groups = q.shape[1] // k.shape[0]
     mask = torch.zeros(1, 1, q.shape[0], k.shape[1], dtype=q.dtype)
@@ -37,7 +37,7 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, wi
 @DTYPES
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 130], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [(8, 2, 64, 64), (3, 3, 24, 16), (5, 1, 40, 33)])
-def test_chunks_do_not_show(
+def test_chunks_change_no_bit(
     heads: int, kv_heads: int, dim: int, dim_v: int, window: int | None, dtype: torch.dtype
 ) -> None:
     length, behind = 300, 37
@@ -61,7 +61,7 @@ def test_chunks_do_not_show(
         parts = []
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
-            # Keys behind the chunk are there or not, and hold anything.
+            # Keys after the chunk may exist and hold anything.
             known = end + (start // chunk * 13) % (behind + 1)
             keys, values = k[:, :known].clone(), v[:, :known].clone()
             keys[:, end:], values[:, end:] = 9.0, -5.0
@@ -73,7 +73,7 @@ def test_chunks_do_not_show(
 
 
 @DTYPES
-def test_tiles_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(200, 4, 32).to(dtype), torch.randn(2, 200, 32).to(dtype), torch.randn(2, 200, 32).to(dtype)
     whole = attn_prefill(q, k, v, start=0, scale=0.2)
     for budget in (1, 4 * 256 * 48):

@@ -1,4 +1,4 @@
-"""The gated delta rule on a CPU: what it computes, by the rule in float64, and whose bits a position's are."""
+"""The gated delta rule on a CPU: values against the rule in float64, and bits that do not depend on the batch."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ HEADS = [(2, 4, 16, 16), (1, 3, 18, 10), (4, 4, 64, 32), (4, 8, 128, 128)]
 SLOTS = [3, 1, 8, 0, 5, 2, 7]
 
 
-# With a rate for each row of the state: Kimi-Linear's is the last, with an eighth of its heads.
+# These have a rate for each row of the state. The last is Kimi-Linear's with an eighth of its heads.
 BY_ROW = [(2, 2, 16, 8, True), (3, 3, 18, 10, True), (4, 4, 128, 128, True)]
 
 
 def make_inputs(length: int, heads: tuple[int, ...], seed: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v, g, beta of `length` positions; some heads (or rows) forget at once, some hardly."""
+    """Return q, k, v, g, beta of `length` positions. Some heads (or rows) forget at once, some hardly."""
     num_k, num_v, k_dim, v_dim = heads[:4]
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(length, num_k, k_dim, generator=generator) for _ in range(2))
@@ -53,7 +53,7 @@ def test_long_prompts_keep_their_precision(heads: tuple[int, ...], seed: int) ->
 
 
 @pytest.mark.parametrize("heads", HEADS + BY_ROW, ids=str)
-def test_bits_do_not_depend_on_how_a_prompt_is_cut(heads: tuple[int, ...], seed: int) -> None:
+def test_prompt_chunks_change_no_bit(heads: tuple[int, ...], seed: int) -> None:
     inputs = make_inputs(500, heads, seed)
     first = torch.randn(heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed))
     whole = first.clone()
@@ -63,12 +63,12 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(heads: tuple[int, ...], seed:
         parts = [chunk_delta_rule(DeltaRows(*(x[i : i + cut] for x in inputs)), kept) for i in range(0, 500, cut)]
         assert torch.equal(torch.cat(parts), out), cut
         assert torch.equal(kept, whole), cut
-    # What follows in a chunk does not show in the positions before.
+    # Later positions of a chunk do not affect earlier ones.
     assert torch.equal(chunk_delta_rule(DeltaRows(*(x[:470] for x in inputs)), first.clone()), out[:470])
 
 
 @pytest.mark.parametrize("heads", HEADS + BY_ROW, ids=str)
-def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: int) -> None:
+def test_steps_compute_the_rule_in_any_batch(heads: tuple[int, ...], seed: int) -> None:
     q, k, v, g, beta = make_inputs(len(SLOTS), heads, seed)
     decay, slots = g.exp() if heads[4:] else g.exp().unsqueeze(-1), torch.tensor(SLOTS)
     states = torch.randn(9, heads[1], *heads[2:4], generator=torch.Generator().manual_seed(seed))
@@ -84,7 +84,7 @@ def test_steps_compute_the_rule_and_know_no_batch(heads: tuple[int, ...], seed: 
     assert torch.equal(alone, together)
     unnamed = [i for i in range(9) if i not in SLOTS]
     assert torch.equal(together[unnamed], states[unnamed])
-    # Left in other slots, of two or of one, what was read stays.
+    # Other slots keep their content when results are written for two rows or for one.
     for count in (2, 1):
         some, others, apart = slice(count), torch.tensor(unnamed[:count]), states.clone()
         inputs = (each[some] for each in (q, k, v, decay, beta))
@@ -123,7 +123,7 @@ def test_gated_norm(dtype: torch.dtype, sigmoid: bool, seed: int) -> None:
         )
 
 
-def test_elementwise_functions_of_rows_apart_know_no_neighbours(seed: int) -> None:
+def test_elementwise_functions_ignore_neighbour_rows(seed: int) -> None:
     x = torch.randn(33, 13, generator=torch.Generator().manual_seed(seed)) * 3
     for function in (torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus, torch.exp):
         whole = function(rows_apart(x))

@@ -1,4 +1,4 @@
-"""Decode attention over pages: values against float64, bits against every batch."""
+"""Decode attention over pages: values against float64, equal bits in every batch."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LENS = [1, 64, 65, 200, 17, 300, 63, 128, 129, 300]
 
 
 def pages_of(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """[Hkv, length, D] of one row."""
+    """Return [Hkv, length, D] of one row."""
     return cache[:, table].flatten(1, 2)[:, :length]
 
 
@@ -24,7 +24,7 @@ def pages_of(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Ten
     [(8, 2, 64, 16), (8, 8, 24, 64), (6, 2, 40, 4), (5, 1, 33, 16)],
     ids=lambda v: str(v),
 )
-def test_batches_do_not_show(
+def test_batches_change_no_bit(
     heads: int, kv_heads: int, dim: int, page: int, window: int | None, dtype: torch.dtype
 ) -> None:
     per_row = -(-max(LENS) // page)
@@ -62,7 +62,7 @@ def test_batches_do_not_show(
         assert torch.equal(run([row])[0], whole[row]), f"row {row} alone"
     for rows in ([3, 2, 1, 0], [5, 5, 9], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0] * 3):
         assert torch.equal(run(rows), whole[rows])
-    # Other pages, and the positions of its own pages past its end, hold anything finite.
+    # Pages of other rows, and positions past the row's end, may hold anything finite.
     row = 3
     seen = pages_of(k, table[row], LENS[row]).clone()
     k.fill_(77.0)
@@ -74,7 +74,7 @@ def test_batches_do_not_show(
 
 
 @DTYPES
-def test_pieces_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     k = torch.randn(2, 60, 16, 32).to(dtype)
     q, table = torch.randn(3, 6, 32).to(dtype), torch.arange(60).view(3, 20)
     plan = plan_decode(table, [290, 33, 320], page_size=16)
@@ -104,7 +104,7 @@ def test_plans_are_checked() -> None:
         plan_decode(table, [1, 2], page_size=16, window=0)
 
 
-def test_a_plan_lists_blocks_in_order() -> None:
+def test_plan_lists_blocks_in_order() -> None:
     table = torch.arange(100, 116).view(2, 8)
     plan = plan_decode(table, [70, 9], page_size=16)
     assert plan.row_of_block.tolist() == [0, 0, 1]

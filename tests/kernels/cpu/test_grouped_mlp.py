@@ -1,4 +1,4 @@
-"""The routed experts: values, and bits that depend on the input row and the expert alone."""
+"""The routed experts: values, and bits that depend only on the input row and the expert."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_values(dtype: torch.dtype, packed: bool) -> None:
 
 @PACKED
 @DTYPES
-def test_groups_calls_and_neighbours_do_not_show(dtype: torch.dtype, packed: bool) -> None:
+def test_groups_calls_and_neighbours_change_no_bit(dtype: torch.dtype, packed: bool) -> None:
     gate_up, down, _ = weights(dtype, packed)
     rows, row_of_pair = torch.randn(50, HIDDEN).to(dtype), torch.randint(0, 50, (130,))
     sizes = [1, 2, 3, 40, 0, 84]
@@ -49,14 +49,14 @@ def test_groups_calls_and_neighbours_do_not_show(dtype: torch.dtype, packed: boo
         groups.append((start, size, slot))
         start += size
     whole = grouped_mlp(rows, row_of_pair, groups, gate_up, down, torch.full((130, HIDDEN), 7.0, dtype=dtype))
-    # Hits first, then misses, into one tensor; what is not yet computed stays.
+    # Hits first, then misses, into one tensor. Rows that are not computed yet stay unchanged.
     out = torch.full((130, HIDDEN), 7.0, dtype=dtype)
     grouped_mlp(rows, row_of_pair, groups[1::2], gate_up, down, out)
     assert (out[0] == 7.0).all()
     assert (out[3:6] == 7.0).all()
     grouped_mlp(rows, row_of_pair, groups[0::2], gate_up, down, out)
     assert torch.equal(out, whole)
-    # Each pair alone, and with another tensor of rows around it.
+    # Each pair alone, and with other rows around it.
     for pair, slot in ((0, 0), (2, 1), (5, 2), (6, 3), (45, 3), (46, 5), (129, 5)):
         row = rows[row_of_pair[pair]].unsqueeze(0)
         alone = torch.empty(1, HIDDEN, dtype=dtype)

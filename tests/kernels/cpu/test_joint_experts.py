@@ -1,4 +1,4 @@
-"""Several small experts by one product: the bits of each expert alone, whatever the rows, waves and places."""
+"""Several small experts in one product: the bits of each expert alone, for any rows, waves and places."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ DTYPE = torch.bfloat16
 FORM = plain_expert(hidden=HIDDEN, intermediate=INNER, dtype="bfloat16")
 
 needs_joins = pytest.mark.skipif(
-    not joins(hidden=HIDDEN, intermediate=INNER, dtype=DTYPE), reason="batched products have other bits on this machine"
+    not joins(hidden=HIDDEN, intermediate=INNER, dtype=DTYPE), reason="batched products have other bits here"
 )
 
 
 def experts() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Matrices whose sums cancel, so that rounding is most of what is left of them."""
+    """Return matrices whose sums cancel, so that rounding dominates the results."""
     made = []
     for _ in range(EXPERTS):
         gate_up, down = torch.randn(2 * INNER, HIDDEN // 2), torch.randn(HIDDEN, INNER // 2)
@@ -41,10 +41,10 @@ def filled(made: list[tuple[torch.Tensor, torch.Tensor]], *, joint: bool) -> Cpu
     return slots
 
 
-def test_where_it_is_worth_it_and_has_the_same_bits() -> None:
-    assert not joins(hidden=HIDDEN, intermediate=INNER, dtype=torch.float32), "another library, another order"
-    assert not joins(hidden=2048, intermediate=768, dtype=DTYPE), "copying such matrices takes longer than calling"
-    # Torch takes loops of its own for the smallest products of all.
+def test_joins_only_small_experts_with_equal_bits() -> None:
+    assert not joins(hidden=HIDDEN, intermediate=INNER, dtype=torch.float32), "another library sums in another order"
+    assert not joins(hidden=2048, intermediate=768, dtype=DTYPE), "a copy of such matrices takes longer than calls"
+    # Torch has special loops for the smallest products.
     assert not joins(hidden=16, intermediate=8, dtype=DTYPE)
 
 
@@ -53,18 +53,18 @@ def received(rows: torch.Tensor, experts: torch.Tensor) -> Dispatched:
 
 
 @needs_joins
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some elsewhere"])
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "some remote"])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 16, 70, 300])
-def test_bits_are_those_of_each_expert_alone(num_rows: int, elsewhere: bool) -> None:
+def test_bits_equal_each_expert_alone(num_rows: int, remote: bool) -> None:
     made, rows = experts(), some_rows(num_rows)
     ids = torch.rand(num_rows, EXPERTS).argsort(1)[:, :TOP_K].contiguous()
-    if elsewhere:
+    if remote:
         ids[torch.rand(ids.shape) < 0.4] = -1
     results = []
     for joint in (True, False):
         slots = filled(made, joint=joint)
         run = slots.begin(received(rows, ids), num_experts=EXPERTS)
-        # The odd experts first, as hits, and then the others; or all at once.
+        # Odd experts first, as hits, and then the others, or all at once.
         waves = [[e if e % 2 == odd else -1 for e in range(EXPERTS)] for odd in (1, 0)]
         whole = slots.begin(received(rows, ids), num_experts=EXPERTS)
         whole.compute(range(EXPERTS))
@@ -77,7 +77,7 @@ def test_bits_are_those_of_each_expert_alone(num_rows: int, elsewhere: bool) -> 
 
 
 @needs_joins
-def test_places_and_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rows = experts(), some_rows(90)
     gate_up, down = [a for a, _ in made], [b for _, b in made]
     packed = [pack_weight(a) for a in gate_up], [pack_weight(b) for b in down]
@@ -91,7 +91,7 @@ def test_places_and_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         assert joint_mlp(rows, row_of_pair, groups, gate_up, down, out[:-1]).data_ptr() == out.data_ptr()
         assert torch.equal(out[:-1], wanted)
         assert (out[-1] == 7.0).all()
-    # Each row beside others that are no numbers, in the way of a few pairs and in the way of many.
+    # Each row beside NaN rows, with few pairs and with many.
     for pair, slot in ((0, 0), (2, 1), (6, 3), (45, 3), (46, 5)):
         row = rows[row_of_pair[pair]].unsqueeze(0)
         crowd = torch.cat((torch.full((2, HIDDEN), float("nan"), dtype=DTYPE), row))
@@ -103,7 +103,7 @@ def test_places_and_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_joins
-def test_a_slot_may_be_empty_and_matrices_move() -> None:
+def test_slots_may_be_empty_and_matrices_move() -> None:
     made, rows = experts(), some_rows(2)
     slots = CpuExpertSlots(num_slots=4, form=FORM)
     slots.write(3, written(made[7][0][:INNER], made[7][0][INNER:], made[7][1]))

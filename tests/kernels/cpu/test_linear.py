@@ -1,4 +1,4 @@
-"""Linear layers: a row's bits do not depend on how many rows there are, on its place or on its neighbours."""
+"""Linear layers: a row's bits do not depend on the number of rows, its place or its neighbours."""
 
 import pytest
 import torch
@@ -57,14 +57,14 @@ def test_values(dtype: torch.dtype, packed: bool) -> None:
     assert linear(x[:0], weight, bias).shape == (0, 70)
 
 
-def test_a_packed_weight_keeps_shape_and_dtype() -> None:
+def test_packed_weight_keeps_shape_and_dtype() -> None:
     packed = pack_weight(torch.zeros(6, 4, dtype=torch.bfloat16))
     assert packed.shape == (6, 4)
     assert packed.dtype == torch.bfloat16
 
 
 @DTYPES
-def test_a_step_padded_once_is_not_copied_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_step_is_not_copied_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = pack_weight(torch.randn(24, 16).to(dtype))
     monkeypatch.setattr(torch.Tensor, "new_zeros", None)
     for count in (1, 2, 5, 16, 17, 100, 1000):

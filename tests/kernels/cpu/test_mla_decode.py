@@ -1,4 +1,4 @@
-"""Absorbed latent decode attention: values against float64, bits against every batch."""
+"""Absorbed latent decode attention: values against float64, equal bits in every batch."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_values_and_batches(heads: int, rank: int, rope: int, page: int, dtype: 
         q = torch.cat((q_latent[row], q_rope[row]), -1)
         wanted = (q.double() @ latent.double().T * scale).softmax(-1) @ latent[:, :rank].double()
         worst = max(worst, (whole[row].double() - wanted).abs().max().item())
-        # The same with scores and probabilities in the dtype, as an eager model would compute it.
+        # The same with scores and probabilities in the dtype, as an eager model computes it.
         p = (q @ latent.T * scale).float().softmax(-1).to(dtype)
         rounded_worst = max(rounded_worst, ((p @ latent[:, :rank]).double() - wanted).abs().max().item())
     assert worst <= (5e-6 if dtype == torch.float32 else rounded_worst)

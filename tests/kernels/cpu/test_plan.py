@@ -1,4 +1,4 @@
-"""Steps as the CPU computes them: row layout, padding, entries, decode plans."""
+"""CPU plans of steps: row layout, padding, entries, decode plans."""
 
 from dataclasses import dataclass, field
 
@@ -70,7 +70,7 @@ def test_rows_of_a_mixed_step() -> None:
     assert (decode.mask == 0).sum((1, 2)).tolist() == [10, 4, 5]
 
 
-def test_rows_behind_dropped_positions() -> None:
+def test_rows_after_dropped_positions() -> None:
     step = Step(
         prefill=(Chunk(6, (14, 15, 16), (2, 9, 4), True, compaction=Compaction(kept=5, window=2, pages=(8, 6, 1))),),
         decode=(
@@ -80,9 +80,9 @@ def test_rows_behind_dropped_positions() -> None:
         ),
     )
     done = plan(step, page_size=4)
-    assert done.positions.tolist()[:7] == [6, 7, 8, 13, 20, 21, 2], "rows are rotated by their positions"
+    assert done.positions.tolist()[:7] == [6, 7, 8, 13, 20, 21, 2], "positions set the rotation"
     assert done.entries.tolist()[3:] == [3 * 4 + 3, 12 * 4, 12 * 4 + 1, 10 * 4 + 2]
-    assert (done.decode[None].mask == 0).sum((1, 2)).tolist() == [8, 9, 10, 3], "and attend to what is kept"
+    assert (done.decode[None].mask == 0).sum((1, 2)).tolist() == [8, 9, 10, 3], "rows attend to kept positions"
     [kept] = [segment.kept for segment in done.segments]
     assert kept is not None
     assert (kept.length, kept.count, kept.window) == (9, 5, 2)
@@ -107,7 +107,7 @@ def test_empty_step() -> None:
     assert done.sample_rows.shape == (0,)
 
 
-def test_a_rotation_is_looked_up_once() -> None:
+def test_rotation_is_looked_up_once() -> None:
     table = torch.randn(20, 6)
     done = plan(Step(decode=(Chunk(9, (1,), (0, 1, 2), False),)), page_size=4)
     cos, sin = done.rotation(table)

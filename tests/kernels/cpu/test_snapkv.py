@@ -1,4 +1,4 @@
-"""What a compacted prompt keeps: values against float64 and the definition, bits against the keys' surroundings."""
+"""Kept positions of a compressed prompt: values against float64 and the definition, bits in any surroundings."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def exact_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float) -> torch.Tensor:
-    """[Hkv, length - W] in float64, straight from the definition."""
+    """Return [Hkv, length - W] in float64, computed from the definition."""
     window, num_heads, _ = q.shape
     k = k[:, :length].double()
     found = torch.zeros(k.shape[0], length - window, dtype=torch.float64)
@@ -27,7 +27,7 @@ def exact_scores(q: torch.Tensor, k: torch.Tensor, *, length: int, scale: float)
 
 
 def chosen_by(scores: list[float], *, budget: int, window: int) -> list[int]:
-    """The positions that these scores keep, one comparison after the other."""
+    """Return the positions that these scores keep, by one comparison after the other."""
     pooled = [max(scores[max(0, i - 3) : i + 4]) for i in range(len(scores))]
     best = sorted(range(len(scores)), key=lambda i: (-pooled[i], i))[: budget - window]
     return [*sorted(best), *range(len(scores), len(scores) + window)]
@@ -42,7 +42,7 @@ def tensors(
 
 @DTYPES
 @SHAPES
-def test_scores_are_what_the_definition_says(
+def test_scores_match_the_definition(
     heads: int, kv_heads: int, dim: int, window: int, length: int, dtype: torch.dtype
 ) -> None:
     q, k = tensors(heads, kv_heads, dim, window, length, dtype)
@@ -53,7 +53,7 @@ def test_scores_are_what_the_definition_says(
 
 
 @SHAPES
-def test_the_best_neighbourhoods_and_the_window_stay_in_order(
+def test_best_neighbourhoods_and_the_window_stay_in_order(
     heads: int, kv_heads: int, dim: int, window: int, length: int
 ) -> None:
     q, k = tensors(heads, kv_heads, dim, window, length, torch.float32)
@@ -65,13 +65,13 @@ def test_the_best_neighbourhoods_and_the_window_stay_in_order(
         together = scores.double().sum(0)
         [all_heads] = shared.tolist()
         assert len(all_heads) == len(set(all_heads)) == budget
-        # Sums in another order may differ in the last bit: what is kept is no worse than what the definition keeps.
+        # Sums in another order may differ in the last bit, so kept positions must only be as good as the definition's.
         pooled = torch.nn.functional.max_pool1d(together[None], 7, stride=1, padding=3)[0]
         wanted = chosen_by(together.tolist(), budget=budget, window=window)
         assert pooled[all_heads[: budget - window]].sum() >= pooled[wanted[: budget - window]].sum() - 1e-5
 
 
-def test_of_equal_positions_the_lower_stay() -> None:
+def test_lower_of_equal_positions_stay() -> None:
     q, k = torch.zeros(4, 2, 8), torch.zeros(2, 100, 8)
     kept = snapkv(q, k, length=100, scale=1.0, budget=10)
     assert kept.tolist() == [[0, 1, 2, 3, 4, 5, 96, 97, 98, 99]] * 2
@@ -79,7 +79,7 @@ def test_of_equal_positions_the_lower_stay() -> None:
 
 @DTYPES
 @SHAPES
-def test_neither_threads_nor_what_lies_behind_show(
+def test_threads_and_later_keys_change_no_bit(
     heads: int, kv_heads: int, dim: int, window: int, length: int, dtype: torch.dtype
 ) -> None:
     q, k = tensors(heads, kv_heads, dim, window, length, dtype)
