@@ -13,6 +13,9 @@ PLACES = (
     ("examples",),
     (":(glob)tests/*.py",),
     ("tests/clients", "tests/deploy", "tests/exchange", "tests/mutants", "tests/router", "tests/scheduling"),
+    ("tests/engine",),
+    ("tests/models", "tests/experts"),
+    ("tests/e2e", "tests/gpu", "tests/golden"),
     (
         "README.md",
         "CONTRIBUTING.md",

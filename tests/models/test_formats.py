@@ -32,7 +32,7 @@ def make(family: str, directory: Path) -> Path:
 
 
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
-    """Return every parameter and expert as the server holds it, by a name of its own."""
+    """Return every parameter and expert as the server holds it, by name."""
     checkpoint = open_checkpoint(directory, load_model_config(directory))
     weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
     found = {}
@@ -52,7 +52,7 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_are_those_of_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
+def test_weights_equal_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
     quantised, plain = make_pair(partial(make, family), tmp_path, layout)
     found, wanted = loaded(quantised), loaded(plain)
     assert found.keys() == wanted.keys()
@@ -71,10 +71,8 @@ def answers(directory: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("slots", [None, 3], ids=["all resident", "3 slots"])
 @pytest.mark.parametrize(("layout", "family"), [("fp8", "deepseek_v3"), ("ct-int4", "qwen3_next"), ("awq", "olmoe")])
-def test_answers_are_those_of_the_bfloat16_checkpoint(
-    layout: str, family: str, slots: int | None, tmp_path: Path
-) -> None:
-    """Some matrices are quantised and others are not, also within one stacked product (q and k, v)."""
+def test_answers_equal_the_bfloat16_checkpoint(layout: str, family: str, slots: int | None, tmp_path: Path) -> None:
+    """Some matrices are quantised and others are not, even within one stacked product (q with k and v)."""
     quantised, plain = make_pair(partial(make, family), tmp_path, layout, excluded=(*PLAIN, "q_proj"))
     assert answers(quantised, expert_slots=slots) == answers(plain, expert_slots=slots)
 
@@ -89,7 +87,7 @@ def qwen(tmp_path: Path) -> Path:
 
 
 def change(directory: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace stored tensors by key; None removes one."""
+    """Replace stored tensors by key. None removes one."""
     path = directory / "model.safetensors"
     stored = load_file(path) | {key: value for key, value in tensors.items() if value is not None}
     save_file({k: v for k, v in stored.items() if tensors.get(k, v) is not None}, path, metadata={"format": "pt"})
@@ -263,14 +261,14 @@ NIBBLES = WeightForm(
 
 
 def test_bytes_of_forms_with_several_parts() -> None:
-    """Blocks at the edges are partial; one row of the index stands for all rows."""
+    """Blocks at the edges are partial. The index has one row for all rows."""
     assert [part.shape(6, 20) for part in BLOCKS.parts] == [(6, 20), (2, 3)]
     assert BLOCKS.num_bytes(6, 20) == 6 * 20 + 2 * 3 * 4
     assert [part.shape(6, 20) for part in NIBBLES.parts] == [(6, 3), (6, 5), (1, 20)]
     assert NIBBLES.num_bytes(6, 20) == 6 * 3 * 4 + 6 * 5 * 2 + 20 * 4
 
 
-def test_views_of_an_expert_share_no_byte_and_are_all_of_it() -> None:
+def test_views_of_an_expert_cover_its_blob_without_overlap() -> None:
     form = ExpertForm(hidden=20, intermediate=6, gate_up=BLOCKS, down=NIBBLES)
     blob = torch.zeros(form.blob_bytes, dtype=torch.uint8)
     views = blob_views(form, blob)
@@ -299,7 +297,7 @@ def test_rows_of_a_matrix_with_blocks() -> None:
         matrix.rows(3, 2)
 
 
-def test_a_form_without_products_is_refused() -> None:
+def test_form_without_a_product_is_refused() -> None:
     with pytest.raises(ValueError, match="no products of blocks weights"):
         CpuBackend(page_size=16).matrix(Matrix.empty(BLOCKS, 8, 8, torch.device("cpu")))
 
