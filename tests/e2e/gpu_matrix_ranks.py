@@ -81,7 +81,7 @@ def cases(ranks: Sequence[int], exchanges: Sequence[ExchangeKind], placements: S
 def missing(case: Case, device: str, num_gpus: int) -> str:
     """Return why a case cannot run here, or an empty string."""
     if device == "cpu":
-        return "" if case.exchange == "zmq" else f"{case.exchange} is of GPUs"
+        return "" if case.exchange == "zmq" else f"{case.exchange} needs GPUs"
     if case.ranks > num_gpus:
         return f"there are {num_gpus} GPUs"
     if case.exchange == "nvlink":

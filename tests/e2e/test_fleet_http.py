@@ -65,7 +65,7 @@ def test_prefix_hit_is_visible(http: HttpFleet) -> None:
 Totals = tuple[dict[tuple[str, ...], float], ...]
 
 
-def test_simulator_counts_what_the_engine_counted(recording: Path, http: HttpFleet) -> None:
+def test_simulator_counts_equal_the_engines_on_two_ranks(recording: Path, http: HttpFleet) -> None:
     others = [
         {"prompt": [3 * n] * (9 * n), "temperature": 1, "seed": n, "max_tokens": 12, "ignore_eos": True}
         for n in range(1, 6)

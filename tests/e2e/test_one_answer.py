@@ -404,7 +404,7 @@ COMPRESSED_CASES = {
     ("kind", "case"),
     [pytest.param(kind, case, id=f"{kind}-{case}") for kind in COMPRESSED_CASES for case in COMPRESSED_CASES[kind]],
 )
-def test_kept_in_part(
+def test_compressed_prompts(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected_compressed: dict[str, Any]
 ) -> None:
     check(case, processes, checkpoints[kind], expected_compressed[kind])

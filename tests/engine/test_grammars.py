@@ -308,7 +308,7 @@ def test_compilation_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPa
         ),
         Grammar(kind="regex", text="[ab]*a[ab]{400}"),
     ],
-    ids=["allOf of multipleOf", "products in Lark", "a counter behind a choice"],
+    ids=["allOf of multipleOf", "products in Lark", "a counter after a choice"],
 )
 def test_exploding_compilations_end(grammars: Grammars, grammar: Grammar) -> None:
     """llguidance's own limits do not stop the first one. The last one compiles."""

@@ -505,7 +505,7 @@ def offer_wrong_memory(monkeypatch: pytest.MonkeyPatch, *, lends: bool = True) -
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("lends", [True, False], ids=("another file", "lends nothing"))
+@pytest.mark.parametrize("lends", [True, False], ids=("another file", "no memory"))
 def test_all_ranks_read_alone_if_one_cannot_share(
     lends: bool,
     model: Path,

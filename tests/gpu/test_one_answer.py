@@ -213,7 +213,7 @@ def kept(served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("case", COMPRESSED, ids=str)
-def test_kept_in_part(case: Case, kept: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+def test_compressed_prompts(case: Case, kept: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     check(case, *kept, pool)
 
 
@@ -223,7 +223,7 @@ def demo_kept(pool: ProcessPool) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("case", COMPRESSED_SPECULATED, ids=str)
-def test_speculation_kept_in_part(case: Case, demo_kept: dict[str, Any], pool: ProcessPool) -> None:
+def test_speculation_with_compressed_prompts(case: Case, demo_kept: dict[str, Any], pool: ProcessPool) -> None:
     check(case, DEMO, demo_kept, pool)
 
 

@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_pinned_for_sharing_stays_private(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("refused", [(), (9,), (9, 1)], ids=("nothing", "read only", "both"))
-def test_mapped_memory_is_pinned_as_far_as_cuda_can(refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_memory_is_pinned_read_only(refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinning is read-only if possible, else plain. An error that was handled does not stay in CUDA's state."""
     memory = HostMemory(1 << 16, CPU, shared=True)
     pinned: dict[int, int] = {}

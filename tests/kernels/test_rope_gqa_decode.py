@@ -123,7 +123,7 @@ SHAPES = (
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "options"), SHAPES, ids=str)
-def test_options_of_models(heads: int, kv_heads: int, dim: int, options: dict[str, object]) -> None:
+def test_model_options(heads: int, kv_heads: int, dim: int, options: dict[str, object]) -> None:
     """Layout of pairs, width, dtype of angles and weights, windows. Nothing below a window is read."""
     found = case([1, 65, 130, 0], heads, kv_heads, dim, torch.bfloat16, **options)  # type: ignore[arg-type]
     wanted = found.run(CHAIN)

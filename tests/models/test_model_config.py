@@ -227,7 +227,7 @@ def test_stop_ids_join_both_files(tmp_path: Path) -> None:
     assert config.bos_token_id == 1
 
 
-def test_stop_ids_of_config_json_count_beside_others(tmp_path: Path) -> None:
+def test_stop_ids_of_config_json_are_added(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", eos_token_id=7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert load_model_config(tmp_path).eos_token_ids == (9, 7)

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "not at the next id": {
         "tokenizer_config.json": {"added_tokens_decoder": {"300": END, "280": {**PLAIN, "content": "<tool>"}}}
     },
-    "blanks beside it": {"tokenizer_config.json": {"added_tokens_decoder": {"262": {**END, "rstrip": True}}}},
+    "rstrip": {"tokenizer_config.json": {"added_tokens_decoder": {"262": {**END, "rstrip": True}}}},
     "a known token made special": {
         "tokenizer_config.json": {"added_tokens_decoder": {"258": {**END, "content": "<|system|>", "normalized": True}}}
     },
