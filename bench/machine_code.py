@@ -4,9 +4,9 @@
 
 It compiles the kernels of the bench's cases as for an H200 (`tests/kernels/compile_for_hopper.py`), each launch once.
 Each loop has its own line, and outer loops include inner ones. An SM issues instructions x warps / 4 per program, and a
-loop counts once per iteration. Three findings cost most so far (docs/kernels.md, "Linear attention"). They are loads of
-2 bytes (U16) in place of 16, calls of slow divisions and roots, and repeated exponentials (MUFU) of one value. The flag
-`--keep` writes PTX, TTGIR and SASS of each.
+loop counts once per iteration. Three findings cost most so far (docs/kernels.md, "Lessons for speed"). They are loads
+of 2 bytes (U16) in place of 16, calls of slow divisions and roots, and repeated exponentials (MUFU) of one value. The
+flag `--keep` writes PTX, TTGIR and SASS of each.
 """
 
 import argparse

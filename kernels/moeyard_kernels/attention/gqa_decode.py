@@ -10,7 +10,7 @@ The caches are [Hkv, num_pages, page, D], so a block of one head is a contiguous
 With few programs, the time is a chain of latencies. So the launch may begin early (EARLY). If the caller says that the
 tables are old (`static_tables`), it reads lengths and page ids before its wait, and prefetches the pages into the L2.
 It lets the next launch begin at once: the merge, or the product after it, which then copies its weights meanwhile. A
-launch of many programs does not, because its successor's programs would spread unevenly (docs/kernels.md). If the table
+launch of many programs does not, because its successor's programs would spread unevenly (docs/journal.md). If the table
 holds one split (ONE), which is so up to 512 keys, no work has to be counted.
 
 PAGES loads all page ids of a split at once. A page id that is read in the loop takes stages of the pipeline: it leaves

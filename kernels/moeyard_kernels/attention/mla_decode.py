@@ -153,7 +153,7 @@ CONFIGS = (
     LatentConfig(kernel="hopper", BM=32, SWAP=True, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="hopper", BM=64, SWAP=False, PER_SM=1, num_warps=8, num_stages=2),
     LatentConfig(kernel="pairs", BM=64, SWAP=False, PER_SM=1, num_warps=4, num_stages=2),
-    # With reads before the wait. Only those of 16 rows and 4 warps are timed (docs/kernels.md).
+    # With reads before the wait. Only those of 16 rows are timed (docs/journal.md).
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=1),
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=4, num_stages=2, AHEAD=2),
     LatentConfig(kernel="hopper", BM=16, SWAP=True, PER_SM=1, num_warps=8, num_stages=2, AHEAD=2),

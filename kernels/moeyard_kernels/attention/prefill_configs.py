@@ -38,7 +38,7 @@ CONFIGS: tuple[PrefillConfig, ...] = (
 
 # The most (full tile, head) pairs of a shape class called "few": each tile of 64 rows has a multiprocessor. When two
 # share one, the Hopper kernel is faster after a prefix, by a tenth with grouped heads and by half without. Without a
-# prefix it takes 2 to 4 us longer for few grouped rows (docs/kernels.md, "Short prompts").
+# prefix it takes 2 to 4 us longer for few grouped rows (docs/journal.md, "Attention").
 _FEW = MULTIPROCESSORS // 2
 # The least such pairs for which programs of 128 rows are faster in the Triton kernel too.
 _WIDE = 256

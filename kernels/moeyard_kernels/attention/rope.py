@@ -135,7 +135,7 @@ def token_and_block(num_blocks):
     """Return (token, block) of this program. A token's blocks are consecutive, so that cheap ones run among others.
 
     rope_cache_write_mla of 4096 tokens on an H200 takes 36.6 us. With the first block of every token before any second
-    block it takes 39.5 us (docs/kernels.md).
+    block it takes 39.5 us (docs/journal.md).
     """
     i_program = tl.program_id(0)
     i_t = i_program // num_blocks

@@ -6,7 +6,7 @@ exceptions are explained where they occur. Its launch overlaps the end of the pr
 completes in order. Kernels of other libraries are not launched early, and wait for ours as usual. This needs Hopper or
 later; elsewhere nothing changes.
 
-Measurements decided what each kernel does (docs/kernels.md):
+Measurements decided what each kernel does (docs/journal.md):
 - Kernels of few bytes call `let_next_begin` before they wait. A launch takes over a microsecond to start, and so starts
   while the large product before both still runs (4 % less for a step of one row).
 - The skinny product calls it after its wait, the merge of splits while it has few programs.

@@ -216,7 +216,7 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
 
 
 def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
-    """Return the smallest tiles that all multiprocessors can compute in one wave (docs/kernels.md)."""
+    """Return the smallest tiles that all multiprocessors can compute in one wave (docs/journal.md)."""
 
     def waves(config: Stream | Wide) -> float:
         return triton.cdiv(num_rows, config.BM) * triton.cdiv(sum(num_out), config.BN) / MULTIPROCESSORS

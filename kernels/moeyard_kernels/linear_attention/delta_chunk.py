@@ -12,7 +12,7 @@ between chunks, a third of all bytes, are written only for snapshots.
 
 fp32: gates and their sums, exponentials, the state, all sums of products. bf16, for bf16 rows: operands of products,
 rounded once from fp32 (fp32 rows have fp32 operands). tf32: the inverse, whose operands are up to 64 x 64 and whose
-result is rounded to bf16. Relative error of the outputs against float64: docs/kernels.md.
+result is rounded to bf16. Relative error against float64: docs/linear_attention.md.
 
 A prompt reads only its own chunks, and programs share no columns, so no bit depends on the batch. Chunks are counted
 from the prompt's first position in every step, and the state in the slot is fp32 between steps.

@@ -17,7 +17,7 @@ def mla_split(heads: int) -> int:
     """Return the positions per split of latent attention with `heads` heads.
 
     Few sequences run faster with short splits. But each split writes and reads an fp32 sum per head: 64 KiB for 16
-    heads, beside 576 KiB for 512 keys (docs/kernels.md). A step reserves the sums of its tables' whole width.
+    heads, beside 576 KiB for 512 keys (docs/journal.md). A step reserves the sums of its tables' whole width.
     """
     return 512 if heads <= 16 else 1024
 
