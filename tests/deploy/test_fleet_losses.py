@@ -92,6 +92,7 @@ def test_instructions_of_a_loss(takeover: str, happens: Callable[[World], None],
 
 
 def test_survivors_name_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "moeyard")
     world = waiting()
     world.ends[1] = "process 4711 has ended; 0.4 s before it had 9 GiB"
     world.kill(1)
