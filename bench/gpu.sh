@@ -30,7 +30,7 @@
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
 #   bench/gpu.sh kept FOLDER           copy kept kernels from FOLDER into .wheels for the next run
 # Every command has a limit in seconds. Its output is $OUT/NAME.txt, and its last line is printed. Tests report failures
-# at once, and a cut run names the tests that still ran (tests/named_at_once.py).
+# at once, and a cut run names the tests that still ran (tests/early_reports.py).
 set -uo pipefail
 
 wheels() {
@@ -107,7 +107,7 @@ step() {
 # pyproject.toml has one -q, which leaves the summary line.
 tests() { local name=$1 limit=$2; shift 2
   step "$name" "$limit" env TRITON_CACHE_DIR="$KERNELS-tests" python3 -m pytest --all -p no:cacheprovider -p no:benchmark \
-    -p tests.named_at_once -rfE --tb=short --durations=12 "$@"; }
+    -p tests.early_reports -rfE --tb=short --durations=12 "$@"; }
 engine() { local name=$1 limit=$2; shift 2; step "$name" "$limit" python3 -m moeyard bench engine "$@"; }
 ops() { local name=$1 limit=$2 op args=(); shift 2; for op; do args+=(--op "$op"); done
   step "$name" "$limit" python3 bench/kernel_times.py ${TUNE:+--tune} "${args[@]}"; }

@@ -18,7 +18,7 @@ Depth = Callable[[int, int], int]
 
 
 @dataclass(slots=True)
-class Told:
+class Reply:
     """All messages about one request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -60,23 +60,23 @@ class Rank:
 
     def run(
         self, requests: Requests, depth: Depth = as_wanted, **changes: Any
-    ) -> tuple[dict[str, Told], SchedulerStats]:
+    ) -> tuple[dict[str, Reply], SchedulerStats]:
         """Run the first request, then all others at once.
 
         `depth` maps a step's number and wanted depth to the depth that its ranks agree on.
         """
         scheduler = self.scheduler(**changes)
         names = list(requests)
-        told = {}
+        replies = {}
         for some in (names[:1], names[1:]):
-            told |= self.serve(scheduler, {name: requests[name] for name in some}, depth)
+            replies |= self.serve(scheduler, {name: requests[name] for name in some}, depth)
         assert scheduler.pool.num_free == scheduler.config.num_pages
         self.worker.experts.validate()
-        return told, scheduler.stats
+        return replies, scheduler.stats
 
-    def serve(self, scheduler: Scheduler, requests: Requests, depth: Depth = as_wanted) -> dict[str, Told]:
+    def serve(self, scheduler: Scheduler, requests: Requests, depth: Depth = as_wanted) -> dict[str, Reply]:
         """Run all requests at once, until nothing is left."""
-        told = {name: Told() for name in requests}
+        replies = {name: Reply() for name in requests}
         for name, (prompt, params) in requests.items():
             held = None
             if params.grammar is not None:
@@ -85,10 +85,10 @@ class Rank:
                 held = grammars.constraint(grammars.compile(params.grammar).result(), params)
             submit = Submit(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
             assert scheduler.add(submit, b"client", 0.0, held) is None
-        self._step(scheduler, told, depth)
-        return told
+        self._step(scheduler, replies, depth)
+        return replies
 
-    def _step(self, scheduler: Scheduler, told: dict[str, Told], depth: Depth) -> None:
+    def _step(self, scheduler: Scheduler, replies: dict[str, Reply], depth: Depth) -> None:
         flights: deque[Any] = deque()
         number = 0
         while scheduler.has_work() or flights:
@@ -107,18 +107,18 @@ class Rank:
             launched = flights.popleft()
             assert not launched.unsound
             for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
-                hear(told, reply.message)
+                add_message(replies, reply.message)
             scheduler.validate()
 
 
-def hear(told: dict[str, Told], message: Any) -> None:
+def add_message(replies: dict[str, Reply], message: Any) -> None:
     """Add a message to its request's record; an end with an error is a failure."""
     if isinstance(message, Tokens):
-        told[message.request_id].token_ids += message.token_ids
-        told[message.request_id].logprobs += message.logprobs
+        replies[message.request_id].token_ids += message.token_ids
+        replies[message.request_id].logprobs += message.logprobs
     elif isinstance(message, PromptLogprobs):
-        told[message.request_id].prompt_logprobs += message.logprobs
+        replies[message.request_id].prompt_logprobs += message.logprobs
     else:
         assert isinstance(message, Done), message
         assert message.error is None, message
-        told[message.request_id].end = (message.finish_reason, message.stop_token_id)
+        replies[message.request_id].end = (message.finish_reason, message.stop_token_id)

@@ -39,7 +39,7 @@ from tests.checkpoints import DEMO, MLA, WIDE, add_drafts, make_checkpoint
 from tests.e2e import gpu_matrix_ranks
 from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
-from tests.rank import Rank, Requests, Told
+from tests.rank import Rank, Reply, Requests
 
 from moeyard_worker.experts.policies import POLICIES
 from moeyard_worker.models.families import load_model_config
@@ -73,7 +73,7 @@ KEPT = tuple(POLICIES)
 DRAFTING = ("demo", "qwen3_next")
 # Drafts per token. auto: adaptive, at most the model's limit.
 DRAFTS = ("1", "2", "auto")
-Answers = dict[str, Told]
+Answers = dict[str, Reply]
 
 
 @dataclass(frozen=True, slots=True)

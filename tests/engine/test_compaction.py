@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import DEMO
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 from tokenizers import Tokenizer
 
 from moeyard_worker.engine.assembly.local import local_runner
@@ -60,7 +60,7 @@ def drafting() -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: Rank) -> dict[str, Told]:
+def expected(plain: Rank) -> dict[str, Reply]:
     """Answer each request alone, its prompt in one chunk."""
     return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
 
@@ -69,7 +69,7 @@ def without(requests: Requests) -> Requests:
     return {name: (prompt, replace(params, kv_compression=None)) for name, (prompt, params) in requests.items()}
 
 
-def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Told]) -> None:
+def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Reply]) -> None:
     whole = {name: plain.run({name: request})[0][name] for name, request in without(requests()).items()}
     for name in ("whole", "plain", "silent"):
         assert whole[name] == expected[name], "the prompt fits its budget"
@@ -95,7 +95,7 @@ def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: di
     ],
     ids=str,
 )
-def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     answers, stats = plain.run(requests(), **changes)
     assert answers == expected
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
@@ -113,7 +113,7 @@ def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes
     ids=str,
 )
 def test_drafts_are_verified_on_compressed_prompts(
-    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+    drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]
 ) -> None:
     answers, stats = drafting.run(requests(), **changes)
     assert answers == expected

@@ -13,26 +13,26 @@ from tests.checkpoints import DEMO, MLA, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_compaction import requests
 from tests.engine.test_speculation_cuda import same
-from tests.rank import Rank, Requests, Told
+from tests.rank import Rank, Reply, Requests
 
 
 def load(model: Any, **options: Any) -> Rank:
     return Rank(model, **PLACE, **{"max_num_seqs": 8, "max_batch_tokens": 128, "max_model_len": 160, **options})
 
 
-def alone(rank: Rank, asked: Requests) -> dict[str, Told]:
+def alone(rank: Rank, asked: Requests) -> dict[str, Reply]:
     return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in asked.items()}
 
 
 @pytest.fixture(scope="module")
-def on_a_cpu() -> dict[str, Told]:
+def on_a_cpu() -> dict[str, Reply]:
     """Answer each request alone with the CPU backend."""
     with Rank(DEMO, dtype="float32") as rank:
         return alone(rank, requests())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _device(on_a_cpu: dict[str, Told]) -> Iterator[None]:
+def _device(on_a_cpu: dict[str, Reply]) -> Iterator[None]:
     with gpu_steps():
         yield
 
@@ -44,7 +44,7 @@ def drafting() -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Told]:
+def expected() -> dict[str, Reply]:
     """Answer each request alone, without drafts, eager."""
     with load(DEMO, enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
         return alone(rank, requests())
@@ -52,7 +52,7 @@ def expected() -> dict[str, Told]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="a GPU's bits differ from a CPU's")
-def test_answers_equal_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[str, Told]) -> None:
+def test_answers_equal_those_of_a_cpu(expected: dict[str, Reply], on_a_cpu: dict[str, Reply]) -> None:
     same(expected, on_a_cpu)
 
 
@@ -69,7 +69,7 @@ def test_answers_equal_those_of_a_cpu(expected: dict[str, Told], on_a_cpu: dict[
     ids=str,
 )
 def test_drafts_are_verified_on_compressed_prompts(
-    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+    drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]
 ) -> None:
     before = drafting.worker.runner.num_replayed  # type: ignore[attr-defined]
     answers, stats = drafting.run(requests(), **changes)

@@ -12,7 +12,7 @@ from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_grammars import KINDS
 from tests.engine.test_speculation_cuda import same
-from tests.rank import Rank, Requests, Told
+from tests.rank import Rank, Reply, Requests
 from tokenizers import Tokenizer
 
 from moeyard_worker.protocol import SamplingParams
@@ -41,7 +41,7 @@ def rank() -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Told]:
+def expected() -> dict[str, Reply]:
     """Answer each request alone, eager, one step in flight."""
     with gpu_steps(), load(enforce_eager=True) as loaded:
         return {name: loaded.run({name: asked}, max_in_flight=1)[0][name] for name, asked in requests().items()}
@@ -50,7 +50,7 @@ def expected() -> dict[str, Told]:
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("deep", [1, 2])
-def test_rows_equal_those_alone(rank: Rank, expected: dict[str, Told], eager: bool, deep: int) -> None:
+def test_rows_equal_those_alone(rank: Rank, expected: dict[str, Reply], eager: bool, deep: int) -> None:
     launches: Any = rank.worker.runner
     before, launches.eager = (launches.num_replayed, launches.num_eager), eager
     answers, _ = rank.run(requests(), max_in_flight=deep)
@@ -60,7 +60,7 @@ def test_rows_equal_those_alone(rank: Rank, expected: dict[str, Told], eager: bo
     assert (replayed == 0 < launched) if eager else (replayed > launched)
 
 
-def test_answers_match_their_grammar(expected: dict[str, Told]) -> None:
+def test_answers_match_their_grammar(expected: dict[str, Reply]) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     for drawn in ("0.0", "0.8"):
         texts = {name: tokenizer.decode(expected[f"{name} {drawn}"].token_ids) for name in ("choice", "regex")}

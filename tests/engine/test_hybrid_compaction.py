@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.engine.test_hybrid_speculation import write
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 
 from moeyard_worker.protocol import KvCompression, SamplingParams
 
@@ -55,12 +55,12 @@ def plain(model: Path) -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: Rank) -> dict[str, Told]:
+def expected(plain: Rank) -> dict[str, Reply]:
     """Answer each request alone, its prompt in one chunk if it fits."""
     return {name: plain.run({name: request})[0][name] for name, request in requests().items()}
 
 
-def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Told]) -> None:
+def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: dict[str, Reply]) -> None:
     for name, (prompt, params) in requests().items():
         whole = plain.run({name: (prompt, replace(params, kv_compression=None))})[0][name]
         if name in ("whole", "plain"):
@@ -85,7 +85,7 @@ def test_budget_changes_only_answers_to_longer_prompts(plain: Rank, expected: di
     ],
     ids=str,
 )
-def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_one_answer_for_a_budget(plain: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     answers, stats = plain.run(requests(), **changes)
     assert answers == expected
     assert stats.dropped_tokens > 0
@@ -111,7 +111,7 @@ def drafting(model: Path) -> Iterator[Rank]:
     ids=str,
 )
 def test_drafts_are_verified_on_compressed_prompts(
-    drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]
+    drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]
 ) -> None:
     """States are in a ring by position, while keys are at other places."""
     answers, stats = drafting.run(requests(), **changes)

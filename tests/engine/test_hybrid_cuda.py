@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.checkpoints import MLA, VOCAB_SIZE, make_checkpoint
 from tests.engine.captured_on_cpu import GPU, gpu_steps
-from tests.rank import Rank, Requests, Told
+from tests.rank import Rank, Reply, Requests
 
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.protocol import SamplingParams
@@ -68,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, Told]:
+def expected(model: Path) -> dict[str, Reply]:
     """Answer each request alone."""
     options = {"device": "cuda", "enforce_eager": True} if GPU else {"device": "cpu"}
     asked = {name: request for some in (requests(), *turns()) for name, request in some.items()}
@@ -77,7 +77,7 @@ def expected(model: Path) -> dict[str, Told]:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
+def served(model: Path, expected: dict[str, Reply]) -> Iterator[Rank]:
     with gpu_steps(), load(model, **({"device": "cuda"} if GPU else {})) as rank:
         yield rank
 
@@ -97,7 +97,7 @@ def served(model: Path, expected: dict[str, Told]) -> Iterator[Rank]:
 )
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_answers_equal_each_request_alone(
-    served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
+    served: Rank, expected: dict[str, Reply], changes: dict[str, Any], eager: bool
 ) -> None:
     runner = served.worker.runner
     assert isinstance(runner, GpuRunner)
@@ -109,7 +109,7 @@ def test_answers_equal_each_request_alone(
     check(answers, expected)
 
 
-def check(answers: dict[str, Told], expected: dict[str, Told]) -> None:
+def check(answers: dict[str, Reply], expected: dict[str, Reply]) -> None:
     for name, answer in answers.items():
         wanted = expected[name]
         assert (answer.token_ids, answer.end) == (wanted.token_ids, wanted.end), name
@@ -137,7 +137,7 @@ def check(answers: dict[str, Told], expected: dict[str, Told]) -> None:
 )
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_prefixes_are_reused_from_snapshots(
-    served: Rank, expected: dict[str, Told], changes: dict[str, Any], eager: bool
+    served: Rank, expected: dict[str, Reply], changes: dict[str, Any], eager: bool
 ) -> None:
     """With few snapshots a restored slot is reused, even by the same step."""
     runner = served.worker.runner

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -61,7 +61,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, Told]:
+def expected(model: Path) -> dict[str, Reply]:
     """Answer each request alone, on a rank that does not speculate."""
     with Rank(model, **LIMITS) as rank:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
@@ -91,7 +91,7 @@ def drafting(model: Path) -> Iterator[Rank]:
     ],
     ids=str,
 )
-def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     answers, stats = drafting.run(requests(), **changes)
     assert answers == expected
     assert (stats.prefix_hit_tokens > 0) == changes.get("prefix_caching", True)
@@ -102,7 +102,7 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told],
         assert all(count > 0 for count in stats.accepted)
 
 
-def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Reply]) -> None:
     chance, depths = random.Random(3), set[int]()
 
     def depth(_number: int, wanted: int) -> int:
@@ -119,7 +119,7 @@ def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected:
 
 @pytest.mark.parametrize("ring", [1, 3])
 def test_too_short_a_state_ring_changes_answers(
-    drafting: Rank, expected: dict[str, Told], monkeypatch: pytest.MonkeyPatch, ring: int
+    drafting: Rank, expected: dict[str, Reply], monkeypatch: pytest.MonkeyPatch, ring: int
 ) -> None:
     """With fewer state slots than the four rows of a sequence in a step, refused drafts stay and change answers."""
     monkeypatch.setattr(type(drafting.scheduler().config), "state_ring", ring)

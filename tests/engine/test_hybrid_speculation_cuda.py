@@ -12,7 +12,7 @@ import pytest
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_hybrid_speculation import FAMILIES, requests, write
 from tests.engine.test_speculation_cuda import runner, same
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 
 
 def load(model: Path, **options: Any) -> Rank:
@@ -37,7 +37,7 @@ def drafting(model: Path) -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, Told]:
+def expected(model: Path) -> dict[str, Reply]:
     """Answer each request alone, on a rank that does not speculate, eager."""
     with load(model, enforce_eager=True) as rank:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
@@ -54,7 +54,7 @@ def expected(model: Path) -> dict[str, Told]:
     ],
     ids=str,
 )
-def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
     answers, stats = drafting.run(requests(), **changes)
@@ -67,7 +67,7 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told],
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("deep", [1, 2])
-def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
+def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected: dict[str, Reply], deep: int) -> None:
     chance, launches = random.Random(3), runner(drafting)
     replayed = launches.num_replayed
 
@@ -80,7 +80,7 @@ def test_answers_stay_the_same_while_the_depth_changes(drafting: Rank, expected:
     assert launches.num_replayed > replayed
 
 
-def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Reply]) -> None:
     launches, replayed = runner(drafting), runner(drafting).num_replayed
     launches.eager = True
     answers, stats = drafting.run(requests(), max_in_flight=2)

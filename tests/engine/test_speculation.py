@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.deploy.tiny_demo import make_demo
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 from tokenizers import Tokenizer
 
 from moeyard_worker.checkpoint.check import check_weights
@@ -64,7 +64,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Told]:
+def expected() -> dict[str, Reply]:
     """Answer each request alone, on a rank without speculation and without the MTP layer."""
     with Rank(DEMO) as rank:
         found = {name: rank.run({name: request})[0][name] for name, request in requests().items()}
@@ -95,7 +95,7 @@ def drafting() -> Iterator[Rank]:
     ],
     ids=str,
 )
-def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     answers, stats = drafting.run(requests(), **changes)
     assert answers == expected
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
@@ -108,7 +108,7 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told],
     assert stats.prefix_hit_tokens > 0 or "num_pages" in changes
 
 
-def test_answers_stay_the_same_while_the_depth_changes_per_step(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_answers_stay_the_same_while_the_depth_changes_per_step(drafting: Rank, expected: dict[str, Reply]) -> None:
     chance = random.Random(3)
     depths: list[int] = []
 
@@ -123,7 +123,7 @@ def test_answers_stay_the_same_while_the_depth_changes_per_step(drafting: Rank, 
     assert drafting.run(requests(), num_drafts=0)[0] == expected
 
 
-def test_few_expert_slots_change_no_answer(expected: dict[str, Told]) -> None:
+def test_few_expert_slots_change_no_answer(expected: dict[str, Reply]) -> None:
     with Rank(DEMO, speculate="mtp", expert_slots=9) as rank:
         answers, stats = rank.run(requests())
     assert answers == expected
@@ -133,7 +133,7 @@ def test_few_expert_slots_change_no_answer(expected: dict[str, Told]) -> None:
     assert rank.worker.experts.stats.counters.num_misses > 0
 
 
-def test_random_drafts_change_no_answer(tmp_path: Path, expected: dict[str, Told]) -> None:
+def test_random_drafts_change_no_answer(tmp_path: Path, expected: dict[str, Reply]) -> None:
     for path in DEMO.glob("*.json"):
         (tmp_path / path.name).symlink_to(path)
     tensors = load_file(DEMO / "model.safetensors")

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import GPU, PLACE, gpu_steps
 from tests.engine.test_speculation import requests
-from tests.rank import Rank, Told
+from tests.rank import Rank, Reply
 
 from moeyard_worker.engine.sampling.edit_counts import EditCounts
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
@@ -38,13 +38,13 @@ def drafting() -> Iterator[Rank]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Told]:
+def expected() -> dict[str, Reply]:
     """Answer each request alone, without drafts, eager."""
     with load(enforce_eager=True, speculate="mtp", draft_tokens=1) as rank:
         return {name: rank.run({name: request}, num_drafts=0)[0][name] for name, request in requests().items()}
 
 
-def same(answers: dict[str, Told], expected: dict[str, Told]) -> None:
+def same(answers: dict[str, Reply], expected: dict[str, Reply]) -> None:
     if GPU:
         assert answers == expected
         return
@@ -83,7 +83,7 @@ def runner(rank: Rank) -> GpuRunner:
     ],
     ids=str,
 )
-def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told], changes: dict[str, Any]) -> None:
+def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
     adaptive = {"adaptive_drafts": False, **changes}
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
@@ -99,7 +99,7 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Told],
 
 @pytest.mark.parametrize("deep", [1, 2])
 def test_answers_stay_the_same_while_the_depth_changes_per_step(
-    drafting: Rank, expected: dict[str, Told], deep: int
+    drafting: Rank, expected: dict[str, Reply], deep: int
 ) -> None:
     chance = random.Random(3)
     depths: list[int] = []
@@ -115,7 +115,7 @@ def test_answers_stay_the_same_while_the_depth_changes_per_step(
 
 
 @pytest.mark.parametrize("deep", [1, 2])
-def test_prompts_alone_are_replayed(drafting: Rank, expected: dict[str, Told], deep: int) -> None:
+def test_prompts_alone_are_replayed(drafting: Rank, expected: dict[str, Reply], deep: int) -> None:
     """Chunks of a prompt, the last one with a sampled row, and drafts after it."""
     launches = runner(drafting)
     before = launches.num_eager, launches.num_replayed
@@ -127,7 +127,7 @@ def test_prompts_alone_are_replayed(drafting: Rank, expected: dict[str, Told], d
     assert stats.accepted[0] > 0.5 * stats.drafts[0] > 0
 
 
-def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Told]) -> None:
+def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Reply]) -> None:
     launches, replayed = runner(drafting), runner(drafting).num_replayed
     launches.eager = True
     answers, stats = drafting.run(requests(), adaptive_drafts=False, max_in_flight=2)
@@ -152,7 +152,7 @@ def test_graphs_and_host_make_equally_good_drafts(drafting: Rank) -> None:
 
 
 @pytest.mark.slow
-def test_few_expert_slots_change_no_answer(expected: dict[str, Told]) -> None:
+def test_few_expert_slots_change_no_answer(expected: dict[str, Reply]) -> None:
     with load(speculate="mtp", draft_tokens=2, expert_slots=9) as rank:
         answers, stats = rank.run(requests(), max_in_flight=2)
     same(answers, expected)
@@ -186,7 +186,7 @@ def test_graph_reports_non_finite_logits(drafting: Rank) -> None:
 
 @pytest.mark.parametrize("deep", [1, 2])
 def test_penalty_counts_stay_on_the_device(
-    drafting: Rank, expected: dict[str, Told], deep: int, monkeypatch: pytest.MonkeyPatch
+    drafting: Rank, expected: dict[str, Reply], deep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host counts a request's tokens once, after its prompt."""
     counted: list[str] = []

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.expert_fill import expert_fill
 from tests.experts.accesses import RandomExperts
-from tests.experts_written import written
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.cpu.backend import CpuBackend
@@ -271,7 +271,7 @@ def test_slot_holds_its_expert_packed_and_rounded_once(dtype: torch.dtype) -> No
     experts = [(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)]
     # Slot 0 is written twice: its first expert must disappear, and slots must not share memory.
     for slot, expert in ((0, 2), (1, 1), (0, 0), (2, 2)):
-        slots.write(slot, written(*experts[expert]))
+        slots.write(slot, expert_fill(*experts[expert]))
     x, h = torch.randn(5, 16).to(dtype), torch.randn(5, 8).to(dtype)
     for slot, (gate, up, down) in enumerate(experts):
         gate_up = pack_weight(torch.cat([gate, up]).to(dtype))

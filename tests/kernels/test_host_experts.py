@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.experts_written import written
+from tests.expert_fill import expert_fill
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels import host_memory
@@ -35,7 +35,7 @@ def test_blob_has_the_layout_of_a_slot(dtype: torch.dtype) -> None:
     experts = [(torch.randn(inner, hidden), torch.randn(inner, hidden), torch.randn(hidden, inner)) for _ in range(3)]
     # The second blob is written twice: nothing of its first expert may stay.
     for index, expert in ((0, 0), (1, 2), (2, 2), (1, 1)):
-        host.put(index, written(*experts[expert]))
+        host.put(index, expert_fill(*experts[expert]))
     for index, (gate, up, down) in enumerate(experts):
         gate_up, last = host.regions(index)
         assert torch.equal(gate_up.view(dtype).view(2 * inner, hidden), torch.cat((gate, up)).to(dtype))

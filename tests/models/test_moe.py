@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.experts_written import written
+from tests.expert_fill import expert_fill
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
@@ -151,7 +151,7 @@ def test_fused_and_separate_shared_experts_agree(logits: torch.dtype, inner: int
         num_slots=WIDE_EXPERTS, form=plain_expert(hidden=128, intermediate=64, dtype="bfloat16")
     )
     for slot in range(WIDE_EXPERTS):
-        slots.write(slot, written(normal(64, 128), normal(64, 128), normal(128, 64)))
+        slots.write(slot, expert_fill(normal(64, 128), normal(64, 128), normal(128, 64)))
     gate = Matrix.plain(normal(WIDE_EXPERTS, 128).to(logits))
     norm, following = (normal(128) + 1 for _ in range(2))
     sizes = {"shared_gate_up": (2 * inner, 128), "shared_down": (128, inner)}

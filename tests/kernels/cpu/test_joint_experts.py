@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.experts_written import written
+from tests.expert_fill import expert_fill
 
 from moeyard_kernels.cpu import joint_experts
 from moeyard_kernels.cpu.experts import CpuExpertSlots, grouped_mlp
@@ -37,7 +37,7 @@ def filled(made: list[tuple[torch.Tensor, torch.Tensor]], *, joint: bool) -> Cpu
     slots = CpuExpertSlots(num_slots=EXPERTS, form=FORM)
     slots.joint = joint
     for slot, (gate_up, down) in enumerate(made):
-        slots.write(slot, written(gate_up[:INNER], gate_up[INNER:], down))
+        slots.write(slot, expert_fill(gate_up[:INNER], gate_up[INNER:], down))
     return slots
 
 
@@ -106,11 +106,11 @@ def test_places_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_may_be_empty_and_matrices_move() -> None:
     made, rows = experts(), some_rows(2)
     slots = CpuExpertSlots(num_slots=4, form=FORM)
-    slots.write(3, written(made[7][0][:INNER], made[7][0][INNER:], made[7][1]))
+    slots.write(3, expert_fill(made[7][0][:INNER], made[7][0][INNER:], made[7][1]))
     ids = torch.full((2, TOP_K), 1)
     run = slots.begin(received(rows, ids), num_experts=2)
     run.compute([-1, 3])
-    slots.rearrange([None, slots.pack(written(made[7][0][:INNER], made[7][0][INNER:], made[7][1])), 3])
+    slots.rearrange([None, slots.pack(expert_fill(made[7][0][:INNER], made[7][0][INNER:], made[7][1])), 3])
     for slot in (1, 2):
         again = slots.begin(received(rows, ids), num_experts=2)
         again.compute([-1, slot])

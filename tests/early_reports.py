@@ -1,6 +1,6 @@
 """A pytest plugin for runs that may be cut: it reports failures at once, and at the end the tests that still ran.
 
-`pytest -p tests.named_at_once`, with or without xdist. The plugin prints a failure with the end of its traceback when
+`pytest -p tests.early_reports`, with or without xdist. The plugin prints a failure with the end of its traceback when
 it happens. SIGTERM, which `timeout` sends, ends the session like ctrl-c, with pytest's summary and the tests that had
 begun, including one that hangs in a driver's call.
 """
@@ -16,7 +16,7 @@ import pytest
 _LINES = 30
 
 
-class NamedAtOnce:
+class EarlyReports:
     """The part in the user's process; workers of xdist report to it."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -61,4 +61,4 @@ def pytest_configure(config: pytest.Config) -> None:
         # Servers that tests start would inherit SIG_IGN and hang.
         signal.signal(signal.SIGTERM, lambda *_: None)
     else:
-        config.pluginmanager.register(NamedAtOnce(config), "named at once")
+        config.pluginmanager.register(EarlyReports(config), "early reports")

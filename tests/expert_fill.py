@@ -5,7 +5,7 @@ import torch
 from moeyard_kernels.types.matrix import ExpertViews, Fill
 
 
-def written(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Fill:
+def expert_fill(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Fill:
     """Return a function that writes an expert of gate [I, H], up [I, H] and down [H, I]."""
 
     def fill(out: ExpertViews) -> None:

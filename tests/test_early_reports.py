@@ -56,7 +56,7 @@ def test_failures_are_reported_at_once_and_running_tests_at_the_end(workers: int
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.named_at_once", "-p", "no:cacheprovider", "-rf"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.early_reports", "-p", "no:cacheprovider", "-rf"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     said = tmp_path / "said"
