@@ -13,6 +13,7 @@ PLACES = (
     ("examples",),
     (":(glob)tests/*.py",),
     ("tests/clients", "tests/deploy", "tests/exchange", "tests/mutants", "tests/router", "tests/scheduling"),
+    ("tests/kernels",),
     ("tests/engine",),
     ("tests/models", "tests/experts"),
     ("tests/e2e", "tests/gpu", "tests/golden"),

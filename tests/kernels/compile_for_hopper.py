@@ -1,15 +1,20 @@
-"""Compile, without a GPU, what the bench launches and tunes on an H200: `compile_for_hopper.py [N [OP or MODEL ...]]`.
+"""Compile the bench's kernel launches for an H200 without a GPU: `compile_for_hopper.py [N [OP or MODEL ...]]`.
 
-With models, what their steps launch (`--model` of the bench). The interpreter runs no compiler, and no Gluon: a kernel
-that it likes may still not build. Here the wrappers run whole,
-on tensors without storage that say they are on a GPU; launches stop after ptxas. Of each kernel the first N builds (all
-if not given) are reported, a line of JSON each: op, shape, kernel, bytes of shared memory, bytes of stack of a thread,
-whether it is launched early, whether its weight is called static, whether it waits before it reads memory (see
-`moeyard_kernels.common.dependent`) and lets the next launch begin only behind that, how rows are dealt out to threads
-where they are summed, whether ptxas makes the steps of its products wait for each other, the kinds of atomics in its
-machine code (RED returns nothing, so that nobody waits for it), and a digest of the PTX, by which an edit that should
-change no code shows that it did not. Those launched early, static, with a tail, with counts, choosing experts,
-beside a shared one or with rows of another width count as others.
+With models it compiles the launches of their steps (`--model` of the bench). The interpreter has neither a compiler nor
+Gluon, so a kernel that it runs may still not build. Here the wrappers run whole, on tensors without storage that claim
+to be on a GPU, and launches stop after ptxas.
+
+The first N builds of each kernel (all by default) are reported, one JSON line each. Launches that differ in early,
+static, tail, counts, choice of experts, shared expert or row width count as different kernels. Fields:
+
+- op, shape, kernel, bytes of shared memory, bytes of stack per thread
+- early: the kernel is launched before the one ahead ends. static: its weight is static
+- waits: it waits before it reads memory (see `moeyard_kernels.common.dependent`). always_waits: every program waits
+- triggers_first: it lets the next launch begin before its own wait
+- row_sums: layout of row sums over threads
+- serialized: ptxas makes the steps of its products wait for each other
+- kinds of atomics in its machine code. RED returns nothing, so no thread waits for it
+- digest of the PTX, which shows that an edit changed no code
 """
 
 import hashlib
@@ -35,12 +40,12 @@ from triton.runtime.jit import JITFunction
 from moeyard_kernels.linear_attention.delta_step import TwoLaunches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# An H200, as far as the wrappers ask.
+# The properties of an H200 that the wrappers read.
 DEVICE = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
 
 
 class Driver:
-    """What Triton asks of a driver before it launches."""
+    """The driver functions that Triton calls before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -53,7 +58,7 @@ class Driver:
 
 
 class NoStorage(TorchFunctionMode):
-    """Whatever is asked for on a GPU is made without storage; a value read from it is 1."""
+    """Create GPU tensors without storage. A value that is read from one is 1."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,20 +71,20 @@ class NoStorage(TorchFunctionMode):
             return args[0].to("meta")
         if "device" in kwargs:
             kwargs["device"] = "meta"
-        # A generator of the CPU's does not fit there, and nothing is drawn.
+        # A CPU generator does not fit there, and no number is drawn.
         kwargs.pop("generator", None)
         return func(*args, **kwargs)
 
 
 class AnyGenerator(torch.Generator):
-    """A generator of the CPU's, whatever device is named: this torch may know no other."""
+    """A CPU generator for any named device, since this torch may have no other."""
 
     def __new__(cls, device: object = None) -> "AnyGenerator":
         return super().__new__(cls)
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """What a thread keeps in local memory (registers spilled among it)."""
+    """Return the bytes of local memory per thread, spilled registers included."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -90,19 +95,19 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def serialized(ptx: str) -> bool:
-    """Whether ptxas says that each step of a product waits for the one before (its notes C7510 to C7519)."""
+    """Return whether ptxas serializes the steps of a product (its notes C7510 to C7519)."""
     if "wgmma" not in ptx:
         return False
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True)
-    return "(C751" in said.stdout + said.stderr
+        output = subprocess.run(command, check=True, capture_output=True, text=True)
+    return "(C751" in output.stdout + output.stderr
 
 
 def atomics(ptx: str, cubin: bytes) -> list[str]:
-    """Which atomics ptxas made for global memory, ATOM and ATOMG that give back what was there, and RED and REDG."""
+    """Return the atomics on global memory: ATOM and ATOMG return the old value, RED and REDG do not."""
     if not re.search(r"\b(atom|red)\.", ptx):
         return []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -113,9 +118,9 @@ def atomics(ptx: str, cubin: bytes) -> list[str]:
 
 
 def waits(ptx: str) -> bool:
-    """Whether the kernel waits for the launches before it ahead of all it reads from global memory.
+    """Return whether the kernel waits for earlier launches before it reads global memory.
 
-    Stores are left out: the text of warps that store what others read may come first (Triton 3.6).
+    Stores do not count, because the code of warps that store others' results may come first (Triton 3.6).
     """
     body = ptx[ptx.index(".entry") :]
     first = re.search(r"\b(ld|atom|red)\.(\w+\.)*global|cp\.async", body)
@@ -123,29 +128,29 @@ def waits(ptx: str) -> bool:
 
 
 def triggers_first(ptx: str) -> bool:
-    """Whether the kernel lets the next launch begin while it still waits for those before it."""
+    """Return whether the kernel lets the next launch begin before its own wait."""
     trigger = ptx.find("griddepcontrol.launch_dependents")
     return 0 <= trigger < ptx.find("griddepcontrol.wait")
 
 
 def always_waits(ptx: str) -> bool:
-    """Whether no program can end without having waited: nothing branches ahead of the wait."""
+    """Return whether every program waits: no branch comes before the wait."""
     body = ptx[ptx.index(".entry") :]
     wait = body.find("griddepcontrol.wait")
     return wait >= 0 and re.search(r"\b(bra|ret)\b", body[:wait]) is None
 
 
 def row_sums(ttgir: str) -> list[list[Any]]:
-    """[columns, and of them to a thread, threads of a warp, warps] of each sum of fp32 along rows.
+    """Return (columns, columns per thread, threads of a warp, warps) of each fp32 sum along rows.
 
-    Kernels that sum rows of so many columns alike give the same bits: thread by thread, then across the warp, then
-    across warps (`moeyard_kernels.elementwise.rms_norm`).
+    Kernels with equal values give the same bits: they sum by thread, then across the warp, then across warps
+    (`moeyard_kernels.elementwise.rms_norm`).
     """
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ttgir, re.MULTILINE))
     sums = r'"tt\.reduce"\(%[^)]*\) <\{axis = 1.*\n.*\n.*arith\.addf.*\n.*\n.*\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>'
     found = set()
     for columns, layout in re.findall(sums, ttgir):
-        # Other layouts are those of products.
+        # All other layouts belong to products.
         if layout not in layouts:
             continue
         found.add((int(columns), *(int(pair[1]) for pair in re.findall(r"\[(\d+), (\d+)\]", layouts[layout])[:3])))
@@ -153,12 +158,12 @@ def row_sums(ttgir: str) -> list[list[Any]]:
 
 
 def digest(ptx: str) -> str:
-    """Of the instructions, which name no place in our files (see `pretend`)."""
+    """Return a digest of the instructions, which contain no source locations (see `pretend`)."""
     return hashlib.sha256(ptx.encode()).hexdigest()[:16]
 
 
 def pretend() -> None:
-    """Make torch and Triton believe in the GPU, and leave lines of source out of PTX."""
+    """Make torch and Triton believe in a GPU, and omit source lines from PTX."""
     triton.knobs.compilation.disable_line_info = True
     driver.set_active(Driver())
     torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, misc]
@@ -170,17 +175,16 @@ def pretend() -> None:
 
 
 def main() -> None:
-    """See the module."""
     most = int(sys.argv[1]) if len(sys.argv) > 1 else sys.maxsize
     built: list[tuple[Any, ...]] = []
     op = ""
-    # Counted for each op, so that its report does not depend on the other ops of the run.
+    # Builds are counted per op, so a report does not depend on the other ops of the run.
     seen: set[tuple[str, str]] = set()
     count: Counter[tuple[object, ...]] = Counter()
     launch = JITFunction.run
 
     def build(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        # What may happen ahead of the wait depends on these, and where the parts of a tile lie; or they are operands.
+        # The code before the wait depends on these, and so does the layout of a tile. Some are operands.
         variant = (bool(kwargs.get("TAIL")), kwargs.get("BD"), kwargs.get("GATED"), kwargs.get("LEFT"))
         variant += ("KEYS" in kwargs and kwargs["AHEAD"], bool(kwargs.get("ROWS")), kwargs.get("ONE"))
         variant += (bool(kwargs.get("E")), bool(kwargs.get("SHARED")), bool(kwargs.get("HAS_COUNTS")))
