@@ -23,12 +23,14 @@ PLAIN = ("embed_tokens", "lm_head", "gate", "shared_expert_gate", "in_proj_ba", 
 class Layout:
     """A layout: `quantise` returns the stored tensors (by suffix, for a module) and the values of a matrix.
 
-    `config` is the quantization_config, `listed` its key for the modules that are not quantised.
+    `config` is the quantization_config, `listed` its key for the modules that are not quantised. The number of columns
+    of a quantised matrix is a multiple of `columns`.
     """
 
     quantise: Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
     config: Mapping[str, Any]
     listed: str
+    columns: int = 8
 
 
 def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -167,6 +169,7 @@ def _compressed(kind: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True})
+TILED = ("fp8-128", "ct-int4-g32", "awq-g64")
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "fp8": Layout(
@@ -191,10 +194,28 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             _compressed("pack-quantized", {**_INT4, "group_size": 8, "symmetric": False}),
             "ignore",
         ),
+        # Sizes of blocks that a GPU's products read from codes.
+        "fp8-128": Layout(
+            fp8_blocks(128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "modules_to_not_convert"
+        ),
+        "ct-int4-g32": Layout(int4_words(32), _compressed("pack-quantized", {**_INT4, "group_size": 32}), "ignore", 32),
+        "awq-g64": Layout(
+            awq(64),
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+            "modules_to_not_convert",
+            64,
+        ),
         "gptq": Layout(gptq(8), {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}, "dynamic"),
         "gptq-v2": Layout(
             gptq(8, v2=True, permuted=True),
-            {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 8,
+                "desc_act": True,
+                "sym": False,
+                "checkpoint_format": "gptq_v2",
+            },
             "dynamic",
         ),
         "awq": Layout(
@@ -220,7 +241,7 @@ def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN)
     for key, value in sorted(load_file(path).items()):
         module = key.removesuffix(".weight")
         # Sizes of the small models that int4 words cannot hold stay plain, as other exporters leave them too.
-        whole = value.dim() == 2 and not (min(value.shape) % 8 or value.shape[1] % 8 or value.shape[0] % 8)
+        whole = value.dim() == 2 and not (value.shape[0] % 8 or value.shape[1] % found.columns)
         if not whole or module.rpartition(".")[2].endswith(excluded) or not key.endswith(".weight"):
             plain[key] = stored[key] = value
             if value.dim() == 2:

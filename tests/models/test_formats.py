@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, make_checkpoint
-from tests.quantised import LAYOUTS, PLAIN, make_pair, quantise
+from tests.quantised import LAYOUTS, PLAIN, TILED, make_pair, quantise
 from tests.rank import Rank
 
+from moeyard_kernels import ops
 from moeyard_kernels.cpu.backend import CpuBackend
-from moeyard_kernels.types.matrix import Matrix, blob_views
-from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, plain_expert
+from moeyard_kernels.cuda.experts import CudaExpertSlots
+from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views, dequantize, tile_
+from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, fp8_tiles, int4_tiles, plain_expert
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
+from moeyard_worker.checkpoint.quantizing import quantize as quantize_values
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
 from moeyard_worker.models.families import load_model_config, parse_model_config
-from moeyard_worker.models.shapes import SHAPES
+from moeyard_worker.models.shapes import SHAPES, shape_model
 from moeyard_worker.protocol import SamplingParams
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "mixtral", "olmoe", "deepseek_v2")
@@ -51,13 +55,93 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TILED])
 def test_weights_equal_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
     quantised, plain = make_pair(partial(make, family), tmp_path, layout)
     found, wanted = loaded(quantised), loaded(plain)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("layout", TILED)
+def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path: Path) -> None:
+    """Experts whose codes stay in memory: their bytes are those of the form, and their values the same."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128}
+    quantised, plain = make_pair(
+        partial(make_checkpoint, family="qwen3_moe", dtype=torch.bfloat16, **sizes), tmp_path, layout
+    )
+    found = []
+    for directory, packed in ((quantised, True), (plain, False)):
+        model = load_model_config(directory)
+        if packed:
+            model = replace(model, weights=replace(model.weights, packed=True))
+        form = model.expert_form("bfloat16")
+        assert form.gate_up.tiled == form.down.tiled == packed
+        checkpoint = open_checkpoint(directory, model)
+        weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
+        views = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
+        weights.fill(1, 5, views)
+        found.append((dequantize(views.gate_up), dequantize(views.down)))
+        found.append((torch.cat([dequantize(views.gate), dequantize(views.up)]), dequantize(views.down)))
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """`ReceivedRows` of one rank."""
+
+    rows: torch.Tensor
+    experts: torch.Tensor
+    prompt: torch.Tensor | None = None
+    deferred_choice: None = None
+    result_window: None = None
+    num_owners: int = 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_of_a_gpu_read_tiles(packed: bool, tmp_path: Path) -> None:
+    """The slots of a GPU's experts and the references of its products, on a CPU."""
+    form = shape_model("Qwen3-30B-A3B", 1, "int4-g32").expert_form("bfloat16")
+    form = replace(form, gate_up=int4_tiles(32, scales="bfloat16", zeros=False), down=fp8_tiles(128, 128))
+    form = replace(form, hidden=256, intermediate=128)
+    plain = plain_expert(hidden=256, intermediate=128, dtype="bfloat16")
+    slots = CudaExpertSlots(num_slots=3, form=form if packed else plain, device=torch.device("cpu"))
+    values = torch.randn(3, 3, 256 * 128, generator=torch.Generator().manual_seed(0)) / 16
+    for slot in range(3):
+        slots.write(slot, lambda views, slot=slot: fill_views(views, values[slot], form))
+    rows, ids = torch.randn(5, 256).bfloat16(), torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1], [2, 0]])
+    run = slots.begin(Received(rows=rows, experts=ids), num_experts=3)
+    run.compute(slots.slot_table([0, 1, 2]))
+    wanted = torch.stack(
+        [expert(rows[t], values[e], form) if e >= 0 else rows[t] * 0 for t in range(5) for e in ids[t]]
+    )
+    here = ids.flatten() >= 0
+    assert torch.equal(run.result().view(10, 256)[here], wanted[here])
+
+
+def quantised_values(values: torch.Tensor, form: ExpertForm) -> list[Matrix]:
+    gate, up, down = values
+    return [
+        quantize_values(gate.view(128, 256), form.gate_up),
+        quantize_values(up.view(128, 256), form.gate_up),
+        quantize_values(down.view(256, 128), form.down),
+    ]
+
+
+def fill_views(views: ExpertViews, values: torch.Tensor, form: ExpertForm) -> None:
+    for target, matrix in zip((views.gate, views.up, views.down), quantised_values(values, form), strict=True):
+        if target.form.tiled:
+            tile_(target, matrix)
+        else:
+            target.data.copy_(dequantize(matrix))
+
+
+def expert(row: torch.Tensor, values: torch.Tensor, form: ExpertForm) -> torch.Tensor:
+    gate, up, down = (dequantize(matrix) for matrix in quantised_values(values, form))
+    both = ops.linear.reference(row[None], torch.cat([gate, up]))
+    return ops.linear.reference(ops.silu_mul.reference(both), down)[0]
 
 
 def answers(directory: Path, **options: Any) -> Any:
@@ -126,7 +210,7 @@ def test_float_values_in_place_of_codes_are_refused(qwen: Path) -> None:
         check(qwen)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TILED])
 def test_codes_of_an_excluded_module_are_refused(layout: str, qwen: Path) -> None:
     quantise(qwen, layout)
     name = EXPERT if LAYOUTS[layout].listed != "dynamic" else {f"-:.*{EXPERT}": {}}

@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
     engine.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (or --shape)")
     add_options(engine, ServeConfig, only=("revision",))
-    shared = ("shape", "num_layers", "dtype", "enforce_eager", "expert_policy")
+    shared = ("shape", "num_layers", "quantization", "weights", "dtype", "enforce_eager", "expert_policy")
     add_options(engine, EngineConfig, only=shared, choices={"shape": tuple(SHAPES)})
     add_options(engine, EngineBenchConfig)
     engine.set_defaults(run=Late("moeyard.clients.bench.engine", "bench_engine", on_cpu=True))

@@ -1,6 +1,7 @@
 """Routed experts on a GPU: slots as two tensors; the host decides nothing."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,19 +13,21 @@ from moeyard_kernels.types.weight_form import ExpertForm
 
 
 class CudaExpertSlots:
-    """S slots: the matrices gate_up [S, 2I, H] (gate rows first) and down [S, H, I], as `ops.grouped_gemm` reads them.
+    """S slots: the matrices gate_up [S, 2I, H] (gate rows first) and down [S, H, I], plain or tiled.
 
     `regions` are their bytes, uint8 [S, bytes of gate_up] and [S, bytes of down], into which experts are copied.
     """
 
     def __init__(self, *, num_slots: int, form: ExpertForm, device: torch.device) -> None:
-        if not form.gate_up.name == form.down.name == "plain":
-            raise ValueError(f"a GPU has no products of {form.gate_up.name} and {form.down.name} experts")
+        forms = {form.gate_up.name, form.down.name}
+        self.tiled = form.gate_up.tiled and form.down.tiled
+        if not self.tiled and forms != {"plain"}:
+            raise ValueError(f"a GPU has no products of {' and '.join(sorted(forms))} experts")
         self.num_slots, self.form, self.device = num_slots, form, device
         gate_up, down = (torch.empty(num_slots, size, dtype=torch.uint8, device=device) for size in form.region_bytes)
         self.regions = gate_up, down
         found = expert_views(form, gate_up, down)
-        self.gate_up, self.down = found.gate_up.data, found.down.data
+        self.gate_up, self.down = found.gate_up, found.down
 
     def write(self, slot: int, fill: Fill) -> None:
         fill(expert_views(self.form, *(region[slot] for region in self.regions)))
@@ -73,7 +76,11 @@ class CudaExpertRun:
             return
         slots, received, layout = self._slots, self._received, self._layout(slot_of_expert)
         top_k, window = self.experts.shape[1], received.result_window
-        ops.grouped_gemm(received.rows, slots.gate_up, slots.down, layout, top_k=top_k, out=self._out, home=window)
+        given: Any = {"top_k": top_k, "out": self._out, "home": window}
+        if slots.tiled:
+            ops.grouped_gemm_packed(received.rows, slots.gate_up, slots.down, layout, **given)
+        else:
+            ops.grouped_gemm(received.rows, slots.gate_up.data, slots.down.data, layout, **given)
 
     def _layout(self, slot_of_expert: torch.Tensor) -> ExpertLayout | ExpertPairs:
         num_slots, choice, num_owners = self._slots.num_slots, self._received.deferred_choice, self._received.num_owners

@@ -67,7 +67,7 @@ class CudaResidency:
         self._host = HostExperts(num_experts=num_layers * num_experts, form=slots.form, device=device, shared=shared)
         self.lent = self._host.memory.lent
         # The kernels copy words of 2 or 4 bytes.
-        word = torch.int32 if slots.gate_up.itemsize == 4 else torch.int16
+        word = torch.int32 if slots.gate_up.data.itemsize == 4 else torch.int16
         self._blobs = self._host.blobs.view(word)
         self._words = [region.view(word).unsqueeze(1) for region in slots.regions]
         self._state = start_residency(

@@ -187,14 +187,14 @@ def _expert_kernel(
     )  # fmt: skip
 
 
-def _num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
+def num_blocks(layout: ExpertLayout | ExpertPairs) -> int:
     """Return the capacity in blocks."""
     return layout.num_pairs if isinstance(layout, ExpertPairs) else layout.slot_of_block.shape[0]
 
 
 def num_rows(layout: ExpertLayout | ExpertPairs) -> int:
     """Return the rows of h: whole blocks."""
-    return _num_blocks(layout) * layout.block_rows
+    return num_blocks(layout) * layout.block_rows
 
 
 def _launch(
@@ -234,7 +234,7 @@ def _launch(
     options: dict[str, Any] = result_arguments(out, home) | config.options | dict(dependent(w))
     if top_k:
         options["TOP_K"] = top_k
-    grid = (_num_blocks(layout) * triton.cdiv(num_out, config.BN),)
+    grid = (num_blocks(layout) * triton.cdiv(num_out, config.BN),)
     _expert_kernel[grid](
         a,
         w,
@@ -320,8 +320,8 @@ def grouped_gemm(
             launch.check_indices(OP, low=-1, high=slots.shape[0], topk_ids=ids)
         launch.check_indices(OP, low=-1, high=layout.num_slots, slot_of_expert=slots)
     hidden, inner = x.shape[1], down.shape[2]
-    if _num_blocks(layout) * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
-        raise ValueError(f"{OP}: {_num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
+    if num_blocks(layout) * triton.cdiv(max(hidden, inner), 16) > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: {num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
     if home is not None:
         stored = out = home.views(home.rank).home.flatten(0, 1)
     else:

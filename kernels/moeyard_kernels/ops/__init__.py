@@ -33,6 +33,7 @@ from moeyard_kernels.ops.expert_cache import cache_access, fetch_experts, gather
 from moeyard_kernels.ops.experts import (
     expert_layout,
     grouped_gemm,
+    grouped_gemm_packed,
     moe_reduce_add_norm,
     moe_weighted_reduce,
     topk_gate,

@@ -1,7 +1,7 @@
 """The routed experts: the choice, the products of the chosen experts, and the weighted sum of their results."""
 
-from dataclasses import asdict
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,7 @@ from moeyard_kernels.ops.op import op
 from moeyard_kernels.ops.projections import linear
 from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, max_blocks
 from moeyard_kernels.types.gate import SharedRow, TokenChoice
+from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.peer_window import POISONED, PeerWindow
 
 # The sigmoid of a contiguous tensor takes a scalar path for values that do not fill two vector registers.
@@ -299,6 +300,57 @@ def grouped_gemm(
     pairs = rows[:num_blocks].flatten()
     _put_home(out, pairs[pairs >= 0].long(), home)
     return home.views(home.rank).home.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Values of the matrices of a stack, made when one is read."""
+
+    stack: Matrix
+
+    def __getitem__(self, slot: int) -> torch.Tensor:
+        return dequantize(self.stack[slot])
+
+
+def _check_packed(
+    op: str, x: torch.Tensor, gate_up: Matrix, down: Matrix, layout: ExpertLayout | ExpertPairs, top_k: int
+) -> None:
+    """Raise ValueError for matrices that are not tiled or do not fit."""
+    inner = down.shape[-1]
+    wanted = ((layout.num_slots, 2 * inner, x.shape[1]), (layout.num_slots, x.shape[1], inner))
+    if (gate_up.shape, down.shape) != wanted or not (gate_up.form.tiled and down.form.tiled):
+        shapes = f"gate_up {gate_up.form.name} {gate_up.shape}, down {down.form.name} {down.shape}"
+        raise ValueError(f"{op}: {shapes}, expected tiled {wanted[0]} and {wanted[1]}")
+    if x.dtype != torch.bfloat16 or gate_up.data.device != x.device or down.data.device != x.device:
+        raise ValueError(f"{op}: x {show(x)} on {x.device} for weights on {gate_up.data.device}, {down.data.device}")
+
+
+@op(
+    "experts.grouped_packed",
+    "top_k >= 1 and layout.num_pairs == T * top_k",
+    _check_layout,
+    _check_home,
+    _check_packed,
+    x="float [T, H] rows",
+    out="x [T * top_k, H]?",
+)
+def grouped_gemm_packed(
+    x: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
+) -> torch.Tensor:
+    """`grouped_gemm` over the values of tiled stacks gate_up [S, 2 I, H] and down [S, H, I], bit for bit.
+
+    x is bf16. The values are those of `dequantize`. On a GPU they are made in registers, which needs Hopper.
+    """
+    first: Any = _Values(gate_up)
+    second: Any = _Values(down)
+    return grouped_gemm.reference(x, first, second, layout, top_k=top_k, out=out, home=home)
 
 
 def _put_home(out: torch.Tensor, pairs: torch.Tensor, window: PeerWindow) -> None:

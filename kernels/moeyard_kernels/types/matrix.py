@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeyard_kernels.types.weight_form import ExpertForm, Region, WeightForm, plain_form
+from moeyard_kernels.types.weight_form import TILE, ExpertForm, FormPart, Region, WeightForm, plain_form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,11 @@ class Matrix:
     def empty(form: WeightForm, rows: int, columns: int, device: torch.device) -> "Matrix":
         """Allocate a matrix [rows, columns]."""
         arrays = [
-            torch.empty(part.shape(rows, columns), dtype=getattr(torch, part.dtype), device=device)
+            torch.empty(
+                part.tiled_shape(1, rows, columns) if form.tiled else part.shape(rows, columns),
+                dtype=getattr(torch, part.dtype),
+                device=device,
+            )
             for part in form.parts
         ]
         return Matrix(form, (rows, columns), tuple(arrays))
@@ -43,14 +47,52 @@ class Matrix:
         """Second part of a form with scales."""
         return self.arrays[1]
 
+    def __getitem__(self, index: int) -> "Matrix":
+        """Return one matrix of a stack [S, N, K]."""
+        return Matrix(self.form, self.shape[1:], tuple(array[index] for array in self.arrays))
+
     def rows(self, begin: int, count: int) -> "Matrix":
         """Return a view of rows [begin, begin + count). Row `begin` must be the first of a block in every part."""
         arrays = []
         for part, array in zip(self.form.parts, self.arrays, strict=True):
             block = part.rows or self.shape[0]
             assert begin % block == 0, f"row {begin} lies inside a block of {block} rows of {part.name}"
-            arrays.append(array[begin // block : -(-(begin + count) // block)])
+            blocks = slice(begin // block, -(-(begin + count) // block))
+            arrays.append(array[:, :, blocks] if self.form.tiled else array[blocks])
         return Matrix(self.form, (count, *self.shape[1:]), tuple(arrays))
+
+
+def tile_(out: Matrix, matrix: Matrix) -> None:
+    """Write a matrix of an untiled form into `out`, one matrix in the tiled form of the same codes and blocks."""
+    assert out.form.tiled and not matrix.form.tiled and out.form.name == matrix.form.name  # noqa: PT018
+    codes = matrix.data
+    if matrix.form.name == "fp8":
+        pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
+        words = pairs.transpose(2, 3).contiguous()
+    else:
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+        nibbles = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(1).unflatten(1, (-1, 4, TILE))
+        words = (nibbles << torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device)[:, None]).sum(2)
+        words = words.to(torch.int16)
+    out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
+    for target, source in zip(out.arrays[1:], matrix.arrays[1:], strict=True):
+        target.copy_(source.T.unsqueeze(1))
+
+
+def untile(matrix: Matrix) -> Matrix:
+    """Return one tiled matrix in the untiled form of the same codes and blocks."""
+    words = matrix.data.squeeze(1).transpose(0, 1)  # [N, tiles, 32]
+    parts = matrix.form.parts
+    if matrix.form.name == "fp8":
+        pairs = words.unflatten(-1, (TILE // 2, 2)).transpose(2, 3).reshape(matrix.shape[0], -1)
+        data, part = pairs.view(torch.float8_e4m3fn), FormPart("codes", "float8_e4m3fn")
+    else:
+        shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)[:, None]
+        nibbles = ((words.to(torch.int32).unsqueeze(2) >> shifts) & 15).reshape(matrix.shape[0], -1, 8)
+        data = (nibbles << torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)).sum(-1).to(torch.int32)
+        part = FormPart("codes", "int32", 1, 8)
+    others = [array.squeeze(1).T.contiguous() for array in matrix.arrays[1:]]
+    return Matrix(WeightForm(matrix.form.name, (part, *parts[1:])), matrix.shape, (data, *others))
 
 
 def dequantize(matrix: Matrix) -> torch.Tensor:
@@ -61,6 +103,12 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
     """
     if matrix.form.name == "plain":
         return matrix.data
+    if matrix.form.tiled:
+        if (count := matrix.data.shape[1]) > 1:
+            shape = (matrix.shape[0] // count, matrix.shape[1])
+            parts = zip(*(array.split(1, 1) for array in matrix.arrays), strict=True)
+            return torch.cat([dequantize(Matrix(matrix.form, shape, arrays)) for arrays in parts])
+        matrix = untile(matrix)
     if matrix.form.name == "fp8":
         codes = matrix.data.float()
     else:
@@ -98,7 +146,9 @@ class ExpertViews:
 
     def _half(self, half: int) -> Matrix:
         both = self.gate_up
-        return Matrix(both.form, (both.shape[0] // 2, both.shape[1]), tuple(a.chunk(2)[half] for a in both.arrays))
+        dim = 1 if both.form.tiled else 0
+        arrays = tuple(a.chunk(2, dim)[half] for a in both.arrays)
+        return Matrix(both.form, (both.shape[0] // 2, both.shape[1]), arrays)
 
     def copy_(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
         """Copy plain matrices into the views of a plain expert."""

@@ -34,6 +34,13 @@ class FormPart:
         """Return the shape of the array of a matrix [rows, columns]."""
         return _blocks(rows, self.rows), _blocks(columns, self.columns)
 
+    def tiled_shape(self, count: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the shape of the array of `count` matrices in tiles: see `WeightForm`."""
+        num_rows, num_columns = self.shape(rows, columns)
+        if self.name == "codes":
+            return num_columns // TILE, count, num_rows, TILE
+        return num_columns, count, num_rows
+
     def num_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of the array of a matrix [rows, columns]."""
         return math.prod(self.shape(rows, columns)) * _ELEMENT_BYTES[self.dtype]
@@ -43,12 +50,29 @@ def _blocks(count: int, block: int | None) -> int:
     return -(-count // (block or max(count, 1)))
 
 
+# int16 words of a row in a tile.
+TILE = 32
+
+
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """Byte layout of a matrix [N, K]: one array per part. The first part holds the values or their codes."""
+    """Byte layout of a matrix [N, K]: one array per part. The first part holds the values or their codes.
+
+    tiled: the layout of a GPU's products. The codes are int16 words [tiles, matrices, N, 32], and the other arrays are
+    [column blocks, matrices, row blocks]. A tile of a row has 32 words, and slices of 32 neighbouring columns. Word i
+    of int4 codes holds code i of all 4 slices, the first in the lowest bits. Words 2 i and 2 i + 1 of fp8 codes hold
+    codes 2 i and 2 i + 1 of the first and of the second slice. So two neighbouring words give two neighbouring values
+    of each slice, and products add in the order of K.
+    """
 
     name: str
     parts: tuple[FormPart, ...]
+    tiled: bool = False
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a tile of codes."""
+        return TILE * (self.parts[0].columns or 1)
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of all arrays of a matrix [rows, columns]."""
@@ -60,7 +84,7 @@ def plain_form(dtype: str) -> WeightForm:
     return WeightForm("plain", (FormPart("data", dtype),))
 
 
-def fp8_form(rows: int, columns: int | None) -> WeightForm:
+def fp8_form(rows: int | None, columns: int | None) -> WeightForm:
     """Return the form of e4m3 codes with an fp32 scale per block of `rows` x `columns`: w = bf16(code * scale)."""
     return WeightForm("fp8", (FormPart("codes", "float8_e4m3fn"), FormPart("scales", "float32", rows, columns)))
 
@@ -75,12 +99,23 @@ def int4_form(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
     return WeightForm("int4", (*parts, FormPart("zeros", "uint8", 1, group)) if zeros else parts)
 
 
+def fp8_tiles(rows: int | None, columns: int | None) -> WeightForm:
+    """Return the tiled form of `fp8_form`. K is a multiple of 64."""
+    return WeightForm("fp8", (FormPart("codes", "int16", 1, 2), FormPart("scales", "float32", rows, columns)), True)
+
+
+def int4_tiles(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
+    """Return the tiled form of `int4_form`. K is a multiple of 128."""
+    parts = (FormPart("codes", "int16", 1, 4), *int4_form(group, scales=scales, zeros=zeros).parts[1:])
+    return WeightForm("int4", parts, True)
+
+
 @dataclass(frozen=True, slots=True)
 class PartPlace:
     """Location of one array of `shape`: bytes [begin, begin + num_bytes) of a region."""
 
     part: FormPart
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     begin: int
     num_bytes: int
 
@@ -99,9 +134,12 @@ class Region:
         found, end = [], 0
         for part in self.form.parts:
             blocks, width = part.shape(self.rows, self.columns)
+            shape: tuple[int, ...] = (self.count * blocks, width)
+            if self.form.tiled:
+                shape = part.tiled_shape(self.count, self.rows, self.columns)
             begin = end + -end % _ALIGNED
             size = self.count * part.num_bytes(self.rows, self.columns)
-            found.append(PartPlace(part, (self.count * blocks, width), begin, size))
+            found.append(PartPlace(part, shape, begin, size))
             end = begin + size
         return tuple(found)
 

@@ -1,14 +1,14 @@
 """Read stored tensors into matrices: copy plain values, and bring quantised ones from the layout of their exporter.
 
-The layouts are described in `formats/`. All of them become one of the forms `fp8_form` and `int4_form`, whose rounding
-`dequantize` defines.
+The layouts are described in `formats/`. All of them become `fp8_form` or `int4_form`, whose rounding `dequantize`
+defines. A matrix in memory then holds those codes in tiles, or their bfloat16 values.
 """
 
 from typing import Protocol
 
 import torch
 
-from moeyard_kernels.types.matrix import Matrix, dequantize
+from moeyard_kernels.types.matrix import Matrix, dequantize, tile_
 from moeyard_kernels.types.weight_form import fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -17,6 +17,7 @@ from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.weights import Part, num_elements
 
+_NIBBLES = tuple(range(0, 32, 4))
 # The bits at which AWQ stores row i of 8 rows.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
@@ -40,37 +41,56 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
     device = out.data.device
     match scheme:
         case Fp8Scheme():
-            values = _fp8(part, scheme, read, device)
+            found = _fp8(part, scheme, read, device)
         case PackedInt4Scheme():
-            values = _packed_int4(part, scheme, read, device)
+            found = _packed_int4(part, scheme, read, device)
         case GptqScheme():
-            values = _gptq(part, scheme, read, device)
+            found = _gptq(part, scheme, read, device)
         case AwqScheme():
-            values = _awq(part, scheme, read, device)
+            found = _awq(part, scheme, read, device)
         case _:
             # `part.begin` counts rows of the stored tensor, and `read` counts elements.
             read(part.key, out.data, part.begin * num_elements(part.shape[1:]))
+            if part.regroup is not None:
+                out.data.copy_(_regroup(out.data, part))
             return
-    out.data.copy_(values)
+    store(out, found, part)
 
 
-def _fp8(part: Part, scheme: Fp8Scheme, read: Read, device: torch.device) -> torch.Tensor:
+def store(out: Matrix, found: Matrix, part: Part) -> None:
+    """Write a matrix of codes into `out`, in tiles or as values with the rows in the order of `part`."""
+    if not out.form.tiled:
+        out.data.copy_(_regroup(dequantize(found), part))
+        return
+    assert part.regroup is None, "rows of experts are stored in order"
+    tile_(out, found)
+
+
+def _regroup(rows: torch.Tensor, part: Part) -> torch.Tensor:
+    """Reorder rows that are stored group by group, as `Part.regroup` describes."""
+    if part.regroup is None:
+        return rows
+    groups, pieces = part.regroup
+    stored = rows.unflatten(0, (groups, -1))
+    return torch.cat([stored[:, begin:end].flatten(0, 1) for begin, end in pieces])
+
+
+def _fp8(part: Part, scheme: Fp8Scheme, read: Read, device: torch.device) -> Matrix:
     rows, columns = part.shape
-    form = fp8_form(scheme.rows or rows, scheme.columns)
-    matrix = Matrix.empty(form, rows, columns, device)
+    matrix = Matrix.empty(fp8_form(scheme.rows or rows, scheme.columns), rows, columns, device)
     codes, scales = matrix.arrays
     read(part.key, codes, part.begin * columns)
     key = scheme.marker(part.key)
     # All matrices of one tensor begin at a block.
     read(key, scales, part.begin // (scheme.rows or rows) * scales.shape[1])
     _check_scales(key, scales)
-    return dequantize(matrix)
+    return matrix
 
 
-def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch.device) -> torch.Tensor:
+def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch.device) -> Matrix:
     (rows, columns), at = part.shape, part.key.removesuffix(".weight")
-    form = int4_form(scheme.group, scales="float32", zeros=scheme.zeros)
-    matrix = Matrix.empty(form, rows, columns, device)
+    scales = "bfloat16" if scheme.scales == "bfloat16" else "float32"
+    matrix = Matrix.empty(int4_form(scheme.group, scales=scales, zeros=scheme.zeros), rows, columns, device)
     shape = torch.empty(2, dtype=torch.int64)
     read(f"{at}.weight_shape", shape)
     if shape.tolist() != [rows, columns]:
@@ -81,40 +101,48 @@ def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
         read(f"{at}.weight_zero_point", zeros)
-        matrix.arrays[2].copy_(_unpacked(zeros, range(0, 32, 4), 0)[:rows])
-    return dequantize(matrix)
+        matrix.arrays[2].copy_(_unpacked(zeros, _NIBBLES, 0)[:rows])
+    return matrix
 
 
-def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> torch.Tensor:
+def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> Matrix:
     (rows, columns), at = part.shape, part.key.removesuffix(".weight")
+    group = scheme.group or columns
     words = torch.empty(columns // 8, rows, dtype=torch.int32, device=device)
     index = torch.empty(columns, dtype=torch.int64, device=device)
     read(f"{at}.qweight", words)
     read(f"{at}.g_idx", index)
-    zeros, scales = _zeros_and_scales(at, rows, columns // (scheme.group or columns), range(0, 32, 4), read, device)
+    zeros, scales = _zeros_and_scales(at, rows, columns // group, _NIBBLES, read, device)
     if bool((index < 0).any()) or bool((index >= len(scales)).any()):
         raise CheckpointError(f"{at}.g_idx names a group that does not exist: there are {len(scales)}")
-    if scheme.ordered and not torch.equal(index, torch.arange(columns, device=device) // (scheme.group or columns)):
+    if scheme.ordered and not torch.equal(index, torch.arange(columns, device=device) // group):
         raise CheckpointError(f"{at}.g_idx permutes the columns, but config.json says desc_act: false")
     if scheme.zero_less_one:
         # A word of 15 stands for 16, as the kernels of GPTQ computed it.
         zeros += 1
-    codes = _unpacked(words, range(0, 32, 4), 0)
-    return (codes.float() - zeros[index]).mul_(scales[index]).bfloat16().T
+    if not scheme.ordered:
+        codes = _unpacked(words, _NIBBLES, 0).float()
+        return Matrix.plain((codes - zeros[index]).mul_(scales[index]).bfloat16().T)
+    form = int4_form(scheme.group, scales="float32", zeros=not scheme.symmetric)
+    if scheme.symmetric and bool((zeros != 8).any()):
+        raise CheckpointError(f"{at}.qzeros holds zero points other than 8, but config.json says sym: true")
+    arrays = (words.T.contiguous(), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous())
+    return Matrix(form, (rows, columns), arrays[: len(form.parts)])
 
 
-def _awq(part: Part, scheme: AwqScheme, read: Read, device: torch.device) -> torch.Tensor:
+def _awq(part: Part, scheme: AwqScheme, read: Read, device: torch.device) -> Matrix:
     (rows, columns), at = part.shape, part.key.removesuffix(".weight")
-    words = torch.empty(columns, rows // 8, dtype=torch.int32, device=device)
-    read(f"{at}.qweight", words)
-    group = scheme.group or columns
-    zeros, scales = _zeros_and_scales(at, rows, columns // group, _AWQ_SHIFTS, read, device)
-    codes = _unpacked(words, _AWQ_SHIFTS, 1).float().unflatten(0, (-1, group))
-    return (codes - zeros.unsqueeze(1)).mul_(scales.unsqueeze(1)).bfloat16().flatten(0, 1).T
+    stored = torch.empty(columns, rows // 8, dtype=torch.int32, device=device)
+    read(f"{at}.qweight", stored)
+    zeros, scales = _zeros_and_scales(at, rows, columns // (scheme.group or columns), _AWQ_SHIFTS, read, device)
+    codes = _unpacked(stored, _AWQ_SHIFTS, 1).T.to(torch.int32).unflatten(1, (-1, 8))
+    words = (codes << torch.tensor(_NIBBLES, dtype=torch.int32, device=device)).sum(2, dtype=torch.int32)
+    form = int4_form(scheme.group, scales="float32", zeros=True)
+    return Matrix(form, (rows, columns), (words, scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous()))
 
 
 def _zeros_and_scales(
-    at: str, rows: int, groups: int, shifts: range | tuple[int, ...], read: Read, device: torch.device
+    at: str, rows: int, groups: int, shifts: tuple[int, ...], read: Read, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return zero points and scales, fp32 [groups, rows]."""
     words = torch.empty(groups, rows // 8, dtype=torch.int32, device=device)
@@ -125,9 +153,9 @@ def _zeros_and_scales(
     return _unpacked(words, shifts, 1).float(), scales
 
 
-def _unpacked(words: torch.Tensor, shifts: range | tuple[int, ...], dim: int) -> torch.Tensor:
+def _unpacked(words: torch.Tensor, shifts: tuple[int, ...], dim: int) -> torch.Tensor:
     """Return the 8 codes of each int32 word, uint8, along dimension `dim` of a matrix of words."""
-    of_words = torch.tensor(list(shifts), dtype=torch.int32, device=words.device)
+    of_words = torch.tensor(shifts, dtype=torch.int32, device=words.device)
     if dim == 0:
         return ((words.unsqueeze(1) >> of_words.unsqueeze(-1)) & 15).to(torch.uint8).flatten(0, 1)
     return ((words.unsqueeze(-1) >> of_words) & 15).to(torch.uint8).flatten(1)

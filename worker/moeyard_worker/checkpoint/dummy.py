@@ -16,7 +16,8 @@ from zlib import crc32
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_kernels.types.matrix import ExpertViews, Matrix
+from moeyard_kernels.types.matrix import ExpertViews, Matrix, tile_
+from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
 
@@ -69,7 +70,12 @@ class DummyWeights:
         hidden, width = self._spec.config.hidden_size, self._spec.config.moe_intermediate_size
         gate, up, down = self._draw(f"{layer}.{expert}", (3, width * hidden))
         down *= self._residual_scale / _SCALE
-        out.copy_(gate.view(width, hidden), up.view(width, hidden), down.view(hidden, width))
+        matrices = ((out.gate, gate, width), (out.up, up, width), (out.down, down, hidden))
+        for target, values, rows in matrices:
+            if target.form.tiled:
+                tile_(target, quantize(values.view(rows, -1), target.form))
+            else:
+                target.data.copy_(values.view(rows, -1))
 
     def _draw(self, key: str, shape: tuple[int, ...], scale: float = _SCALE) -> torch.Tensor:
         device = self._backend.device

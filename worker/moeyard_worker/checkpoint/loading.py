@@ -17,7 +17,7 @@ from moeyard_worker.checkpoint.decoding import fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
-from moeyard_worker.layers.weights import Part, Weight
+from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.model_config import ModelConfig
 
 
@@ -72,9 +72,7 @@ class CheckpointWeights:
             for array in out.arrays:
                 array.zero_()
         for part in weight.parts:
-            rows = out.rows(part.row, part.shape[0])
-            fill(rows, part, self._spec.scheme(part), self._read)
-            _regroup(rows, part)
+            fill(out.rows(part.row, part.shape[0]), part, self._spec.scheme(part), self._read)
         if weight.plus:
             out.data.add_(weight.plus)
         return self._backend.matrix(out) if weight.matrix else out.data.view(weight.shape)
@@ -87,14 +85,3 @@ class CheckpointWeights:
         parts = self._spec.expert_parts(names, expert)
         for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
             fill(target, part, self._spec.scheme(part), self._reader.copy)
-
-
-def _regroup(rows: Matrix, part: Part) -> None:
-    """Reorder rows that are stored group by group, as `Part.regroup` describes."""
-    if part.regroup is None:
-        return
-    groups, pieces = part.regroup
-    for kind, array in zip(rows.form.parts, rows.arrays, strict=True):
-        assert kind.rows == 1, f"{kind.name} has blocks of {kind.rows} rows, which cannot be reordered"
-        stored = array.unflatten(0, (groups, -1)).clone()
-        array.copy_(torch.cat([stored[:, begin:end].flatten(0, 1) for begin, end in pieces]))

@@ -114,6 +114,14 @@ class EngineConfig:
     )
     shape: str | None = option(None, "one of {choices}", metavar="NAME")
     num_layers: int | None = option(None, "the shape's first N layers (default: all)", flag="--layers")
+    quantization: str | None = option(
+        None, "of the random weights of a shape: fp8, int4-g32 or int4-g128 (default: none)", metavar="FORM"
+    )
+    weights: str = option(
+        "auto",
+        "quantised weights: auto keeps their codes in GPU memory; bfloat16 converts them when they are loaded",
+        choices=("auto", "bfloat16"),
+    )
     num_workers: int = option(1, "expert-parallel ranks, one Ray actor each", flag="--workers", group="workers")
     device: str = option(
         "cpu",
@@ -284,6 +292,8 @@ def _require_source(config: EngineConfig) -> None:
         raise ValueError(f"a shape ({config.shape}) has no checkpoint to read: it goes with load_format dummy")
     if config.num_layers is not None and config.shape is None:
         raise ValueError(f"num_layers {config.num_layers} cuts a shape, and none is given")
+    if config.quantization is not None and config.shape is None:
+        raise ValueError(f"quantization {config.quantization} is that of a shape, and none is given")
 
 
 def _require_speculation(config: EngineConfig) -> None:

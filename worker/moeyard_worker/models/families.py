@@ -105,6 +105,10 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
         num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
     _check(config, model)
+    if isinstance(weights, QuantizedFormat):
+        at = family.names.layer.format(i=model.moe_layers[-1]) + family.names.moe[0]
+        gate, up, down = (f"{at}experts.0.{name}" for name in family.names.expert)
+        model = replace(model, weights=replace(weights, experts=(gate, up, down)))
     for fields in (config, stop):
         _check_ids(fields, model.vocab_size)
     return model

@@ -6,10 +6,12 @@ is the bundled model (deploy/demo).
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.models.families import load_model_config, parse_model_config
@@ -20,8 +22,32 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def shape_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Return the config.json of a named architecture with its first `num_layers`.
+# Quantisation settings as published checkpoints have them: fp8 of DeepSeek-V3, int4 of the experts of Kimi-K2.5.
+_INT4 = MappingProxyType({"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"})
+_IGNORED = (
+    *("lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*"),
+    r"re:.*layers\.[0-9]*\.mlp\.[a-z_]*$",
+)
+QUANTIZATIONS = ("fp8", "int4-g32", "int4-g128")
+
+
+def quantization_config(name: str) -> dict[str, Any]:
+    """Return the quantisation settings of one of `QUANTIZATIONS`. Raises ValueError for another name."""
+    if name not in QUANTIZATIONS:
+        raise ValueError(f"quantization {name!r} is not one of {', '.join(QUANTIZATIONS)}")
+    if name == "fp8":
+        return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    weights = {**_INT4, "group_size": int(name.removeprefix("int4-g"))}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": list(_IGNORED),
+        "config_groups": {"experts": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def shape_config(name: str, num_layers: int | None = None, quantization: str | None = None) -> dict[str, Any]:
+    """Return the config.json of a named architecture with its first `num_layers`, quantised as `quantization` says.
 
     Raises ValueError for an unknown name or too many layers.
     """
@@ -34,13 +60,15 @@ def shape_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
         config["num_hidden_layers"] = num_layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:num_layers]
+    if quantization is not None:
+        config |= {"quantization_config": quantization_config(quantization), "dtype": "bfloat16"}
     return config
 
 
-def shape_model(name: str, num_layers: int | None = None) -> ModelConfig:
+def shape_model(name: str, num_layers: int | None = None, quantization: str | None = None) -> ModelConfig:
     """Return the model of a named architecture. Raises ValueError for another name or too many layers."""
     source = name if num_layers is None else f"{num_layers} layers of {name}"
-    return parse_model_config(Fields(source, shape_config(name, num_layers)), Fields(source, {}))
+    return parse_model_config(Fields(source, shape_config(name, num_layers, quantization)), Fields(source, {}))
 
 
 def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
@@ -57,12 +85,14 @@ def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
 def served_model(config: EngineConfig) -> ModelConfig:
     """Return the model that `config` serves, from a checkpoint or a shape. Raises ValueError with the reason."""
     if config.shape is not None:
-        model = shape_model(config.shape, config.num_layers)
+        model = shape_model(config.shape, config.num_layers, config.quantization)
     else:
         assert config.model_path is not None, "EngineConfig demands one of both"
         model = load_model_config(config.model_path, config.max_model_len)
     if model.has_slots:
         _check_slots(config, model)
+    if config.device != "cpu" and config.weights == "auto" and isinstance(model.weights, QuantizedFormat):
+        model = replace(model, weights=replace(model.weights, packed=True))
     if config.speculate is None:
         return model
     try:

@@ -262,6 +262,8 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         load_format="dummy" if args.shape is not None else "auto",
         shape=args.shape,
         num_layers=args.layers,
+        quantization=args.quantization,
+        weights=args.weights,
         device=args.device,
         dtype=args.dtype,
         page_size=page,

@@ -10,11 +10,12 @@ from moeyard_worker.checkpoint.formats.format import Format
 from moeyard_worker.checkpoint.formats.fp8 import parse_fp8
 from moeyard_worker.checkpoint.formats.gptq import parse_awq, parse_gptq
 from moeyard_worker.checkpoint.formats.plain import PlainFormat
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import Fields, read_json
 
 # By `quant_method`: makes the format from the quantisation settings in config.json.
-FORMATS: Mapping[str, Callable[[Fields], Format]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[Fields, str], QuantizedFormat]] = MappingProxyType(
     {"fp8": parse_fp8, "compressed-tensors": parse_compressed_tensors, "gptq": parse_gptq, "awq": parse_awq}
 )
 
@@ -59,7 +60,8 @@ def choose_format(config: Fields) -> Format:
         make = FORMATS.get(method) if isinstance(method, str) else None
         if make is None:
             raise config.error(key, _refusal(name))
-        return make(Fields(f"{config.file}: {key}", settings))
+        dtype = config.values.get("dtype") or config.values.get("torch_dtype")
+        return make(Fields(f"{config.file}: {key}", settings), str(dtype))
     return PlainFormat()
 
 

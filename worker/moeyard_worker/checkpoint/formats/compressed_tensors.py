@@ -8,8 +8,9 @@ ignored: activations are never quantised.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+from moeyard_kernels.types.weight_form import WeightForm, int4_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, blocks
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of
@@ -17,6 +18,7 @@ from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, Quantiz
 from moeyard_worker.config.fields import Fields, shown
 from moeyard_worker.layers.weights import Part
 
+_STORED = MappingProxyType({"bfloat16": "BF16", "float16": "F16", "float32": "F32"})
 _FORMATS = ("pack-quantized", "float-quantized")
 _MAX_GROUPS = 64
 
@@ -31,6 +33,8 @@ class PackedInt4Scheme:
 
     group: int | None
     zeros: bool = False
+    # The dtype of the model, in which exporters store scales.
+    scales: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     def marker(self, key: str) -> str:
         return key.removesuffix(".weight") + ".weight_packed"
@@ -38,17 +42,28 @@ class PackedInt4Scheme:
     def refusal(self, part: Part) -> str | None:
         return group_refusal(part, self.group)
 
+    def tiles(self, columns: int) -> WeightForm | None:
+        wide = "bfloat16" if self.scales == "bfloat16" else "float32"
+        return group_tiles(self.group, columns, scales=wide, zeros=self.zeros)
+
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at = part.shape, part.key.removesuffix(".weight")
         groups = blocks(columns, self.group)
         found = {
             f"{at}.weight_packed": StoredTensor((rows, columns // 8), ("I32",)),
-            f"{at}.weight_scale": StoredTensor((rows, groups), ("BF16", "F16", "F32")),
+            f"{at}.weight_scale": StoredTensor((rows, groups), (_STORED[self.scales],)),
             f"{at}.weight_shape": StoredTensor((2,), ("I64", "I32")),
         }
         if self.zeros:
             found[f"{at}.weight_zero_point"] = StoredTensor((blocks(rows, 8), groups), ("I32",))
         return found
+
+
+def group_tiles(group: int | None, columns: int, *, scales: str, zeros: bool) -> WeightForm | None:
+    """Return the tiled form of int4 codes in groups of columns, or None if their tiles would hold parts of groups."""
+    if columns % 128 or (group or 128) % 32 or ((group or 128) < 128 and 128 % (group or 128)):
+        return None
+    return None if (group or 0) > 128 and (group or 0) % 128 else int4_tiles(group, scales=scales, zeros=zeros)
 
 
 def group_refusal(part: Part, group: int | None) -> str | None:
@@ -72,7 +87,7 @@ class TargetGroup:
     scheme: QuantizedScheme
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedTensorsFormat(QuantizedFormat):
     """The method "compressed-tensors": the first group that names a module decides, exact names before classes."""
 
@@ -87,8 +102,8 @@ class CompressedTensorsFormat(QuantizedFormat):
         return None if named is None else named.scheme
 
 
-def parse_compressed_tensors(settings: Fields) -> CompressedTensorsFormat:
-    """Read the settings of compressed-tensors. Raises CheckpointError for a variant that is not supported."""
+def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsFormat:
+    """Read the settings of a model of `dtype`. Raises CheckpointError for a variant that is not supported."""
     found = settings.values.get("config_groups")
     if not isinstance(found, dict) or not 0 < len(found) <= _MAX_GROUPS:
         raise settings.error("config_groups", f"is {shown(found)}, expected one or more groups")
@@ -96,13 +111,16 @@ def parse_compressed_tensors(settings: Fields) -> CompressedTensorsFormat:
         value = settings.values.get(key)
         if value and not (isinstance(value, dict) and value.get("format") in (None, "dense")):
             raise settings.error(key, f"describes {kind}, which are not supported")
-    groups = tuple(_group(settings, name, value) for name, value in found.items())
+    groups = tuple(_group(settings, dtype, name, value) for name, value in found.items())
     return CompressedTensorsFormat(
-        settings.file, (".weight_packed", ".weight_scale"), module_names(settings, "ignore"), groups
+        file=settings.file,
+        markers=(".weight_packed", ".weight_scale"),
+        ignored=module_names(settings, "ignore"),
+        groups=groups,
     )
 
 
-def _group(settings: Fields, name: str, found: Any) -> TargetGroup:
+def _group(settings: Fields, dtype: str, name: str, found: Any) -> TargetGroup:
     group = Fields(f"{settings.file}: config_groups: {name:.80}", found if isinstance(found, dict) else {})
     targets = group.values.get("targets")
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
@@ -113,10 +131,10 @@ def _group(settings: Fields, name: str, found: Any) -> TargetGroup:
     if kind not in _FORMATS:
         raise group.error("format", f"{shown(kind)} is not supported (supported: {', '.join(_FORMATS)})")
     names = names_of(group, "targets", (each for each in targets if each != "Linear"))
-    return TargetGroup("Linear" in targets, names, _PARSE[kind](fields))
+    return TargetGroup("Linear" in targets, names, _PARSE[kind](fields, dtype))
 
 
-def _int4(weights: Fields) -> QuantizedScheme:
+def _int4(weights: Fields, dtype: str) -> QuantizedScheme:
     weights.require("num_bits", (4,), None)
     weights.require("type", ("int",), "int")
     weights.require("dynamic", (False,), False)
@@ -124,10 +142,11 @@ def _int4(weights: Fields) -> QuantizedScheme:
     weights.require("actorder", ("static", "weight", False), False)
     by_group = weights.require("strategy", ("group", "channel"), "group") == "group"
     group = weights.integer("group_size") if by_group else None
-    return PackedInt4Scheme(group, zeros=not weights.boolean("symmetric", True))
+    scales: Any = dtype if dtype in _STORED else "float32"
+    return PackedInt4Scheme(group, zeros=not weights.boolean("symmetric", True), scales=scales)
 
 
-def _fp8(weights: Fields) -> QuantizedScheme:
+def _fp8(weights: Fields, dtype: str) -> QuantizedScheme:
     weights.require("num_bits", (8,), None)
     weights.require("type", ("float",), None)
     weights.require("symmetric", (True,), True)

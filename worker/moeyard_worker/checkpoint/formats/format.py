@@ -1,7 +1,7 @@
 """The contract of a checkpoint format: which tensors it stores, and their form in memory. Pure.
 
-To add a format, write one file in this folder with its scheme and add a line to the table in `choose.py`. The conversion
-of its stored layout goes to `checkpoint/decoding.py`.
+To add a format, write one file in this folder with its scheme and add a line to the table in `choose.py`. The
+conversion of its stored layout goes to `checkpoint/decoding.py`.
 """
 
 from collections.abc import Container, Mapping

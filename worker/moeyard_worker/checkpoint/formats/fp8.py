@@ -7,6 +7,7 @@ called `weight_scale_inv`, but multiply. The last block of rows or columns may b
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
@@ -35,6 +36,11 @@ class Fp8Scheme:
             return None
         return f"its {part.shape[0]} rows are cut out of one tensor for all experts, through a block of scales"
 
+    def tiles(self, columns: int) -> WeightForm | None:
+        if columns % 64 or (self.columns or 64) % 64:
+            return None
+        return fp8_tiles(self.rows, self.columns)
+
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         shape = part.whole or part.shape
         grid = (*shape[:-2], blocks(shape[-2], self.rows), blocks(shape[-1], self.columns))
@@ -52,7 +58,7 @@ def blocks(count: int, block: int | None) -> int:
     return 1 if block is None else -(-count // block)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Format(QuantizedFormat):
     """The method "fp8": one scheme for all modules that are not excluded."""
 
@@ -63,7 +69,7 @@ class Fp8Format(QuantizedFormat):
         return None if module in self.excluded else self.one
 
 
-def parse_fp8(settings: Fields) -> Fp8Format:
+def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     """Read the settings of the method "fp8". Raises CheckpointError for a variant that is not supported."""
     settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.require("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -76,4 +82,5 @@ def parse_fp8(settings: Fields) -> Fp8Format:
         if len(size) != 2 or min(size) < 1:
             raise settings.error("weight_block_size", f"is {list(size)}, expected two positive sizes")
         one = Fp8Scheme(size[0], size[1], "_scale_inv")
-    return Fp8Format(settings.file, ("_scale_inv", ".weight_scale_inv", ".weight_scale"), excluded, one)
+    markers = ("_scale_inv", ".weight_scale_inv", ".weight_scale")
+    return Fp8Format(file=settings.file, markers=markers, excluded=excluded, one=one)

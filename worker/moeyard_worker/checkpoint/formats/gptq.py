@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal
+from moeyard_kernels.types.weight_form import WeightForm
+from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.fp8 import blocks
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of, pattern_of
@@ -25,18 +26,25 @@ _SCALES = ("F16", "BF16", "F32")
 class GptqScheme:
     """w = bf16(fp32(code - zero) * fp32(scale)). `zero_less_one`: a stored zero point is one less than the true one.
 
-    `g_idx` [K] names the group of each column. With `ordered` the groups are runs of `group` columns.
+    `g_idx` [K] names the group of each column. With `ordered` the groups are runs of `group` columns. `symmetric`:
+    every zero point is 8.
     """
 
     group: int | None
     zero_less_one: bool
     ordered: bool
+    symmetric: bool
 
     def marker(self, key: str) -> str:
         return key.removesuffix(".weight") + ".qweight"
 
     def refusal(self, part: Part) -> str | None:
         return _refusal(part, self.group)
+
+    def tiles(self, columns: int) -> WeightForm | None:
+        if not self.ordered:
+            return None
+        return group_tiles(self.group, columns, scales="float32", zeros=not self.symmetric)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)
@@ -60,6 +68,9 @@ class AwqScheme:
     def refusal(self, part: Part) -> str | None:
         return _refusal(part, self.group)
 
+    def tiles(self, columns: int) -> WeightForm | None:
+        return group_tiles(self.group, columns, scales="float32", zeros=True)
+
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)
         return {
@@ -75,7 +86,7 @@ def _refusal(part: Part, group: int | None) -> str | None:
     return group_refusal(part, group)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Format(QuantizedFormat):
     """The methods "gptq" and "awq": one scheme for all modules, with exceptions by pattern.
 
@@ -93,7 +104,7 @@ class Int4Format(QuantizedFormat):
         return None if module in self.excluded or module == "lm_head" else self.one
 
 
-def parse_gptq(settings: Fields) -> Int4Format:
+def parse_gptq(settings: Fields, dtype: str) -> Int4Format:
     """Read the settings of GPTQ. Raises CheckpointError for a variant that is not supported."""
     settings.require("bits", (4,), None)
     settings.require("lm_head", (False,), False)
@@ -110,23 +121,30 @@ def parse_gptq(settings: Fields) -> Int4Format:
         changed = {**settings.values, **(changes if isinstance(changes, dict) else {})}
         scheme = None if pattern.startswith("-:") else _gptq(settings, changed)
         rules.append((pattern_of(settings, "dynamic", pattern[2:]), scheme))
-    return Int4Format(settings.file, (".qweight",), names_of(settings, "dynamic", names), one, tuple(rules))
+    excluded = names_of(settings, "dynamic", names)
+    return Int4Format(file=settings.file, markers=(".qweight",), excluded=excluded, one=one, rules=tuple(rules))
 
 
 def _gptq(settings: Fields, values: Mapping[str, Any]) -> GptqScheme:
     settings = Fields(settings.file, values)
     settings.require("bits", (4,), None)
     kind = settings.require("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return GptqScheme(_group_size(settings), kind == "gptq", ordered=not settings.boolean("desc_act", False))
+    return GptqScheme(
+        _group_size(settings),
+        zero_less_one=kind == "gptq",
+        ordered=not settings.boolean("desc_act", False),
+        symmetric=settings.boolean("sym", True),
+    )
 
 
-def parse_awq(settings: Fields) -> Int4Format:
+def parse_awq(settings: Fields, dtype: str) -> Int4Format:
     """Read the settings of AWQ. Raises CheckpointError for a variant that is not supported."""
     settings.require("bits", (4,), None)
     settings.require("version", ("gemm", "GEMM"), "gemm")
     settings.require("zero_point", (True,), True)
     excluded = module_names(settings, "modules_to_not_convert")
-    return Int4Format(settings.file, (".qweight",), excluded, AwqScheme(_group_size(settings)))
+    one = AwqScheme(_group_size(settings))
+    return Int4Format(file=settings.file, markers=(".qweight",), excluded=excluded, one=one)
 
 
 def _group_size(settings: Fields) -> int | None:

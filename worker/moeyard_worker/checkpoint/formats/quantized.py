@@ -40,17 +40,25 @@ class QuantizedScheme(Scheme, Protocol):
         """Return the reason why `part` cannot be stored like this, or None."""
         ...
 
+    def tiles(self, columns: int) -> WeightForm | None:
+        """Return the tiled form of matrices with `columns` columns, or None if there is none."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFormat:
     """A `Format` with quantised matrices. Every matrix is served as bfloat16(q * s).
 
     file: where the settings are, for errors.
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
+    packed: experts keep their codes in memory if products can read them. All other matrices become bfloat16.
+    experts: modules of one expert's gate, up and down. All experts are stored alike.
     """
 
     file: str
     markers: tuple[str, ...]
+    packed: bool = False
+    experts: tuple[str, str, str] = ("", "", "")
 
     @abstractmethod
     def promised(self, module: str) -> QuantizedScheme | None:
@@ -60,7 +68,14 @@ class QuantizedFormat:
         return plain_form("float32" if weight.fp32 else dtype)
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
-        return plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
+        plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
+        gate, up, down = (self.promised(module) for module in self.experts)
+        if not self.packed or dtype != "bfloat16" or gate is None or down is None or gate != up:
+            return plain
+        gate_up, of_down = gate.tiles(hidden), down.tiles(intermediate)
+        if gate_up is None or of_down is None:
+            return plain
+        return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=of_down)
 
     def scheme(self, part: Part, keys: Container[str]) -> Scheme:
         if len(part.shape) != 2:

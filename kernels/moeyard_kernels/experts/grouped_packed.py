@@ -1,0 +1,137 @@
+"""The routed experts over tiled codes on Hopper: two launches of `packed_product`."""
+
+import torch
+import triton
+
+from moeyard_kernels.common import launch
+from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.experts.grouped_gemm import num_blocks, num_rows
+from moeyard_kernels.experts.grouped_slice import settle_choice
+from moeyard_kernels.experts.packed_product import LAYOUT, PAIRS, PackedConfig, packed_product_kernel, product_arguments
+from moeyard_kernels.experts.result_rows import result_arguments
+from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
+from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.peer_window import PeerWindow
+
+OP = "grouped_gemm_packed"
+CONFIGS = tuple(
+    PackedConfig(BN=columns, tiles=tiles, num_stages=stages, num_warps=warps, overlap=overlap)
+    for columns, tiles, stages, warps, overlap in (
+        *((32, 4, 2, 4, True), (64, 2, 2, 4, False), (64, 2, 2, 4, True), (64, 2, 4, 4, True), (64, 1, 2, 4, True)),
+        *((128, 4, 3, 4, True), (128, 2, 2, 4, False), (128, 1, 2, 4, True), (128, 2, 2, 4, True)),
+        *((128, 2, 2, 8, True), (256, 2, 2, 8, True)),
+    )
+)
+
+
+def default_config(step: str, rows: int, codes: str, tiles: int) -> PackedConfig:
+    """Return the config of a product, "gate_up" or "down", over blocks of `rows` rows and K of `tiles` tiles.
+
+    Those are the fastest of 60 for Qwen3-30B-A3B on an H200 (2026-11-29).
+    """
+    if rows == 8:
+        found = {"gate_up": (32, 4, 2), "down": (128, 4, 3) if codes == "fp8" else (64, 2, 4)}[step]
+        return _config(*found, tiles=tiles)
+    if rows >= 64 and codes == "int4":
+        return _config(128 if step == "gate_up" else 256, 2, 2, num_warps=8, tiles=tiles)
+    few = rows < 64 and codes == "fp8"
+    return _config(64 if step == "gate_up" else 128, 2, 2, overlap=not few, tiles=tiles)
+
+
+def _config(BN: int, copied: int, stages: int, *, tiles: int, num_warps: int = 4, overlap: bool = True) -> PackedConfig:
+    while tiles % copied:
+        copied //= 2
+    return PackedConfig(BN=BN, tiles=copied, num_stages=stages, num_warps=num_warps, overlap=overlap)
+
+
+def _launch(
+    a: torch.Tensor,
+    weight: Matrix,
+    out: torch.Tensor,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    top_k: int,
+    home: PeerWindow | None,
+    config: PackedConfig | None,
+) -> None:
+    """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
+    if isinstance(layout, ExpertPairs):
+        rows, block, index = PAIRS, 8 if layout.one_token else 16, (layout.topk_ids, *[layout.slot_of_expert] * 2)
+        padded = 1 if layout.one_token else triton.next_power_of_2(layout.num_pairs)
+    else:
+        rows, block, padded = LAYOUT, layout.block_rows, 0
+        index = (layout.pairs, layout.slot_of_block, layout.num_blocks)
+    step = "gate_up" if top_k else "down"
+    config = config or default_config(step, block, weight.form.name, weight.data.shape[1])
+    arguments = product_arguments(weight, config, gated=top_k > 0) | result_arguments(out, home)
+    packed_product_kernel[num_blocks(layout) * triton.cdiv(arguments["N"], config.BN),](
+        p_a=a,
+        p_pairs=index[0],
+        p_slots=index[1],
+        p_num_blocks=index[2],
+        P=layout.num_pairs,
+        s_a=a.stride(0),
+        ROWS=rows,
+        SOURCE_K=max(1, top_k),
+        BM=block,
+        BP=padded,
+        BLOCK=layout.block_rows,
+        **arguments,
+        **dependent(a),
+    )
+
+
+def gate_up_rows(
+    x: torch.Tensor,
+    gate_up: Matrix,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    top_k: int,
+    out: torch.Tensor,
+    config: PackedConfig | None = None,
+) -> torch.Tensor:
+    """Run the first launch: write the rows of pairs in h [rows of the layout, I]."""
+    _launch(x, gate_up, out, layout, top_k=top_k, home=None, config=config)
+    return out
+
+
+def down_pairs(
+    h: torch.Tensor,
+    down: Matrix,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    out: torch.Tensor,
+    home: PeerWindow | None = None,
+    config: PackedConfig | None = None,
+) -> torch.Tensor:
+    """Run the second launch: write the rows of the layout's pairs in out [P, H] or `home`."""
+    _launch(h, down, out, layout, top_k=0, home=home, config=config)
+    return out
+
+
+def grouped_gemm_packed(
+    x: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    layout: ExpertLayout | ExpertPairs,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    home: PeerWindow | None = None,
+) -> torch.Tensor:
+    """See `moeyard_kernels.ops.grouped_gemm_packed`."""
+    if not launch.on_hopper(x):
+        raise ValueError(f"{OP}: products over {gate_up.form.name} codes need bf16 rows and a Hopper GPU")
+    if isinstance(layout, ExpertPairs):
+        layout = settle_choice(layout, x, x, configured=True)
+    hidden, inner = x.shape[1], down.shape[-1]
+    if num_blocks(layout) * triton.cdiv(max(hidden, inner), 32) > launch.MAX_GRID_X:
+        raise ValueError(f"{OP}: {num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
+    if home is not None:
+        out = home.views(home.rank).home.flatten(0, 1)
+    elif out is None:
+        out = x.new_empty(layout.num_pairs, hidden)
+    if layout.num_pairs and gate_up.data.numel():
+        h = gate_up_rows(x, gate_up, layout, top_k=top_k, out=x.new_empty(num_rows(layout), inner))
+        down_pairs(h, down, layout, out=out, home=home)
+    return out

@@ -1,0 +1,300 @@
+"""Gluon: products over tiled codes on Hopper, with the bits of products over their bf16 values.
+
+The left operand is weights. A warp loads words of codes into the registers where the tensor cores expect them, makes
+bf16 values of them there, and multiplies. No value passes through shared memory. The right operand is BM rows, in
+shared memory. Words come by bulk copies and rows by copies of 16 bytes, through a ring of buffers. K ascends in one
+fp32 accumulator per output, so neither tiles nor other rows change a bit.
+
+Measured on an H200 with Qwen3-30B-A3B's experts (Triton 3.6, 2026-11-29): 8 and 64 tokens read fp8 codes at 73 and 86 %
+of the bandwidth of a copy, and int4 codes at 63 and 80 %. A first version in plain Triton, where values passed through
+shared memory, reached 73 and 78 %, and 50 and 57 %.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moeyard_kernels.common import codes
+from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts.result_rows import result_rows
+from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.weight_form import TILE
+
+# Triton 3.7 renamed it.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_TILE = gl.constexpr(TILE)
+_FP8_0, _FP8_1 = codes.FP8_0, codes.FP8_1
+_INT4_0, _INT4_1, _INT4_2, _INT4_3 = codes.INT4_0, codes.INT4_1, codes.INT4_2, codes.INT4_3
+_WIDE_0, _WIDE_1, _WIDE_2, _WIDE_3 = codes.WIDE_0, codes.WIDE_1, codes.WIDE_2, codes.WIDE_3
+# How a program finds its block of rows: from a layout, or from pairs without one.
+LAYOUT, PAIRS = (gl.constexpr(i) for i in range(2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedConfig(Config):
+    """BN outputs per program (BN gates and BN ups), `tiles` tiles of codes per copy, num_stages copies in flight.
+
+    overlap: codes are decoded while the previous product runs.
+    """
+
+    kernel: Literal["packed"] = "packed"
+    BN: int
+    tiles: int
+    overlap: bool = True
+
+
+@gluon.jit
+def _fp8(text: gl.constexpr, b_code, b_scale):
+    return gl.inline_asm_elementwise(text, "=r,r,f,f", [b_code, b_scale], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _int4(narrow: gl.constexpr, wide: gl.constexpr, b_code, b_zero, b_scale):
+    if b_scale.dtype == gl.float32:
+        args = [b_code, b_zero, b_scale]
+        b_w = gl.inline_asm_elementwise(wide, "=r,r,r,f,f", args, dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        args = [b_code, b_zero, b_scale]
+        b_w = gl.inline_asm_elementwise(narrow, "=r,r,r,r", args, dtype=gl.bfloat16, is_pure=True, pack=2)
+    return b_w
+
+
+@gluon.jit
+def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
+    """Return bf16 values [R, 32] of slice n of words b_code [R, 32]. b_zero is 128 + zero point."""
+    if CODES == "fp8":
+        if n == 0:  # noqa: SIM108 - of constants
+            b_w = _fp8(_FP8_0, b_code, b_scale)
+        else:
+            b_w = _fp8(_FP8_1, b_code, b_scale)
+    elif n == 0:
+        b_w = _int4(_INT4_0, _WIDE_0, b_code, b_zero, b_scale)
+    elif n == 1:
+        b_w = _int4(_INT4_1, _WIDE_1, b_code, b_zero, b_scale)
+    elif n == 2:
+        b_w = _int4(_INT4_2, _WIDE_2, b_code, b_zero, b_scale)
+    else:
+        b_w = _int4(_INT4_3, _WIDE_3, b_code, b_zero, b_scale)
+    return b_w
+
+
+@gluon.jit
+def copy_words(d_w, s_w, bar, i_slot, i_tile, i_n, more, BYTES: gl.constexpr):
+    mbarrier.expect(bar, BYTES, pred=more)
+    s_part = s_w._reinterpret(gl.int16, d_w.block_type.shape, d_w.layout)
+    tma.async_copy_global_to_shared(d_w, [i_slot, i_tile, 0, i_n, 0], bar, s_part, pred=more)
+
+
+@gluon.jit
+def copy_rows(p_rows, m_rows, s_x, i_k, K: gl.constexpr, S: gl.constexpr, L_C: gl.constexpr):
+    """Copy [S, BM, 32] values of rows, from column i_k on."""
+    o_s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, L_C)))[:, None, None]
+    o_c = gl.arange(0, _TILE, gl.SliceLayout(0, gl.SliceLayout(1, L_C)))[None, None, :]
+    o_k = i_k + o_s * _TILE + o_c
+    async_copy.async_copy_global_to_shared(s_x, p_rows + o_k, mask=m_rows & (o_k < K))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _pairs_of_block(p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr, L_M: gl.constexpr):
+    """Return whether pair i_p of P begins a block of its expert, and the block's pairs [BM], as `grouped_gemm` does."""
+    L_Q: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
+    o_q, o_p = gl.arange(0, BP, gl.SliceLayout(0, L_Q)), gl.arange(0, BP, gl.SliceLayout(1, L_Q))
+    b_q = gl.load(p_ids + o_q, mask=o_q < P, other=-1).to(gl.int32)
+    b_p = gl.load(p_ids + o_p, mask=o_p < P, other=-1).to(gl.int32)
+    i_id = gl.load(p_ids + i_p).to(gl.int32)
+    # The number of earlier pairs of the same expert, of each pair and of this one.
+    b_rank = gl.sum(((b_q[None, :] == b_p[:, None]) & (o_q[None, :] < o_p[:, None])).to(gl.int32), 1)
+    i_rank = gl.sum(((b_q == i_id) & (o_q < i_p)).to(gl.int32), 0)
+    b_rank = gl.convert_layout(b_rank, gl.SliceLayout(0, L_Q))
+    o_r = gl.arange(0, BM, gl.SliceLayout(1, L_Q))
+    m_row = ((b_q == i_id) & (o_q < P))[None, :] & ((b_rank - i_rank)[None, :] == o_r[:, None])
+    b_pair = gl.sum(gl.where(m_row, (o_q + 1)[None, :], 0), 1) - 1
+    return i_rank % BM == 0, gl.convert_layout(b_pair, L_M)
+
+
+@gluon.jit(do_not_specialize=["P"])
+def packed_product_kernel(
+    p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
+    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
+    ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
+    ZEROS: gl.constexpr, BP: gl.constexpr, BLOCK: gl.constexpr, OVERLAP: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Compute one block of BM rows by BN outputs. GATED: gather a's rows, and store h = silu_mul of gates and ups.
+
+    d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
+    [S, K / SK, G, N / SR] of slots s_scale and s_zero apart, KS along K. Rows of a are s_a apart. Row r of
+    a block lies BLOCK * block + r rows into h. Grid: (blocks * ceil(N / BN),).
+    """
+    G: gl.constexpr = 2 if GATED else 1
+    R: gl.constexpr = G * BN
+    PER: gl.constexpr = 2 if CODES == "fp8" else 4
+    SLICES: gl.constexpr = CH * PER
+    STEP: gl.constexpr = SLICES * _TILE
+    NUM: gl.constexpr = (K + STEP - 1) // STEP
+    NB: gl.constexpr = (N + SR - 1) // SR
+    BYTES: gl.constexpr = CH * R * _TILE * 2
+    ST: gl.constexpr = p_s.dtype.element_ty
+    DT: gl.constexpr = gl.bfloat16
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BM, 16])
+    L_A: gl.constexpr = gl.DotOperandLayout(0, L_Y, 2)
+    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
+    L_X: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    L_X3: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
+    L_B: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WS: gl.constexpr = SLICES if SLICES < NW else NW
+    L_C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WS, NW // WS, 1], [2, 1, 0])
+    L_M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L_C))
+    L_S: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
+    s_w = gl.allocate_shared_memory(gl.int16, [STAGES * CH, R, _TILE], L_X)
+    s_x = gl.allocate_shared_memory(DT, [STAGES * SLICES, BM, _TILE], L_X)
+    s_s = gl.allocate_shared_memory(ST, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_z = s_s
+    if ZEROS:
+        s_z = gl.allocate_shared_memory(DT, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    if GATED:
+        # In every program: the second product reads ids and weights before it waits, and relies on this wait.
+        wait_for_previous()
+    i_b, i_n = gl.program_id(0) // gl.cdiv(N, BN), gl.program_id(0) % gl.cdiv(N, BN) * BN
+    o_m = gl.arange(0, BM, L_M)
+    if ROWS == LAYOUT:
+        here = i_b < gl.load(p_num_blocks)
+        i_slot = gl.load(p_slots + i_b, mask=here, other=0)
+        b_pair = gl.load(p_pairs + i_b.to(gl.int64) * BM + o_m, mask=here, other=-1)
+    else:
+        i_id = gl.load(p_pairs + i_b).to(gl.int32)
+        i_slot = gl.load(p_slots + gl.maximum(i_id, 0))
+        here = (i_id >= 0) & (i_slot >= 0)
+        if BP == 1:
+            b_pair = gl.where(o_m == 0, i_b, -1)
+        else:
+            begins, b_pair = _pairs_of_block(p_pairs, i_b, P, BP, BM, NW, L_M)
+            here = here & begins
+    let_next_begin()
+    i_row = i_b.to(gl.int64) * BLOCK
+    if here:
+        for i in gl.static_range(STAGES - 1):
+            copy_words(d_w, s_w.index(i * CH), bars.index(i), i_slot, i * CH, i_n, True, BYTES)
+        o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
+        o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
+        o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
+        m_s = (o_g < (K + SK - 1) // SK)[:, None] & (o_r >= 0)[None, :]
+        p_s += i_slot.to(gl.int64) * s_scale
+        p_z += i_slot.to(gl.int64) * s_zero
+        s_s._reinterpret(ST, [KS, R], L_B).store(gl.load(p_s + o_s, mask=m_s, other=0.0))
+        if ZEROS:
+            b_z = gl.load(p_z + o_s, mask=m_s, other=0)
+            s_z._reinterpret(DT, [KS, R], L_B).store((b_z.to(gl.float32) + 128.0).to(DT))
+        if not GATED:
+            wait_for_previous()
+        if GATED:
+            p_rows = p_a + (gl.maximum(b_pair, 0) // SOURCE_K).to(gl.int64)[None, :, None] * s_a
+            m_rows = (b_pair >= 0)[None, :, None]
+        else:
+            p_rows = p_a + (i_row + o_m)[None, :, None] * s_a
+            m_rows = (o_m >= 0)[None, :, None]
+        for i in gl.static_range(STAGES - 1):
+            s_part = s_x.index(i * SLICES)._reinterpret(DT, [SLICES, BM, _TILE], L_X3)
+            copy_rows(p_rows, m_rows, s_part, i * STEP, K, SLICES, L_C)
+        b_acc = gl.zeros([R, BM], gl.float32, L_Y)
+        b_tile = gl.zeros([R, _TILE], DT, L_A)
+        b_zero = gl.full([R, _TILE], 136.0, DT, L_A)
+        i_buffer, phase = 0, 0
+        for i_s in range(NUM):
+            mbarrier.wait(bars.index(i_buffer), phase)
+            async_copy.wait_group(STAGES - 2)
+            barrier()
+            fence_async_shared()
+            i_next = i_s + STAGES - 1
+            i_free = gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
+            more = i_next < NUM
+            copy_words(d_w, s_w.index(i_free * CH), bars.index(i_free), i_slot, i_next * CH, i_n, more, BYTES)
+            s_part = s_x.index(i_free * SLICES)._reinterpret(DT, [SLICES, BM, _TILE], L_X3)
+            copy_rows(p_rows, m_rows & more, s_part, i_next * STEP, K, SLICES, L_C)
+            for u in gl.static_range(CH):
+                b_code = s_w.index(i_buffer * CH + u).load(L_A)
+                for n in gl.static_range(PER):
+                    if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
+                        i_scale = (i_s * STEP + (u * PER + n) * _TILE) // SK
+                        b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
+                        if ZEROS:
+                            b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
+                    b_w = decode(b_code, b_zero, b_scale, n, CODES)
+                    s_rows = s_x.index(i_buffer * SLICES + u * PER + n).permute((1, 0))
+                    b_acc = warpgroup_mma(b_w, s_rows, b_acc, is_async=OVERLAP)
+                    if OVERLAP:
+                        b_acc = warpgroup_mma_wait(num_outstanding=1, deps=(b_acc,))
+            if OVERLAP:
+                b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+            last = i_buffer == STAGES - 1
+            i_buffer, phase = gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
+        async_copy.wait_group(0)
+        if GATED:
+            L_P: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [NW, 1, 1], [2, 1, 0])
+            b_both = gl.convert_layout(gl.permute(gl.reshape(b_acc, [2, BN, BM]), (1, 2, 0)), L_P)
+            b_gate, b_up = gl.split(b_both)
+            b_gate, b_up = b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32)
+            b_y = (b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up
+            L_O: gl.constexpr = b_y.type.layout
+            o_n, o_o = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_O)), gl.arange(0, BM, gl.SliceLayout(0, L_O))
+            m_r = gl.convert_layout(b_pair, gl.SliceLayout(0, L_O)) >= 0
+            p_row = p_out + (i_row + o_o) * N
+        else:
+            b_y = b_acc
+            o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y))
+            b_row = gl.convert_layout(b_pair, gl.SliceLayout(0, L_Y))
+            p_row, m_r = result_rows(p_out, p_table, p_state, b_row, N, TOP_K, WORLD, HOME)
+        gl.store(p_row[None, :] + o_n[:, None], b_y.to(DT), mask=(o_n < N)[:, None] & m_r[None, :])
+    elif not GATED:
+        # Every program waits, even without work, so that launches complete in order.
+        wait_for_previous()
+
+
+def product_arguments(weight: Matrix, config: PackedConfig, *, gated: bool) -> dict[str, Any]:
+    """Return the arguments of the kernel that follow from the tiled matrices [S, G N, K] and the config."""
+    words, scales, *zeros = weight.arrays
+    num_out, dim, part = words.shape[3], weight.shape[-1], weight.form.parts[1]
+    step = config.tiles * weight.form.tile_columns
+    columns = part.columns or dim
+    box = [1, config.tiles, words.shape[2], config.BN, TILE]
+    layout = gl.NVMMASharedLayout(64, 16, 5)
+    return {
+        "d_w": TensorDescriptor(words, list(words.shape), list(words.stride()), box, layout),
+        "p_s": scales,
+        "p_z": zeros[0] if zeros else scales,
+        "s_scale": scales.stride(0),
+        "s_zero": zeros[0].stride(0) if zeros else 0,
+        "N": num_out,
+        "K": dim,
+        "GATED": gated,
+        "CODES": weight.form.name,
+        "BN": config.BN,
+        "CH": config.tiles,
+        "STAGES": config.num_stages,
+        "SR": part.rows or num_out,
+        "SK": columns,
+        "KS": triton.next_power_of_2(triton.cdiv(triton.cdiv(dim, step) * step, columns)),
+        "ZEROS": bool(zeros),
+        "OVERLAP": config.overlap,
+        "NW": config.num_warps,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": False,
+    }

@@ -1,0 +1,107 @@
+"""Products over tiled codes have the bits of products over their bf16 values, for every form and number of rows."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import make_checkpoint
+from tests.quantised import TILED, make_pair
+from tests.rank import Rank
+
+from moeyard_kernels import ops
+from moeyard_kernels.types.expert_layout import ExpertPairs
+from moeyard_kernels.types.matrix import Matrix, dequantize
+from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles, int4_tiles
+from moeyard_worker.protocol import SamplingParams
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+FORMS = {
+    "fp8 blocks": fp8_tiles(128, 128),
+    "fp8 blocks of 64 rows": fp8_tiles(64, 128),
+    "fp8 rows": fp8_tiles(1, None),
+    "int4 g128": int4_tiles(128, scales="bfloat16", zeros=False),
+    "int4 g32": int4_tiles(32, scales="bfloat16", zeros=False),
+    "int4 g64, zeros": int4_tiles(64, scales="bfloat16", zeros=True),
+    "int4 g128, fp32 scales": int4_tiles(128, scales="float32", zeros=True),
+    "int4 rows": int4_tiles(None, scales="bfloat16", zeros=False),
+}
+
+
+def random_stack(form: WeightForm, count: int, matrices: int, rows: int, columns: int) -> Matrix:
+    """Return `count` stacks of matrices [rows, columns] with random codes of every value."""
+    generator = torch.Generator(DEVICE).manual_seed(rows * columns)
+    arrays = []
+    for part in form.parts:
+        shape = (count, *part.tiled_shape(matrices, rows, columns))
+        if part.name == "codes":
+            array = torch.randint(-32768, 32768, shape, dtype=torch.int16, device=DEVICE, generator=generator)
+            if form.name == "fp8":
+                codes = array.view(torch.uint8)
+                codes[(codes & 0x7F) == 0x7F] = 0x38  # no NaN
+        elif part.name == "zeros":
+            array = torch.randint(0, 17, shape, dtype=torch.uint8, device=DEVICE, generator=generator)
+        else:
+            array = torch.rand(shape, device=DEVICE, generator=generator) + 0.5
+            array = (array * (1e-4 if form.name == "fp8" else 4e-3)).to(getattr(torch, part.dtype))
+        arrays.append(array)
+    return Matrix(form, (count, matrices * rows, columns), tuple(arrays))
+
+
+def values(stack: Matrix) -> torch.Tensor:
+    return torch.stack([dequantize(stack[i]) for i in range(stack.shape[0])])
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (2048, 768), (640, 384)])
+def test_experts(name: str, hidden: int, inner: int) -> None:
+    """One token, a few tokens without a layout, and layouts of all block sizes, with padding and absent experts."""
+    slots, top_k = 12, 4
+    gate_up = random_stack(FORMS[name], slots, 2, inner, hidden)
+    down = random_stack(FORMS[name], slots, 1, hidden, inner)
+    plain = values(gate_up), values(down)
+    slot_of = torch.randperm(slots, device=DEVICE).to(torch.int32)
+    slot_of[3] = -1
+    for num_tokens in (1, 3, 16, 40, 200):
+        x = torch.randn(num_tokens, hidden, device=DEVICE).bfloat16()
+        ids = torch.stack([torch.randperm(slots, device=DEVICE)[:top_k] for _ in range(num_tokens)])
+        ids[num_tokens // 2, 1] = -1
+        layouts = [
+            ops.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
+            for rows in ((16, 32, 64, 128) if num_tokens > 3 else (16,))
+        ]
+        if num_tokens <= 16:
+            layouts.append(ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots))
+        wanted = torch.zeros(num_tokens * top_k, hidden, dtype=torch.bfloat16, device=DEVICE)
+        ops.grouped_gemm(x, *plain, layouts[0], top_k=top_k, out=wanted)
+        for layout in layouts:
+            out = torch.zeros_like(wanted)
+            ops.grouped_gemm_packed(x, gate_up, down, layout, top_k=top_k, out=out)
+            assert torch.equal(out, wanted), (num_tokens, type(layout), getattr(layout, "block_rows", 0))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", TILED)
+def test_answers(layout: str, family: str, tmp_path: Path) -> None:
+    """Answers over codes are those of the bfloat16 checkpoint, with all experts in slots or a few, captured or not."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
+    if family == "deepseek_v3":
+        sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    make = partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes)
+    quantised, plain = make_pair(make, tmp_path, layout)
+    requests = {
+        name: (list(range(1, 1 + length)), SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0))
+        for name, length in (("a", 90), ("b", 7), ("c", 40))
+    }
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_batch_tokens": 128, "max_model_len": 208}
+
+    def answers(directory: Path, **more: Any) -> Any:
+        with Rank(directory, device="cuda", **options, **more) as rank:
+            return {name: reply.token_ids for name, reply in rank.run(requests)[0].items()}
+
+    wanted = answers(plain)
+    assert answers(quantised) == wanted
+    assert answers(quantised, expert_slots=5, enforce_eager=True) == wanted
+    assert answers(quantised, weights="bfloat16") == wanted

@@ -1,0 +1,34 @@
+"""Quantise values: round to nearest, with the scale that makes the largest value of a block the largest code."""
+
+import torch
+
+from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
+
+# The largest e4m3 code, and the largest distance of an int4 code from 8 with a value of either sign.
+_FP8_MAX, _INT4_MAX = 448.0, 7.0
+
+
+def quantize(values: torch.Tensor, form: WeightForm) -> Matrix:
+    """Return values [N, K] in the untiled form with the codes and blocks of `form`.
+
+    A block of zeros has a scale of 1. Raises ValueError for a form with zero points.
+    """
+    values = values.float()
+    part = form.parts[1]
+    if len(form.parts) > 2:
+        raise ValueError("codes with zero points are only read, not written")
+    rows, columns = part.rows or values.shape[0], part.columns or values.shape[1]
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
+    largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3))
+    scales = (largest / (_FP8_MAX if form.name == "fp8" else _INT4_MAX)).to(getattr(torch, part.dtype))
+    scales[scales == 0] = 1
+    spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    steps = values / spread[: values.shape[0], : values.shape[1]]
+    if form.name == "fp8":
+        codes = steps.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+        return Matrix(fp8_form(rows, part.columns), (*values.shape,), (codes, scales))
+    nibbles = (steps.round().clamp(-_INT4_MAX, _INT4_MAX) + 8).to(torch.int32).unflatten(1, (-1, 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
+    words = (nibbles << shifts).sum(2, dtype=torch.int32)
+    return Matrix(int4_form(part.columns, scales=part.dtype, zeros=False), (*values.shape,), (words, scales))
