@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.grouped_packed import random_stack, values
 from tests.checkpoints import make_checkpoint
 from tests.quantised import TILED, make_pair
 from tests.rank import Rank
 
 from moeyard_kernels import ops
 from moeyard_kernels.types.expert_layout import ExpertPairs
-from moeyard_kernels.types.matrix import Matrix, dequantize
-from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles, int4_tiles
+from moeyard_kernels.types.weight_form import fp8_tiles, int4_tiles
 from moeyard_worker.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -30,37 +30,13 @@ FORMS = {
 }
 
 
-def random_stack(form: WeightForm, count: int, matrices: int, rows: int, columns: int) -> Matrix:
-    """Return `count` stacks of matrices [rows, columns] with random codes of every value."""
-    generator = torch.Generator(DEVICE).manual_seed(rows * columns)
-    arrays = []
-    for part in form.parts:
-        shape = (count, *part.tiled_shape(matrices, rows, columns))
-        if part.name == "codes":
-            array = torch.randint(-32768, 32768, shape, dtype=torch.int16, device=DEVICE, generator=generator)
-            if form.name == "fp8":
-                codes = array.view(torch.uint8)
-                codes[(codes & 0x7F) == 0x7F] = 0x38  # no NaN
-        elif part.name == "zeros":
-            array = torch.randint(0, 17, shape, dtype=torch.uint8, device=DEVICE, generator=generator)
-        else:
-            array = torch.rand(shape, device=DEVICE, generator=generator) + 0.5
-            array = (array * (1e-4 if form.name == "fp8" else 4e-3)).to(getattr(torch, part.dtype))
-        arrays.append(array)
-    return Matrix(form, (count, matrices * rows, columns), tuple(arrays))
-
-
-def values(stack: Matrix) -> torch.Tensor:
-    return torch.stack([dequantize(stack[i]) for i in range(stack.shape[0])])
-
-
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (2048, 768), (640, 384)])
 def test_experts(name: str, hidden: int, inner: int) -> None:
     """One token, a few tokens without a layout, and layouts of all block sizes, with padding and absent experts."""
     slots, top_k = 12, 4
-    gate_up = random_stack(FORMS[name], slots, 2, inner, hidden)
-    down = random_stack(FORMS[name], slots, 1, hidden, inner)
+    gate_up = random_stack(FORMS[name], slots, matrices=2, rows=inner, columns=hidden)
+    down = random_stack(FORMS[name], slots, matrices=1, rows=hidden, columns=inner)
     plain = values(gate_up), values(down)
     slot_of = torch.randperm(slots, device=DEVICE).to(torch.int32)
     slot_of[3] = -1

@@ -188,7 +188,8 @@ def packed_product_kernel(
         else:
             begins, b_pair = _pairs_of_block(p_pairs, i_b, P, BP, BM, NW, L_M)
             here = here & begins
-    let_next_begin()
+    if GATED:
+        let_next_begin()
     i_row = i_b.to(gl.int64) * BLOCK
     if here:
         for i in gl.static_range(STAGES - 1):
@@ -205,6 +206,7 @@ def packed_product_kernel(
             s_z._reinterpret(DT, [KS, R], L_B).store((b_z.to(gl.float32) + 128.0).to(DT))
         if not GATED:
             wait_for_previous()
+            let_next_begin()
         if GATED:
             p_rows = p_a + (gl.maximum(b_pair, 0) // SOURCE_K).to(gl.int64)[None, :, None] * s_a
             m_rows = (b_pair >= 0)[None, :, None]
