@@ -5,9 +5,9 @@ bf16 values of them there, and multiplies. No value passes through shared memory
 shared memory. Words come by bulk copies and rows by copies of 16 bytes, through a ring of buffers. K ascends in one
 fp32 accumulator per output, so neither tiles nor other rows change a bit.
 
-Measured on an H200 with Qwen3-30B-A3B's experts (Triton 3.6, 2026-11-29): 8 and 64 tokens read fp8 codes at 73 and 86 %
-of the bandwidth of a copy, and int4 codes at 63 and 80 %. A first version in plain Triton, where values passed through
-shared memory, reached 73 and 78 %, and 50 and 57 %.
+Measured with Qwen3-30B-A3B's experts (H200, Triton 3.6, 2026-11-29), as shares of the bandwidth of a copy: 8 and 64
+tokens read fp8 codes at 73 and 86 %, and int4 codes at 63 and 80 %. A first version in plain Triton passed values
+through shared memory. It reached 73 and 78 %, and 50 and 57 %.
 """
 
 from dataclasses import dataclass
@@ -137,8 +137,8 @@ def packed_product_kernel(
     """Compute one block of BM rows by BN outputs. GATED: gather a's rows, and store h = silu_mul of gates and ups.
 
     d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
-    [S, K / SK, G, N / SR] of slots s_scale and s_zero apart, KS along K. Rows of a are s_a apart. Row r of
-    a block lies BLOCK * block + r rows into h. Grid: (blocks * ceil(N / BN),).
+    [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Rows of a are s_a apart.
+    Row r of a block lies BLOCK * block + r rows into h. Grid: (blocks * ceil(N / BN),).
     """
     G: gl.constexpr = 2 if GATED else 1
     R: gl.constexpr = G * BN
