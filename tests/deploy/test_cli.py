@@ -202,6 +202,8 @@ def test_dead_ray_address() -> None:
         (["bogus"], ["bogus", "serve", "--help"]),
         ([], ["COMMAND", "--help"]),
         (["verify", "/no/such/checkpoint"], ["/no/such/checkpoint", "Hugging Face directory"]),
+        (["dequantize", str(DEMO), "--out", "/no/such/out"], [str(DEMO), "weights are not quantised"]),
+        (["dequantize", str(DEMO)], ["--out", "dequantize --help"]),
         (["cache-sim", "/no/such/trace"], ["/no/such/trace"]),
         (["cache-sim", str(DEMO / "config.json")], [str(DEMO / "config.json")]),
         (["experts"], ["SUBJECT", "experts --help"]),

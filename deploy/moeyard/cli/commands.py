@@ -74,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=run_verify)
 
+    add_conversion_commands(commands)
+
     bench = commands.add_parser(
         "bench", help="measure a running server (`moeyard bench URL`) or one engine (`moeyard bench engine`)"
     )
@@ -152,6 +154,16 @@ def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, gr
         without=() if name == "serve" else ("config",),
     )
     return parser
+
+
+def add_conversion_commands(commands: "Commands[Parser]") -> None:
+    """Commands that write another form of a checkpoint."""
+    text = "write the bfloat16 checkpoint that a quantised one stands for"
+    command = commands.add_parser("dequantize", help=text)
+    command.add_argument("model", metavar="MODEL", help=MODEL)
+    command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
+    add_options(command, ServeConfig, only=("revision",))
+    command.set_defaults(run=Late("moeyard.clients.convert", "dequantize", on_cpu=True))
 
 
 class _NoKeyHere(argparse.Action):

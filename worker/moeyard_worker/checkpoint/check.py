@@ -16,7 +16,7 @@ from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
-_DRAFT_LAYER = "multi-token prediction layer"
+DRAFT_LAYER = "multi-token prediction layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,9 @@ def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: N
     layer = re.match(names.draft_layer.partition("{i}")[0] + r"(\d+)\.", key, re.ASCII)
     first = names.first_draft(config.num_layers)
     if layer and first + config.drafts <= int(layer[1]) < first + config.num_mtp_layers:
-        return _DRAFT_LAYER
+        return DRAFT_LAYER
     if names.drafts_apart and not config.drafts and key.startswith(names.draft_parts):
-        return _DRAFT_LAYER
+        return DRAFT_LAYER
     if config.drafts and key in (names.layer.format(i=config.num_layers) + copy for copy in names.copies):
         return "a copy of the model's own embedding or head"
     for prefix, reason in names.skipped:

@@ -19,11 +19,12 @@ import torch
 from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_checked
 from moeyard_worker.config.checkpoint_error import CheckpointError
 
-# The torch dtype of each safetensors dtype that a format may read.
-_DTYPES = MappingProxyType(
+# The torch dtype of each safetensors dtype.
+DTYPES = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
     | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-    | {"F8_E8M0": torch.float8_e8m0fnu}
+    | {"F8_E8M0": torch.float8_e8m0fnu, "F8_E5M2": torch.float8_e5m2, "F64": torch.float64, "BOOL": torch.bool}
+    | {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 )
 _BLOCK_BYTES, _PINNED_BYTES = 16 << 20, 32 << 20
 
@@ -82,7 +83,7 @@ class Reader:
         Raises CheckpointError if the file has changed since its header was read.
         """
         entry, out = self._entries[key], out.view(-1)
-        fd, stored = self._open(entry), _DTYPES[entry.dtype]
+        fd, stored = self._open(entry), DTYPES[entry.dtype]
         check_unchanged(entry.file, fd, entry.stamp)
         in_place = on_host(out) and out.dtype == stored
         done = 0

@@ -65,6 +65,14 @@ def choose_format(config: Fields) -> Format:
     return PlainFormat()
 
 
+def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a bfloat16 checkpoint of the same model."""
+    found = {key: value for key, value in values.items() if key not in (*_CONFIG_KEYS, "dtype", "torch_dtype")}
+    if isinstance(text := found.get("text_config"), dict):
+        found["text_config"] = plain_config(text)
+    return {**found, "dtype": "bfloat16"}
+
+
 def check_settings_files(config: Fields, directory: Path) -> None:
     """Raise CheckpointError if only a file beside config.json describes quantised weights.
 

@@ -1,0 +1,31 @@
+"""`moeyard dequantize` and `moeyard quantize`: write another form of a checkpoint."""
+
+import argparse
+from pathlib import Path
+
+from moeyard.local.model_source import checkpoint
+from moeyard.local.startup import Progress
+from moeyard_worker.checkpoint import converting
+from moeyard_worker.checkpoint.writing import NewCheckpoint
+
+
+def dequantize(args: argparse.Namespace) -> int:
+    """Write the bfloat16 checkpoint that a quantised one stands for."""
+    return _write(converting.dequantized(checkpoint(args)), args.out)
+
+
+def _write(new: NewCheckpoint, out: str) -> int:
+    directory, total, done = Path(out).absolute(), new.num_bytes, 0
+    shown = Progress(f"writing {directory.name}")
+
+    def progress(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        shown.show(done, total)
+
+    try:
+        new.write(directory, progress)
+    finally:
+        shown.close()
+    print(f"{directory}: {total / 1e9:.2f} GB of weights in {len(new.shards())} files")
+    return 0

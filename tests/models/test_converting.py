@@ -1,0 +1,173 @@
+"""Conversions of checkpoints: what is written, runs that are continued, and refusals."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.checkpoints import add_drafts, edit_config, make_checkpoint, write_tokenizer
+from tests.quantised import LAYOUTS, PLAIN, TILED, make_pair, quantise
+
+from moeyard_worker.checkpoint import writing
+from moeyard_worker.checkpoint.converting import dequantized
+from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.checkpoint.writing import NewCheckpoint
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.models.families import load_model_config
+
+# The experts of a layer of multi-token prediction.
+DRAFTS = "mtp.layers.0.mlp.experts"
+
+
+def make(family: str, directory: Path) -> Path:
+    return make_checkpoint(directory, family, dtype=torch.bfloat16)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of the shards of a directory."""
+    found: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Check that two sets of tensors have the same keys, dtypes and bytes."""
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
+
+
+def written(new: NewCheckpoint, out: Path) -> Path:
+    """Write a checkpoint and return its directory."""
+    done: list[int] = []
+    new.write(out, done.append)
+    assert sum(done) == new.num_bytes
+    open_checkpoint(out, load_model_config(out))
+    return out
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_k25", "mixtral"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TILED])
+def test_dequantized_is_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
+    quantised, plain = make_pair(partial(make, family), tmp_path, layout, excluded=(*PLAIN, "visual", "vision_tower"))
+    out = written(dequantized(quantised), tmp_path / "out")
+    # The family's checkpoint has one stray tensor of a layer of multi-token prediction.
+    check_equal(tensors(out), {key: value for key, value in tensors(plain).items() if key != "mtp.fc.weight"})
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert not [key for key in config if "quant" in key]
+    assert load_model_config(out) == load_model_config(plain)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return make("qwen3_moe", tmp_path / "qwen")
+
+
+def test_the_layer_of_multi_token_prediction_is_dequantised(tmp_path: Path) -> None:
+    def with_drafts(directory: Path) -> Path:
+        cut = {"layer_types": ["linear_attention", "full_attention"]}
+        make_checkpoint(directory, "qwen3_next", dtype=torch.bfloat16, num_hidden_layers=2, **cut)
+        add_drafts(directory)
+        edit_config(directory, mtp_num_hidden_layers=1)
+        return directory
+
+    quantised, plain = make_pair(with_drafts, tmp_path, "fp8")
+    assert f"{DRAFTS}.0.up_proj.weight_scale_inv" in tensors(quantised)
+    found = tensors(written(dequantized(quantised), tmp_path / "out"))
+    assert f"{DRAFTS}.0.up_proj.weight" in found
+    check_equal(found, tensors(plain))
+
+
+def test_other_files_and_scales(qwen: Path, tmp_path: Path) -> None:
+    """The tokenizer is copied. Scales of activations and of the cache, and float16, are not."""
+    quantise(qwen, "fp8-tensor")
+    stored = load_file(qwen / "model.safetensors")
+    stored["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    stored["model.norm.weight"] = stored["model.norm.weight"].half()
+    writing.save_file(stored, qwen / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(qwen)
+    (qwen / "quantize_config.json").write_text("{}")
+    (qwen / "pytorch_model.bin").write_text("")
+    edit_config(qwen, torch_dtype="float16")
+    out = written(dequantized(qwen), tmp_path / "out")
+    names = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(file.name for file in out.iterdir()) == [
+        "chat_template.jinja",
+        *names,
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    found = tensors(out)
+    assert not [key for key in found if "scale" in key]
+    assert torch.equal(found["model.norm.weight"], stored["model.norm.weight"].float())
+
+
+@pytest.fixture
+def new(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], NewCheckpoint]:
+    """Return a function that returns a checkpoint of several shards."""
+    quantise(qwen, "fp8")
+    monkeypatch.setattr(writing, "SHARD_BYTES", 100_000)
+    return lambda: dequantized(qwen)
+
+
+def test_an_interrupted_run_is_continued(new: Callable[[], NewCheckpoint], tmp_path: Path) -> None:
+    whole = written(new(), tmp_path / "whole")
+    files = sorted(file.name for file in whole.glob("*.safetensors"))
+    assert len(files) > 3
+    done = 0
+
+    def interrupt(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if done > 250_000:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        new().write(out, interrupt)
+    assert not out.exists()
+    kept = {file: file.stat().st_ino for file in (tmp_path / "out.partial").glob("*.safetensors")}
+    assert 0 < len(kept) < len(files)
+    # A damaged shard without its name is written again.
+    (tmp_path / "out.partial" / files[-1]).with_suffix(".tmp").write_bytes(b"half")
+    written(new(), out)
+    assert all((out / file.name).stat().st_ino == inode for file, inode in kept.items())
+    check_equal(tensors(out), tensors(whole))
+    assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in whole.iterdir())
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
+
+
+def test_refusals(
+    new: Callable[[], NewCheckpoint], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(out: Path, match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            new().write(out, lambda num_bytes: None)
+
+    refused(qwen, "exists already")
+    foreign = tmp_path / "out.partial"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("")
+    refused(tmp_path / "out", "holds other files")
+    (foreign / "notes.txt").unlink()
+    (foreign / "moeyard-conversion.json").write_text("{}")
+    refused(tmp_path / "out", "begun with another model")
+    with (foreign / "moeyard-conversion.json").open() as record:
+        writing.fcntl.flock(record, writing.fcntl.LOCK_EX)
+        refused(tmp_path / "out", "another process")
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: writing.shutil._ntuple_diskusage(1, 1, 0))
+    refused(tmp_path / "new", r"GB are to be written, but 0\.0 GB are free")
+    with pytest.raises(CheckpointError, match="not quantised"):
+        dequantized(make("qwen3_moe", tmp_path / "plain"))
