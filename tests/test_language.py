@@ -49,6 +49,7 @@ PLACES = (
         "docs/security.md",
         "docs/serving.md",
         "docs/rooms.md",
+        "docs/quantised.md",
         "docs/snapkv.md",
         "docs/speculation.md",
         "docs/start.md",

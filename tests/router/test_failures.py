@@ -279,8 +279,12 @@ def test_canary_finds_a_dead_idle_fleet(start, wait_for):
     )
     for worker in service.workers:
         worker.paused = True
-    wait_for(lambda: "canary" in service.client.get("/readyz").text, "the canary must fail")
-    assert service.client.get("/readyz").status_code == 503
+
+    def canary_failed() -> bool:
+        answer = service.client.get("/readyz")
+        return answer.status_code == 503 and "canary" in answer.text
+
+    wait_for(canary_failed, "the canary must fail")
     for worker in service.workers:
         worker.paused = False
     wait_for(lambda: service.client.get("/readyz").status_code == 200, "the fleet must be ready again")
