@@ -8,6 +8,7 @@ from typing import Any
 
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_worker.checkpoint.formats.format import StoredTensor
+from moeyard_worker.checkpoint.gguf_index import open_gguf
 from moeyard_worker.checkpoint.identity import identity
 from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -64,6 +65,8 @@ def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint
     if config.load_format == "dummy":
         return DummyCheckpoint(spec=model_spec(model, ()), dtype=model.served_dtype(config.dtype))
     assert config.model_path is not None, "EngineConfig requires it for every other format"
+    if config.gguf is not None:
+        return check_checkpoint(open_gguf(config.gguf, config.model_path, model), model)
     return check_checkpoint(open_index(config.model_path), model)
 
 

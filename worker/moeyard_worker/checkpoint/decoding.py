@@ -13,6 +13,7 @@ from moeyard_kernels.types.weight_form import fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
 from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
+from moeyard_worker.checkpoint.formats.gguf import PairedScheme, SplitKvScheme
 from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.weights import Part, num_elements
@@ -48,6 +49,14 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
             found = _gptq(part, scheme, read, device)
         case AwqScheme():
             found = _awq(part, scheme, read, device)
+        case PairedScheme():
+            read(part.key, out.data)
+            rows = out.data.unflatten(0, (-1, scheme.dim // 2, 2))
+            out.data.copy_(rows.transpose(1, 2).flatten(0, 2))
+            return
+        case SplitKvScheme():
+            out.data.copy_(_joined_kv(part, scheme, read, out.data))
+            return
         case _:
             # `part.begin` counts rows of the stored tensor, and `read` counts elements.
             read(part.key, out.data, part.begin * num_elements(part.shape[1:]))
@@ -73,6 +82,14 @@ def _regroup(rows: torch.Tensor, part: Part) -> torch.Tensor:
     groups, pieces = part.regroup
     stored = rows.unflatten(0, (groups, -1))
     return torch.cat([stored[:, begin:end].flatten(0, 1) for begin, end in pieces])
+
+
+def _joined_kv(part: Part, scheme: SplitKvScheme, read: Read, like: torch.Tensor) -> torch.Tensor:
+    """Return kv_b [heads * (nope + v), rank]: the rows of k_b and v_b head by head."""
+    k_b, v_b = (like.new_empty(stored.shape) for stored in scheme.stored(part).values())
+    for key, tensor in zip(scheme.keys(part), (k_b, v_b), strict=True):
+        read(key, tensor)
+    return torch.cat([k_b.transpose(1, 2), v_b], dim=1).flatten(0, 1)
 
 
 def _fp8(part: Part, scheme: Fp8Scheme, read: Read, device: torch.device) -> Matrix:

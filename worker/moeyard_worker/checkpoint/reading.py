@@ -2,20 +2,22 @@
 
 A tensor for host memory is read in place if its dtype is the wanted one, and otherwise block by block. Tensors for a
 GPU go through two pinned buffers: a block is read into one while the other is copied from. A copy from pageable memory
-would go through a buffer of the driver and would make the host wait. The GPU itself converts dtypes.
+would go through a buffer of the driver and would make the host wait. The GPU itself converts dtypes, and dequantises
+the block types of GGUF files.
 """
 
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from moeyard_worker.checkpoint.ggml_blocks import BLOCK_TYPES, BlockType
 from moeyard_worker.checkpoint.index import TensorEntry, check_unchanged, open_checked
 from moeyard_worker.config.checkpoint_error import CheckpointError
 
@@ -27,6 +29,8 @@ DTYPES = MappingProxyType(
     | {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 )
 _BLOCK_BYTES, _PINNED_BYTES = 16 << 20, 32 << 20
+# Stored bytes that are dequantised together. Their values in fp32 take up to 8 times as much memory.
+_QUANTISED_BYTES = 1 << 20
 
 
 class CopyEvent(Protocol):
@@ -83,8 +87,20 @@ class Reader:
         Raises CheckpointError if the file has changed since its header was read.
         """
         entry, out = self._entries[key], out.view(-1)
-        fd, stored = self._open(entry), DTYPES[entry.dtype]
+        fd, blocks = self._open(entry), BLOCK_TYPES.get(entry.dtype)
         check_unchanged(entry.file, fd, entry.stamp)
+        if blocks is None:
+            sizes = self._copy_values(fd, key, out, begin)
+        else:
+            sizes = self._dequantise(fd, key, out, begin, blocks)
+        for num_bytes in sizes:
+            if progress is not None:
+                progress(num_bytes)
+        check_unchanged(entry.file, fd, entry.stamp)
+
+    def _copy_values(self, fd: int, key: str, out: torch.Tensor, begin: int) -> Iterator[int]:
+        """Copy a tensor of values block by block. Yield the bytes of each block."""
+        stored = DTYPES[self._entries[key].dtype]
         in_place = on_host(out) and out.dtype == stored
         done = 0
         while done < len(out):
@@ -92,16 +108,33 @@ class Reader:
                 block = out[done:][: _BLOCK_BYTES // stored.itemsize]
             else:
                 block = self._block().view(stored)[: len(out) - done]
-            started = time.perf_counter()
-            read_exactly(fd, entry, key, (begin + done) * stored.itemsize, block)
-            self.read_seconds += time.perf_counter() - started
-            self.read_bytes += block.nbytes
+            self._read(fd, key, (begin + done) * stored.itemsize, block)
             if not in_place:
                 launch_copy(out[done : done + len(block)], block)
             done += len(block)
-            if progress is not None:
-                progress(block.nbytes)
-        check_unchanged(entry.file, fd, entry.stamp)
+            yield block.nbytes
+
+    def _dequantise(self, fd: int, key: str, out: torch.Tensor, begin: int, kind: BlockType) -> Iterator[int]:
+        """Write the bfloat16 of a tensor of quantised blocks. Yield the bytes of each read.
+
+        Raises CheckpointError for a scale that is not finite.
+        """
+        assert begin % kind.elements == len(out) % kind.elements == 0, "rows consist of whole blocks"
+        for rows in out.view(-1, kind.elements).split(_QUANTISED_BYTES // kind.num_bytes):
+            stored = self._block()[: len(rows) * kind.num_bytes].view(-1, kind.num_bytes)
+            self._read(fd, key, begin // kind.elements * kind.num_bytes, stored)
+            if not kind.finite(stored):
+                file = self._entries[key].file
+                raise CheckpointError(f"{file}: {key} holds a scale that is not finite; the file is damaged")
+            rows.copy_(kind.dequantize(stored.to(out.device, non_blocking=True)).bfloat16())
+            begin += rows.numel()
+            yield stored.nbytes
+
+    def _read(self, fd: int, key: str, offset: int, out: torch.Tensor) -> None:
+        started = time.perf_counter()
+        read_exactly(fd, self._entries[key], key, offset, out)
+        self.read_seconds += time.perf_counter() - started
+        self.read_bytes += out.nbytes
 
     def _block(self) -> torch.Tensor:
         if self._pinned is not None:

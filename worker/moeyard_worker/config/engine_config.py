@@ -98,6 +98,7 @@ class EngineConfig:
     """The settings that all workers of a server share. Fields with a help text are flags with these defaults.
 
     model_path: directory of a checkpoint; None if load_format is "dummy". Load format "auto" means "safetensors".
+    gguf: the GGUF file, or the first of several, that holds the weights. `model_path` then has config and tokenizer.
     device: "cpu", "cuda:N" (one worker only) or "cuda". With "cuda", each worker takes the GPU of its rank, or the one
         that a Ray cluster assigned.
     expert_slots, expert_memory: if both are None, as many slots as fit.
@@ -106,6 +107,7 @@ class EngineConfig:
     """
 
     model_path: str | None
+    gguf: str | None = None
     load_format: str = option(
         "auto",
         "dummy: no checkpoint, random weights for --shape (default auto: safetensors)",

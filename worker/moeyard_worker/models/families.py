@@ -11,11 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.checkpoint.formats.choose import check_settings_files, choose_format, quantisations
+from moeyard_worker.checkpoint.formats.gguf import GgufFormat, SplitKvScheme
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
 from moeyard_worker.config.rope_config import context_length, rope_fields
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
 from moeyard_worker.models import deepseek, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
@@ -43,17 +46,19 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 )
 
 
-def load_model_config(directory: Path | str, length: int | None = None) -> ModelConfig:
+def load_model_config(directory: Path | str, length: int | None = None, *, gguf: bool = False) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's `eos_token`.
 
-    `length` is the longest sequence to serve; None is the model's default. Raises CheckpointError naming file and key.
+    `length` is the longest sequence to serve; None is the model's default. With `gguf` the weights are in GGUF files,
+    and the quantisation of the directory's own weights does not matter. Raises CheckpointError naming file and key.
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
     stop = Fields(str(generation), read_json(generation) if generation.exists() else {})
     config = Fields(str(path), read_json(path))
-    check_settings_files(config, directory)
-    model = parse_model_config(config, stop).for_length(length)
+    if not gguf:
+        check_settings_files(config, directory)
+    model = parse_model_config(config, stop, gguf=gguf).for_length(length)
     eos = _tokenizer_eos(directory)
     if eos is None or eos >= model.vocab_size or eos in model.eos_token_ids:
         return model
@@ -70,8 +75,11 @@ def _tokenizer_eos(directory: Path) -> int | None:
     return None if files is None or token is None else files.tokenizer.token_to_id(token)
 
 
-def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
-    """Parse the keys of config.json and of generation_config.json (`stop`, which may be empty)."""
+def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> ModelConfig:
+    """Parse the keys of config.json and of generation_config.json (`stop`, which may be empty).
+
+    With `gguf` the weights are in GGUF files.
+    """
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         also = "".join(f"; {key} is not supported either: {method}" for key, method, _ in quantisations(config))
@@ -81,10 +89,10 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
         config = _text_part(config)
     config = _with_defaults(_respelt(config, family.spellings), stop, _DEFAULTS[family.reference])
     config.require("hidden_act", ("silu",), "silu")
-    weights = choose_format(config)
+    weights = GgufFormat() if gguf else choose_format(config)
     bos = config.integers("bos_token_id") or stop.integers("bos_token_id")
     dtype = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
-    if dtype == "float16" and isinstance(weights, QuantizedFormat):
+    if dtype == "float16" and isinstance(weights, GgufFormat | QuantizedFormat):
         # GPTQ and AWQ compute in float16. Here every quantised weight is served as bfloat16.
         dtype = "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -109,9 +117,21 @@ def parse_model_config(config: Fields, stop: Fields) -> ModelConfig:
         at = family.names.layer.format(i=model.moe_layers[-1]) + family.names.moe[0]
         gate, up, down = (f"{at}experts.0.{name}" for name in family.names.expert)
         model = replace(model, weights=replace(weights, experts=(gate, up, down)))
+    if isinstance(weights, GgufFormat):
+        model = replace(model, weights=_gguf_format(model))
     for fields in (config, stop):
         _check_ids(fields, model.vocab_size)
     return model
+
+
+def _gguf_format(model: ModelConfig) -> GgufFormat:
+    """Return how the converter of llama.cpp stores the attention of a model."""
+    attention = model.attention[0]
+    if isinstance(attention, Mla):
+        return GgufFormat(split_kv=SplitKvScheme(attention.num_heads, attention.nope_dim, attention.v_dim))
+    if isinstance(attention, Gqa) and model.family == "mixtral":
+        return GgufFormat(paired=attention.head_dim)
+    return GgufFormat()
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:

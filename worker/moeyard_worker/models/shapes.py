@@ -88,7 +88,7 @@ def served_model(config: EngineConfig) -> ModelConfig:
         model = shape_model(config.shape, config.num_layers, config.quantization)
     else:
         assert config.model_path is not None, "EngineConfig demands one of both"
-        model = load_model_config(config.model_path, config.max_model_len)
+        model = load_model_config(config.model_path, config.max_model_len, gguf=config.gguf is not None)
     if model.has_slots:
         _check_slots(config, model)
     if config.device != "cpu" and config.weights == "auto" and isinstance(model.weights, QuantizedFormat):
