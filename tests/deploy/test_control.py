@@ -187,6 +187,8 @@ def test_fields_of_commands() -> None:
         ("undrain", {"rank": []}),
         ("restart", {"ranks": 1, "seconds": 1, "changes": {}}),
         ("scale", {"size": None, "seconds": 1}),
+        ("scale", {"size": 2, "seconds": float("nan")}),
+        ("drain", {"rank": 1, "seconds": -1}),
         ("scale", {"size": 2}),
     ):
         with pytest.raises(Refused, match="a field of the command is missing or of another type"):

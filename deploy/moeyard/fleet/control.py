@@ -132,21 +132,28 @@ class ControlSocket:
         self._path.unlink(missing_ok=True)
 
 
+def _seconds(fields: Mapping[str, Any]) -> float:
+    seconds = float(fields["seconds"])
+    if not seconds >= 0:
+        raise TypeError(f"seconds is {seconds}, expected 0 or more")
+    return seconds
+
+
 def commands(run: Callable[..., str], config: EngineConfig) -> dict[str, Handler]:
     """Return the handlers of a fleet's commands. `run(name, say, **fields)` runs one, or raises Refused."""
 
     def drain(fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"ranks": (int(fields["rank"]),), "seconds": float(fields["seconds"])}
+        return {"ranks": (int(fields["rank"]),), "seconds": _seconds(fields)}
 
     def undrain(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"ranks": (int(fields["rank"]),)}
 
     def restart(fields: Mapping[str, Any]) -> dict[str, Any]:
-        ranks, seconds = tuple(int(rank) for rank in fields["ranks"]), float(fields["seconds"])
+        ranks, seconds = tuple(int(rank) for rank in fields["ranks"]), _seconds(fields)
         return {"ranks": ranks, "seconds": seconds, "changes": check_changes(config, fields["changes"])}
 
     def scale(fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"size": int(fields["size"]), "seconds": float(fields["seconds"])}
+        return {"size": int(fields["size"]), "seconds": _seconds(fields)}
 
     def command(name: str, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Handler:
         def carry_out(fields: Mapping[str, Any], say: Say) -> str:

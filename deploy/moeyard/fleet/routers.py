@@ -7,6 +7,7 @@ import multiprocessing
 import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import resource_tracker
@@ -125,6 +126,8 @@ class RouterProcesses:
         self._budget = RestartBudget(_LIMIT, _WINDOW_SECONDS)
         self._routers: list[_Router] = []
         self._heard, self._tell = multiprocessing.Pipe(duplex=False)
+        # Several threads write to the pipe, in several writes per message. A handler of signals may interrupt one.
+        self._telling = threading.RLock()
         self._then: Callable[[], None] | None = None
         self._drained: Callable[[int], None] | None = None
         self._stopping = False
@@ -138,7 +141,7 @@ class RouterProcesses:
     ) -> None:
         """As `RouterServer.replace_workers`; `then` is called when all routers have them. From any thread."""
         self._then = then
-        self._tell.send(Replace(workers, incident))
+        self._tell_loop(Replace(workers, incident))
 
     def hand_over(self, ranks: Sequence[Rank], drained: Collection[int], incident: Mapping[str, Any] | None) -> None:
         """Have all routers continue with these ranks of a new epoch. From any thread."""
@@ -156,18 +159,23 @@ class RouterProcesses:
     def drain(self, order: Drain, then: Callable[[int], None]) -> None:
         """As `RouterServer.drain`; `then` gets the sum over all routers. From any thread, one order at a time."""
         self._drained = then
-        self._tell.send(order)
+        self._tell_loop(order)
 
     def give_up(self, reason: str) -> None:
         """As `RouterServer.give_up`: `run` returns. From any thread."""
-        self._tell.send(GiveUp(reason))
+        self._tell_loop(GiveUp(reason))
 
     def stop(self) -> None:
         """Begin a graceful shutdown; a second call ends open streams at once. From any thread.
 
         A router that has not exited `_END_SECONDS` after the grace of its streams is killed.
         """
-        self._tell.send(Stop())
+        self._tell_loop(Stop())
+
+    def _tell_loop(self, message: Replace | Drain | GiveUp | Stop) -> None:
+        """Hand a message to the thread of `run`. From any thread."""
+        with self._telling:
+            self._tell.send(message)
 
     def run(self) -> None:
         """Run until `stop`, SIGINT, SIGTERM or SIGHUP (main thread only), then shut down gracefully."""
