@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--mem-fraction-static 0.8", r"did you mean --kv-memory"),
         ("--disable-radix-cache", r"did you mean --no-prefix-caching\?"),
         ("--trust-remote-code", r"no code of a checkpoint is ever run"),
-        ("--quantization fp8", r"float32 or bfloat16"),
+        ("--torchao-config int4wo", r"config.json says how weights are quantised"),
         ("--model-path x", r"MODEL needs no flag"),
         ("--tp 2 --dp 2", r"--tp --dp 2; did you mean --workers N\?; see"),  # the advice appears once
     ],
@@ -57,6 +57,12 @@ def test_foreign_and_misspelt_flags(words: str, says: str, capsys: pytest.Captur
     line = refused(capsys, "serve", *words.split())
     assert line.startswith("moeyard: unrecognized arguments: ")
     assert re.search(says, line), line
+
+
+def test_quantization_of_a_checkpoint_needs_no_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM and SGLang name the method of a checkpoint by this flag."""
+    line = refused(capsys, "serve", str(tmp_path), "--quantization", "fp8")
+    assert re.search(r"--quantization fp8 is for the random weights of a --shape; config.json says how", line), line
 
 
 def test_advice_names_existing_flags() -> None:

@@ -57,8 +57,8 @@ _ADVICE = (
     ("--ssl-keyfile FILE", "ssl-key-file"),
     ("--allowed-origins ORIGIN", "cors-allow-origins allowed-origin"),
     (
-        "weights are served as the checkpoint stores them, in float32 or bfloat16",
-        "quantization q kv-cache-quantization torchao-config",
+        "config.json says how weights are quantised, and `moeyard quantize` quantises them; activations never are",
+        "q kv-cache-quantization torchao-config",
     ),
     ("the KV cache has the dtype of the weights; see --dtype", "kv-cache-dtype cache-type-k cache-type-v"),
     ("no code of a checkpoint is ever run", "trust-remote-code"),

@@ -295,7 +295,10 @@ def _require_source(config: EngineConfig) -> None:
     if config.num_layers is not None and config.shape is None:
         raise ValueError(f"num_layers {config.num_layers} cuts a shape, and none is given")
     if config.quantization is not None and config.shape is None:
-        raise ValueError(f"quantization {config.quantization} is that of a shape, and none is given")
+        raise ValueError(
+            f"--quantization {config.quantization} is for the random weights of a --shape; config.json says how a "
+            "checkpoint is quantised"
+        )
 
 
 def _require_speculation(config: EngineConfig) -> None:
