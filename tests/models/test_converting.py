@@ -1,19 +1,24 @@
 """Conversions of checkpoints: what is written, runs that are continued, and refusals."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from tests.checkpoints import add_drafts, edit_config, make_checkpoint, write_tokenizer
+from tests.checkpoints import add_drafts, edit_config, edit_tensors, make_checkpoint, write_tokenizer
 from tests.quantised import LAYOUTS, PLAIN, TILED, make_pair, quantise
 
+from moeyard_kernels.types.matrix import dequantize
+from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
 from moeyard_worker.checkpoint import writing
-from moeyard_worker.checkpoint.converting import dequantized
+from moeyard_worker.checkpoint.converting import dequantized, quantized
 from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.checkpoint.writing import NewCheckpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.models.families import load_model_config
@@ -147,6 +152,85 @@ def test_an_interrupted_run_is_continued(new: Callable[[], NewCheckpoint], tmp_p
     check_equal(tensors(out), tensors(whole))
     assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in whole.iterdir())
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)
+
+
+FORMS = {
+    "fp8": fp8_form(128, 128),
+    "int4-g32": int4_form(32, scales="bfloat16", zeros=False),
+    "int4-g128": int4_form(128, scales="bfloat16", zeros=False),
+}
+
+
+def rounded(plain: dict[str, torch.Tensor], names: str, form: WeightForm) -> dict[str, torch.Tensor]:
+    """Return tensors with the values of their codes for those whose key matches `names`."""
+    return {
+        key: dequantize(quantize(value, form)) if re.search(names, key) and value.dim() == 2 else value
+        for key, value in plain.items()
+    }
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_k25", "mixtral"])
+@pytest.mark.parametrize("name", ["fp8", "int4-g32"])
+def test_quantized_holds_the_nearest_codes(name: str, family: str, tmp_path: Path) -> None:
+    plain = make(family, tmp_path / "plain")
+    out = written(quantized(plain, name), tmp_path / "out")
+    projections = r"(self_attn|mlp|block_sparse_moe)\..*(_proj(_with_mqa)?|w[123])\.weight$"
+    names = r"experts\.\d+\." if name.startswith("int4") else projections
+    wanted = {key: value for key, value in tensors(plain).items() if key != "mtp.fc.weight"}
+    back = written(dequantized(out), tmp_path / "back")
+    check_equal(tensors(back), rounded(wanted, names, FORMS[name]))
+    assert len(tensors(out)) > len(wanted)
+    with pytest.raises(CheckpointError, match="is quantised already"):
+        quantized(out, name)
+
+
+def test_sizes_of_groups_and_partial_blocks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 320, "head_dim": 48}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight cannot be written as int4-g128: its 64"):
+        quantized(make("qwen3_moe", tmp_path / "small"), "int4-g128")
+    stored = tensors(written(quantized(plain, "int4-g128"), tmp_path / "int4"))
+    up = "model.layers.1.mlp.experts.3.up_proj"
+    assert stored[f"{up}.weight_packed"].shape == (128, 32)
+    assert stored[f"{up}.weight_scale"].dtype == torch.bfloat16
+    assert stored[f"{up}.weight_shape"].tolist() == [128, 256]
+    stored = tensors(written(quantized(plain, "fp8"), tmp_path / "fp8"))
+    q = "model.layers.1.self_attn.q_proj.weight"
+    assert (stored[q].dtype, stored[f"{q}_scale_inv"].shape) == (torch.float8_e4m3fn, (2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "package"), [("fp8", "accelerate"), ("int4-g128", "compressed_tensors")])
+def test_transformers_reads_the_codes(name: str, package: str, tmp_path: Path) -> None:
+    """All blocks are whole: transformers 5.17 dequantises partial ones wrongly."""
+    pytest.importorskip(package)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    out = written(quantized(plain, name), tmp_path / "out")
+    back = written(dequantized(out), tmp_path / "back")
+    prompt = torch.arange(1, 40)[None]
+    logits = []
+    for directory in (out, back, plain):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            logits.append(model(prompt).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+
+
+def test_experts_in_one_tensor_are_quantised_one_by_one(tmp_path: Path) -> None:
+    separate = make("qwen3_moe", tmp_path / "separate")
+    fused = make_checkpoint(tmp_path / "fused", "qwen3_moe", dtype=torch.bfloat16, fused_experts=True)
+    found = [tensors(written(quantized(each, "int4-g32"), tmp_path / f"of {each.name}")) for each in (separate, fused)]
+    check_equal(found[1], found[0])
+
+
+def test_values_that_have_no_codes_are_refused(qwen: Path, tmp_path: Path) -> None:
+    key = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_tensors(qwen, add={key: torch.full((32, 64), float("inf"), dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=f"{key} holds values that are not finite"):
+        quantized(qwen, "fp8").write(tmp_path / "out", lambda num_bytes: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_refusals(

@@ -22,7 +22,7 @@ from moeyard_router.text.reasoning import REASONING_FORMATS
 from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES, EngineConfig
-from moeyard_worker.models.shapes import SHAPES
+from moeyard_worker.models.shapes import QUANTIZATIONS, SHAPES
 
 BENCH_SUBJECTS = ("server", "engine")
 SHELLS = ("bash", "zsh", "fish")
@@ -158,12 +158,17 @@ def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, gr
 
 def add_conversion_commands(commands: "Commands[Parser]") -> None:
     """Commands that write another form of a checkpoint."""
-    text = "write the bfloat16 checkpoint that a quantised one stands for"
-    command = commands.add_parser("dequantize", help=text)
-    command.add_argument("model", metavar="MODEL", help=MODEL)
-    command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
-    add_options(command, ServeConfig, only=("revision",))
-    command.set_defaults(run=Late("moeyard.clients.convert", "dequantize", on_cpu=True))
+    for name, text in (
+        ("quantize", "write a checkpoint in fp8, or its experts in int4, rounded to nearest"),
+        ("dequantize", "write the bfloat16 checkpoint that a quantised one stands for"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("model", metavar="MODEL", help=MODEL)
+        if name == "quantize":
+            command.add_argument("--to", required=True, choices=QUANTIZATIONS, help="form of the quantised matrices")
+        command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
+        add_options(command, ServeConfig, only=("revision",))
+        command.set_defaults(run=Late("moeyard.clients.convert", name, on_cpu=True))
 
 
 class _NoKeyHere(argparse.Action):

@@ -7,11 +7,17 @@ from moeyard.local.model_source import checkpoint
 from moeyard.local.startup import Progress
 from moeyard_worker.checkpoint import converting
 from moeyard_worker.checkpoint.writing import NewCheckpoint
+from moeyard_worker.config.engine_config import format_size
 
 
 def dequantize(args: argparse.Namespace) -> int:
     """Write the bfloat16 checkpoint that a quantised one stands for."""
     return _write(converting.dequantized(checkpoint(args)), args.out)
+
+
+def quantize(args: argparse.Namespace) -> int:
+    """Write a quantised form of a checkpoint."""
+    return _write(converting.quantized(checkpoint(args), args.to), args.out)
 
 
 def _write(new: NewCheckpoint, out: str) -> int:
@@ -27,5 +33,5 @@ def _write(new: NewCheckpoint, out: str) -> int:
         new.write(directory, progress)
     finally:
         shown.close()
-    print(f"{directory}: {total / 1e9:.2f} GB of weights in {len(new.shards())} files")
+    print(f"{directory}: {format_size(total)} of weights")
     return 0

@@ -11,19 +11,24 @@ from pathlib import Path
 import torch
 
 from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
 from moeyard_worker.checkpoint.check import DRAFT_LAYER, CheckedCheckpoint, check_checkpoint
 from moeyard_worker.checkpoint.decoding import fill
-from moeyard_worker.checkpoint.formats.choose import plain_config
+from moeyard_worker.checkpoint.formats.choose import choose_format, plain_config
+from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
 from moeyard_worker.checkpoint.formats.plain import PlainScheme
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.checkpoint.identity import CONFIG_NAME
 from moeyard_worker.checkpoint.index import open_index
+from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.checkpoint.reading import DTYPES, Reader
 from moeyard_worker.checkpoint.writing import NewCheckpoint, Piece
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.config.fields import read_json
+from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.layers.weights import Part
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import quantization_config
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
 
@@ -61,6 +66,76 @@ def _dequantize(spec: ModelSpec, reader: Reader, parts: list[Part]) -> dict[str,
         part = replace(part, regroup=None)
         fill(out.rows(part.begin, part.shape[0]), part, spec.scheme(part), reader.copy)
     return {first.key: values}
+
+
+def quantized(directory: Path | str, name: str) -> NewCheckpoint:
+    """Return the checkpoint of bfloat16 or float32 weights, rounded to the nearest codes of a form of `QUANTIZATIONS`.
+
+    Only projections are quantised, with "int4-..." only those of experts. Each expert gets its own tensors. All other
+    tensors are copied. Raises CheckpointError for a model that the form does not fit.
+    """
+    checkpoint = _open(directory)
+    if isinstance(checkpoint.spec.config.weights, QuantizedFormat):
+        raise CheckpointError(f"{directory}: is quantised already; give its bfloat16 checkpoint (moeyard dequantize)")
+    settings = quantization_config(name)
+    config = {**plain_config(_config(directory)), "quantization_config": settings}
+    target = choose_format(Fields(str(Path(directory) / CONFIG_NAME), config))
+    assert isinstance(target, QuantizedFormat)
+    reader = Reader(checkpoint.index.entries)
+    pieces, plain = [], []
+    for source, key in _separate_parts(checkpoint.spec):
+        part = Part(key, source.shape)
+        scheme = target.written(part)
+        if scheme is None:
+            plain.append(key)
+            continue
+        why = scheme.refusal(part)
+        if why is not None:
+            raise CheckpointError(f"{directory}: {key} cannot be written as {name}: {why}")
+        stored = scheme.stored(part)
+        tensors = {each: (DTYPES[tensor.dtypes[0]], tensor.shape) for each, tensor in stored.items()}
+        pieces.append(Piece(tensors, partial(_quantize, reader, source, _form(scheme), tuple(stored))))
+    plain += _others(checkpoint)
+    pieces += [_copy(checkpoint, reader, key) for key in dict.fromkeys(plain)]
+    # Other software quantises every linear layer that is not listed.
+    modules = [key.removesuffix(".weight") for key in plain if len(checkpoint.index.entries[key].shape) == 2]
+    listed = "modules_to_not_convert" if name == "fp8" else "ignore"
+    unnamed = [module for module in dict.fromkeys(modules) if target.promised(module) is not None]
+    settings[listed] = [*settings.get(listed, ()), *unnamed]
+    return _new(checkpoint, config, pieces)
+
+
+def _quantize(reader: Reader, source: Part, form: WeightForm, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    values = torch.empty(source.shape)
+    fill(Matrix.plain(values), replace(source, regroup=None), PlainScheme(), reader.copy)
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(f"{source.key} holds values that are not finite, which cannot be quantised")
+    # The shape is stored only with int4 codes, which are packed.
+    return dict(zip(keys, (*quantize(values, form).arrays, torch.tensor(source.shape)), strict=False))
+
+
+def _form(scheme: QuantizedScheme) -> WeightForm:
+    match scheme:
+        case Fp8Scheme():
+            return fp8_form(scheme.rows, scheme.columns)
+        case PackedInt4Scheme():
+            return int4_form(scheme.group, scales=scheme.scales, zeros=False)
+    raise AssertionError(f"{scheme} is only read")
+
+
+def _separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
+    """Yield all parts, and the keys to write them under. A tensor of all experts becomes tensors of one expert."""
+    for weight in spec.dense():
+        for part in weight.parts:
+            yield part, part.key
+    for layer in spec.layers:
+        if layer.experts is not None:
+            apart = replace(layer.experts, fused=False)
+            for expert in range(spec.config.num_experts):
+                for source, part in zip(
+                    spec.expert_parts(layer.experts, expert), spec.expert_parts(apart, expert), strict=True
+                ):
+                    yield source, part.key
 
 
 def _config(directory: Path | str) -> dict[str, object]:

@@ -136,6 +136,8 @@ def _write_shard(path: Path, pieces: list[Piece], progress: Callable[[int], None
         progress(piece.num_bytes)
     unfinished = path.with_suffix(".tmp")
     save_file(made, unfinished, metadata={"format": "pt"})
+    # safetensors makes files that only their owner may read.
+    shutil.copymode(path.with_name(_RECORD), unfinished)
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     unfinished.rename(path)

@@ -64,6 +64,11 @@ class QuantizedFormat:
     def promised(self, module: str) -> QuantizedScheme | None:
         """Return the scheme that config.json gives a module, None if it is excluded."""
 
+    def written(self, part: Part) -> QuantizedScheme | None:
+        """Return the scheme to write `part` in, None if it stays plain: only projections are quantised."""
+        module = part.key.removesuffix(".weight")
+        return self.promised(module) if len(part.shape) == 2 and _PROJECTIONS.fullmatch(module) else None
+
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         return plain_form("float32" if weight.fp32 else dtype)
 
