@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeyard.local import model_source
-from moeyard.local.model_source import bundled_model, foreign_form, hub_id, local_directory
+from moeyard.local.model_source import bundled_model, foreign_form, gguf_source, hub_id, local_directory
 
 ID = "Qwen/Qwen3-30B-A3B"
 
@@ -75,3 +75,24 @@ def test_demo_is_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch:
         bundled_model()
     (tmp_path / "config.json").touch()
     assert bundled_model() == str(tmp_path)
+
+
+def test_a_gguf_file_needs_the_directory_of_its_model(tmp_path: Path) -> None:
+    file, directory = tmp_path / "m-00001-of-00002.gguf", tmp_path / "config"
+    args = argparse.Namespace(model=str(file), hf_config_path=None)
+    with pytest.raises(ValueError, match=r"m-00001-of-00002\.gguf: no such file"):
+        gguf_source(args)
+    (tmp_path / "blob").touch()
+    file.symlink_to(tmp_path / "blob")
+    with pytest.raises(ValueError, match="a GGUF file needs --hf-config-path DIR, a directory with"):
+        gguf_source(args)
+    args.hf_config_path = str(directory)
+    with pytest.raises(ValueError, match=r"--hf-config-path .*config: no such directory"):
+        gguf_source(args)
+    directory.mkdir()
+    assert gguf_source(args) == (str(file), str(directory))
+    args.model = ID
+    with pytest.raises(ValueError, match=rf"--hf-config-path .*: only a GGUF file needs it, and {ID} is none"):
+        gguf_source(args)
+    args.hf_config_path = None
+    assert gguf_source(args) is None

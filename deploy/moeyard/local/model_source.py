@@ -53,6 +53,28 @@ def local_directory(args: argparse.Namespace) -> str:
     return str(directory.resolve())
 
 
+def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
+    """Return (GGUF file, directory of config.json and tokenizer), or None if MODEL is no GGUF file. Raises ValueError.
+
+    The file's path keeps its links, because the hub's cache links the shards of a model to files with other names.
+    """
+    model, directory = args.model, getattr(args, "hf_config_path", None)
+    if model is None or "://" in model or _file_format(model) != "GGUF" or Path(model).is_dir():
+        if directory is not None:
+            raise ValueError(f"--hf-config-path {directory}: only a GGUF file needs it, and {model} is none")
+        return None
+    if not Path(model).exists():
+        raise ValueError(f"{model}: no such file")
+    if directory is None:
+        raise ValueError(
+            f"{model}: a GGUF file needs --hf-config-path DIR, a directory with config.json, tokenizer.json and "
+            "tokenizer_config.json of the model that it was made from"
+        )
+    if not Path(directory).is_dir():
+        raise ValueError(f"--hf-config-path {directory}: no such directory")
+    return str(Path(model).absolute()), str(Path(directory).resolve())
+
+
 def hub_id(model: str | None) -> str | None:
     """Return `model` if it is a hub id (organisation/name) and not a local path, else None."""
     if model is None or not re.fullmatch(f"{_PART}/{_PART}", model) or Path(model).exists():

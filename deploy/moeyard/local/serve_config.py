@@ -17,6 +17,9 @@ class ServeConfig:
     revision: str | None = option(
         None, "branch, tag or commit on the hub (default: its main branch)", metavar="NAME", group="the model"
     )
+    hf_config_path: str | None = option(
+        None, "for a GGUF file: the directory with config.json and tokenizer of its original model", metavar="DIR"
+    )
     config: str | None = option(
         None, "flags out of a YAML file, keys without dashes; the command line goes first", metavar="FILE"
     )

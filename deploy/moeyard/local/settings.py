@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moeyard.local.device_choice import choose_device
-from moeyard.local.model_source import described, hub_id, local_directory
+from moeyard.local.model_source import described, gguf_source, hub_id, local_directory
 from moeyard.local.serve_config import GENERATION_CONFIG, take_keys
 from moeyard.logs import LogConfig
 from moeyard.options import DEFAULTS, declared, values, with_flags
@@ -59,6 +59,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         given["max_num_seqs"] = max(min(DEFAULT_SEQS, rows // each), 1)
     if given["load_format"] == "dummy" and args.model is None:
         return EngineConfig(model_path=None, **given)
+    if (source := gguf_source(args)) is not None:
+        return EngineConfig(model_path=source[1], gguf=source[0], **given)
     return EngineConfig(model_path=hub_id(args.model) or local_directory(args), **given)
 
 
@@ -183,13 +185,14 @@ def answer_formats_of(codec: Codec, api: ApiSettings) -> AnswerFormats:
 
 
 def served_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
-    """Return the model's names: by default its shape, its hub id, or its directory's name."""
+    """Return the model's names: by default its shape, its hub id, or the name of its directory or GGUF file."""
     if args.served_model_name:
         for name in args.served_model_name[1:] if getattr(args, "model", None) is None else ():
             if Path(name).is_dir():
                 raise ValueError(f"--served-model-name: '{name}' is a directory; a MODEL stands before this flag")
         return tuple(args.served_model_name)
-    return (config.shape or hub_id(args.model) or Path(config.model_path or "").name,)
+    file = None if config.gguf is None else Path(config.gguf).stem
+    return (config.shape or file or hub_id(args.model) or Path(config.model_path or "").name,)
 
 
 def generation_file(choice: str, model_path: str | None) -> Path | None:
