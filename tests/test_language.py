@@ -19,6 +19,7 @@ PLACES = (
     ("tests/e2e", "tests/gpu", "tests/golden"),
     (
         "README.md",
+        "CODE_OF_CONDUCT.md",
         "CONTRIBUTING.md",
         "SECURITY.md",
         "docs/concepts/recovery.md",
