@@ -228,7 +228,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN) -> Tensors:
-    """Quantise the matrices of a bfloat16 checkpoint in place, all but the modules whose last part is `excluded`.
+    """Quantise the matrices of a bfloat16 checkpoint in place, all but the modules that end with one of `excluded`.
 
     Returns the tensors of the bfloat16 checkpoint that has the same answers.
     """
@@ -242,7 +242,7 @@ def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN)
         module = key.removesuffix(".weight")
         # Sizes of the small models that int4 words cannot hold stay plain, as other exporters leave them too.
         whole = value.dim() == 2 and not (value.shape[0] % 8 or value.shape[1] % found.columns)
-        if not whole or module.rpartition(".")[2].endswith(excluded) or not key.endswith(".weight"):
+        if not whole or module.endswith(excluded) or not key.endswith(".weight"):
             plain[key] = stored[key] = value
             if value.dim() == 2:
                 listed.append(module)

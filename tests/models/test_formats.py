@@ -19,13 +19,17 @@ from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views, dequantize, tile_
 from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, fp8_tiles, int4_tiles, plain_expert
+from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.checkpoint.quantizing import quantize as quantize_values
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
-from moeyard_worker.models.families import load_model_config, parse_model_config
-from moeyard_worker.models.shapes import SHAPES, shape_model
+from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
+from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.shapes import SHAPES, served_model, shape_model
 from moeyard_worker.protocol import SamplingParams
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "mixtral", "olmoe", "deepseek_v2")
@@ -75,7 +79,7 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
     for directory, packed in ((quantised, True), (plain, False)):
         model = load_model_config(directory)
         if packed:
-            model = replace(model, weights=replace(model.weights, packed=True))
+            model = with_codes(model)
         form = model.expert_form("bfloat16")
         assert form.gate_up.tiled == form.down.tiled == packed
         checkpoint = open_checkpoint(directory, model)
@@ -86,6 +90,60 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
         found.append((torch.cat([dequantize(views.gate), dequantize(views.up)]), dequantize(views.down)))
     for one in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+
+
+def gpu_model(directory: Path, **options: Any) -> ModelConfig:
+    return served_model(EngineConfig(model_path=str(directory), device="cuda", **options))
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A checkpoint with a layer of multi-token prediction, and sizes that products over codes read."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128}
+    return make_checkpoint(tmp_path / "wide", "deepseek_v3", dtype=torch.bfloat16, num_nextn_predict_layers=1, **sizes)
+
+
+@pytest.mark.parametrize("layer", [2, 3], ids=["layer", "draft layer"])
+def test_experts_of_different_schemes_become_bfloat16(layer: int, wide: Path) -> None:
+    """One form serves all layers. The layer of multi-token prediction counts if it is served."""
+    quantise(wide, "fp8-128")
+    settings(wide, modules_to_not_convert=[*PLAIN, f"model.layers.{layer}"])
+    model = gpu_model(wide)
+    assert model.expert_form("bfloat16").gate_up.tiled == (layer == 3)
+    assert not gpu_model(wide, speculate="mtp").expert_form("bfloat16").gate_up.tiled
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_a_plain_expert_among_codes_is_refused(expert: int, wide: Path) -> None:
+    """The settings exclude one expert of a layer."""
+    quantise(wide, "fp8-128", excluded=(*PLAIN, f"layers.1.mlp.experts.{expert}.up_proj"))
+    model = gpu_model(wide)
+    if expert == 0:
+        assert not model.expert_form("bfloat16").gate_up.tiled
+        return
+    with pytest.raises(CheckpointError, match=r"experts.5.up_proj.weight is not stored like .* --weights bfloat16"):
+        open_checkpoint(wide, model)
+    open_checkpoint(wide, gpu_model(wide, weights="bfloat16"))
+
+
+def test_tiles_of_other_codes_are_not_written() -> None:
+    out = Matrix.empty(fp8_tiles(64, 64), 128, 128, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="does not fit"):
+        tile_(out, quantize_values(torch.randn(128, 128), fp8_tiles(128, 64)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "columns", "tiled"),
+    [
+        *((Fp8Scheme(128, 128), 2048, True), (Fp8Scheme(None, None), 192, True), (Fp8Scheme(128, 192), 768, False)),
+        *((Fp8Scheme(128, 32), 2048, False), (PackedInt4Scheme(384), 768, False), (PackedInt4Scheme(256), 768, True)),
+        *((PackedInt4Scheme(32), 192, False), (PackedInt4Scheme(32), 8192, True), (PackedInt4Scheme(32), 8320, False)),
+        *((PackedInt4Scheme(16), 768, False), (PackedInt4Scheme(None), 640, True)),
+    ],
+)
+def test_only_blocks_that_products_read_keep_codes(scheme: Any, columns: int, tiled: bool) -> None:
+    """Steps of a product begin and end with blocks, or lie within one."""
+    assert (scheme.tiles(columns) is not None) == tiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

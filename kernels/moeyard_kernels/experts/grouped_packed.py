@@ -1,5 +1,7 @@
 """The routed experts over tiled codes on Hopper: two launches of `packed_product`."""
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -7,11 +9,19 @@ from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.experts.grouped_gemm import num_blocks, num_rows
 from moeyard_kernels.experts.grouped_slice import settle_choice
-from moeyard_kernels.experts.packed_product import LAYOUT, PAIRS, PackedConfig, packed_product_kernel, product_arguments
+from moeyard_kernels.experts.packed_product import (
+    LAYOUT,
+    PAIRS,
+    PackedConfig,
+    packed_product_kernel,
+    product_arguments,
+    shared_bytes,
+)
 from moeyard_kernels.experts.result_rows import result_arguments
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.peer_window import PeerWindow
+from moeyard_kernels.types.weight_form import WeightForm
 
 OP = "grouped_gemm_packed"
 CONFIGS = tuple(
@@ -24,11 +34,32 @@ CONFIGS = tuple(
 )
 
 
-def default_config(step: str, rows: int, codes: str, tiles: int) -> PackedConfig:
-    """Return the config of a product, "gate_up" or "down", over blocks of `rows` rows and K of `tiles` tiles.
+# Shared memory that a program may have, by the CUDA programming guide (227 KiB on Hopper).
+MAX_SHARED = 227 << 10
 
-    Those are the fastest of 60 for Qwen3-30B-A3B on an H200 (2026-11-29).
+
+def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> PackedConfig:
+    """Return the config of a product over blocks of `rows` rows and matrices of `dim` columns.
+
+    It is one of the fastest of 60 for Qwen3-30B-A3B on an H200 (2026-11-29), or smaller if many scales need the memory.
     """
+    found = _fastest("gate_up" if gated else "down", rows, form.name, dim // form.tile_columns)
+    while shared_bytes(found, form, dim=dim, rows=rows, gated=gated) > MAX_SHARED:
+        # A warp computes at least 16 outputs, and 4 warps work together.
+        if found.BN * (2 if gated else 1) > 16 * found.num_warps:
+            found = replace(found, BN=found.BN // 2)
+        elif found.num_warps > 4:
+            found = replace(found, num_warps=found.num_warps // 2)
+        elif found.num_stages > 2:
+            found = replace(found, num_stages=found.num_stages - 1)
+        elif found.tiles > 1:
+            found = replace(found, tiles=found.tiles // 2)
+        else:
+            raise ValueError(f"{OP}: the scales of {dim} columns of {form.name} codes exceed a GPU's shared memory")
+    return found
+
+
+def _fastest(step: str, rows: int, codes: str, tiles: int) -> PackedConfig:
     if rows == 8:
         found = {"gate_up": (32, 4, 2), "down": (128, 4, 3) if codes == "fp8" else (64, 2, 4)}[step]
         return _config(*found, tiles=tiles)
@@ -61,8 +92,7 @@ def _launch(
     else:
         rows, block, padded = LAYOUT, layout.block_rows, 0
         index = (layout.pairs, layout.slot_of_block, layout.num_blocks)
-    step = "gate_up" if top_k else "down"
-    config = config or default_config(step, block, weight.form.name, weight.data.shape[1])
+    config = config or default_config(weight.form, dim=weight.shape[-1], rows=block, gated=top_k > 0)
     arguments = product_arguments(weight, config, gated=top_k > 0) | result_arguments(out, home)
     packed_product_kernel[num_blocks(layout) * triton.cdiv(arguments["N"], config.BN),](
         p_a=a,

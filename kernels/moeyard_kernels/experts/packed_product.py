@@ -31,7 +31,7 @@ from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.experts.result_rows import result_rows
 from moeyard_kernels.types.matrix import Matrix
-from moeyard_kernels.types.weight_form import TILE
+from moeyard_kernels.types.weight_form import TILE, WeightForm
 
 # Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -193,7 +193,8 @@ def packed_product_kernel(
     i_row = i_b.to(gl.int64) * BLOCK
     if here:
         for i in gl.static_range(STAGES - 1):
-            copy_words(d_w, s_w.index(i * CH), bars.index(i), i_slot, i * CH, i_n, True, BYTES)
+            # A copy past the end would have no reader, and could still write when the program has ended.
+            copy_words(d_w, s_w.index(i * CH), bars.index(i), i_slot, i * CH, i_n, i < NUM, BYTES)
         o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
         o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
         o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
@@ -270,12 +271,24 @@ def packed_product_kernel(
         wait_for_previous()
 
 
+def scale_columns(config: PackedConfig, form: WeightForm, dim: int) -> int:
+    """Return the column blocks of scales that a program keeps for matrices of `dim` columns: all, and a power of 2."""
+    step = config.tiles * form.tile_columns
+    return triton.next_power_of_2(triton.cdiv(triton.cdiv(dim, step) * step, form.parts[1].columns or dim))
+
+
+def shared_bytes(config: PackedConfig, form: WeightForm, *, dim: int, rows: int, gated: bool) -> int:
+    """Return the shared memory of a program for blocks of `rows` rows and matrices of `dim` columns."""
+    outputs, step = config.BN * (2 if gated else 1), config.tiles * form.tile_columns
+    scale = (4 if form.parts[1].dtype == "float32" else 2) + (2 if len(form.parts) > 2 else 0)
+    stage = config.tiles * TILE * 2 * outputs + step * 2 * rows + 8
+    return scale_columns(config, form, dim) * outputs * scale + config.num_stages * stage
+
+
 def product_arguments(weight: Matrix, config: PackedConfig, *, gated: bool) -> dict[str, Any]:
     """Return the arguments of the kernel that follow from the tiled matrices [S, G N, K] and the config."""
     words, scales, *zeros = weight.arrays
     num_out, dim, part = words.shape[3], weight.shape[-1], weight.form.parts[1]
-    step = config.tiles * weight.form.tile_columns
-    columns = part.columns or dim
     box = [1, config.tiles, words.shape[2], config.BN, TILE]
     layout = gl.NVMMASharedLayout(64, 16, 5)
     return {
@@ -292,8 +305,8 @@ def product_arguments(weight: Matrix, config: PackedConfig, *, gated: bool) -> d
         "CH": config.tiles,
         "STAGES": config.num_stages,
         "SR": part.rows or num_out,
-        "SK": columns,
-        "KS": triton.next_power_of_2(triton.cdiv(triton.cdiv(dim, step) * step, columns)),
+        "SK": part.columns or dim,
+        "KS": scale_columns(config, weight.form, dim),
         "ZEROS": bool(zeros),
         "OVERLAP": config.overlap,
         "NW": config.num_warps,

@@ -76,7 +76,9 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         words = words.to(torch.int16)
     out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
     for target, source in zip(out.arrays[1:], matrix.arrays[1:], strict=True):
-        target.copy_(source.T.unsqueeze(1))
+        tiled = source.T.unsqueeze(1)
+        assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
+        target.copy_(tiled)
 
 
 def untile(matrix: Matrix) -> Matrix:

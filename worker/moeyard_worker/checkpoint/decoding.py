@@ -58,6 +58,7 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
             out.data.copy_(_joined_kv(part, scheme, read, out.data))
             return
         case _:
+            assert not out.form.tiled, f"{part.key} has no codes"
             # `part.begin` counts rows of the stored tensor, and `read` counts elements.
             read(part.key, out.data, part.begin * num_elements(part.shape[1:]))
             if part.regroup is not None:

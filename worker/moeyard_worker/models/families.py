@@ -113,10 +113,6 @@ def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> M
         num_mtp_layers=config.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
     _check(config, model)
-    if isinstance(weights, QuantizedFormat):
-        at = family.names.layer.format(i=model.moe_layers[-1]) + family.names.moe[0]
-        gate, up, down = (f"{at}experts.0.{name}" for name in family.names.expert)
-        model = replace(model, weights=replace(weights, experts=(gate, up, down)))
     if isinstance(weights, GgufFormat):
         model = replace(model, weights=_gguf_format(model))
     for fields in (config, stop):
@@ -132,6 +128,23 @@ def _gguf_format(model: ModelConfig) -> GgufFormat:
     if isinstance(attention, Gqa) and model.family == "mixtral":
         return GgufFormat(paired=attention.head_dim)
     return GgufFormat()
+
+
+def with_codes(model: ModelConfig) -> ModelConfig:
+    """Return the model whose experts keep their codes in memory, or itself if these differ or no product reads them."""
+    weights, family = model.weights, FAMILIES[model.family]
+    if not isinstance(weights, QuantizedFormat):
+        return model
+    experts = []
+    # Only the stored tensors show which names apply, so all of them must promise the same.
+    for names in (family.names, *family.other_names):
+        for i in model.moe_layers:
+            draft = names.draft_layer.format(i=names.first_draft(model.num_layers))
+            layer = names.layer.format(i=i) if i < model.num_layers else draft
+            gate, up, down = (f"{layer}{names.moe[0]}experts.0.{name}" for name in names.expert)
+            experts.append((gate, up, down))
+    sizes = {"hidden": model.hidden_size, "intermediate": model.moe_intermediate_size}
+    return replace(model, weights=weights.with_codes(experts, **sizes))
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:

@@ -6,15 +6,13 @@ is the bundled model (deploy/demo).
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
-from moeyard_worker.models.families import load_model_config, parse_model_config
+from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
 from moeyard_worker.models.model_config import ModelConfig
 
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -91,11 +89,10 @@ def served_model(config: EngineConfig) -> ModelConfig:
         model = load_model_config(config.model_path, config.max_model_len, gguf=config.gguf is not None)
     if model.has_slots:
         _check_slots(config, model)
-    if config.device != "cpu" and config.weights == "auto" and isinstance(model.weights, QuantizedFormat):
-        model = replace(model, weights=replace(model.weights, packed=True))
-    if config.speculate is None:
-        return model
-    try:
-        return model.with_drafts()
-    except ValueError as error:
-        raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None
+    if config.speculate is not None:
+        try:
+            model = model.with_drafts()
+        except ValueError as error:
+            raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None
+    keeps = config.device != "cpu" and config.weights == "auto" and model.served_dtype(config.dtype) == "bfloat16"
+    return with_codes(model) if keeps else model

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moeyard_kernels.types.weight_form import WeightForm, int4_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
-from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, blocks
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, block_is_read, blocks
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.config.fields import Fields, shown
@@ -60,10 +60,10 @@ class PackedInt4Scheme:
 
 
 def group_tiles(group: int | None, columns: int, *, scales: str, zeros: bool) -> WeightForm | None:
-    """Return the tiled form of int4 codes in groups of columns, or None if their tiles would hold parts of groups."""
-    if columns % 128 or (group or 128) % 32 or ((group or 128) < 128 and 128 % (group or 128)):
+    """Return the tiled form of int4 codes in groups of columns, or None if no product reads such tiles."""
+    if columns % 128 or not block_is_read(group, columns, least=32):
         return None
-    return None if (group or 0) > 128 and (group or 0) % 128 else int4_tiles(group, scales=scales, zeros=zeros)
+    return int4_tiles(group, scales=scales, zeros=zeros)
 
 
 def group_refusal(part: Part, group: int | None) -> str | None:

@@ -15,6 +15,8 @@ from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+# Column blocks of a matrix whose codes stay in memory.
+_MOST_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Fp8Scheme:
         return f"its {part.shape[0]} rows are cut out of one tensor for all experts, through a block of scales"
 
     def tiles(self, columns: int) -> WeightForm | None:
-        if columns % 64 or (self.columns or 64) % 64:
+        if columns % 64 or not block_is_read(self.columns, columns, least=64):
             return None
         return fp8_tiles(self.rows, self.columns)
 
@@ -56,6 +58,16 @@ class Fp8Scheme:
 def blocks(count: int, block: int | None) -> int:
     """Return the number of blocks of `block` elements that cover `count`. None is one block."""
     return 1 if block is None else -(-count // block)
+
+
+def block_is_read(block: int | None, columns: int, *, least: int) -> bool:
+    """Return whether products over codes read blocks of `block` columns: a power of two from `least` on, or all.
+
+    A step of a product then begins and ends with blocks, or lies within one. The scales of a row must fit on the chip.
+    """
+    if block is None:
+        return True
+    return block >= least and not block & (block - 1) and blocks(columns, block) <= _MOST_BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

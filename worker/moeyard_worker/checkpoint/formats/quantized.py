@@ -6,9 +6,9 @@ two have served garbage (vLLM issues 31872 and 40252, SGLang issue 38443). So bo
 
 import re
 from abc import abstractmethod
-from collections.abc import Container
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, plain_expert, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -51,14 +51,13 @@ class QuantizedFormat:
 
     file: where the settings are, for errors.
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
-    packed: experts keep their codes in memory if products can read them. All other matrices become bfloat16.
-    experts: modules of one expert's gate, up and down. All experts are stored alike.
+    experts: the schemes of gate and up, and of down, if all experts keep their codes in memory. All other matrices
+        become bfloat16.
     """
 
     file: str
     markers: tuple[str, ...]
-    packed: bool = False
-    experts: tuple[str, str, str] = ("", "", "")
+    experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
 
     @abstractmethod
     def promised(self, module: str) -> QuantizedScheme | None:
@@ -74,15 +73,36 @@ class QuantizedFormat:
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
-        gate, up, down = (self.promised(module) for module in self.experts)
-        if not self.packed or dtype != "bfloat16" or gate is None or down is None or gate != up:
+        if self.experts is None or dtype != "bfloat16":
             return plain
-        gate_up, of_down = gate.tiles(hidden), down.tiles(intermediate)
-        if gate_up is None or of_down is None:
-            return plain
-        return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=of_down)
+        gate_up, down = self.experts[0].tiles(hidden), self.experts[1].tiles(intermediate)
+        assert gate_up is not None, "with_codes has checked it"
+        assert down is not None, "with_codes has checked it"
+        return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=down)
+
+    def with_codes(self, experts: Iterable[tuple[str, str, str]], *, hidden: int, intermediate: int) -> Self:
+        """Return the format that keeps the codes of experts, or itself if some differ or no product reads them.
+
+        experts: the modules of gate, up and down of an expert of each layer.
+        """
+        schemes = {tuple(self.promised(module) for module in modules) for modules in experts}
+        gate, up, down = schemes.pop()
+        if schemes or gate is None or down is None or gate != up:
+            return self
+        if gate.tiles(hidden) is None or down.tiles(intermediate) is None:
+            return self
+        return replace(self, experts=(gate, down))
 
     def scheme(self, part: Part, keys: Container[str]) -> Scheme:
+        found = self._scheme(part, keys)
+        if self.experts is not None and ".experts." in part.key and found not in self.experts:
+            raise CheckpointError(
+                f"{self.file}: {part.key} is not stored like the other experts, so their codes cannot stay in GPU "
+                "memory; serve the checkpoint with --weights bfloat16"
+            )
+        return found
+
+    def _scheme(self, part: Part, keys: Container[str]) -> Scheme:
         if len(part.shape) != 2:
             return _PLAIN
         module = part.key.removesuffix(".weight")
