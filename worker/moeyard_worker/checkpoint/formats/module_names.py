@@ -13,6 +13,7 @@ from moeyard_worker.config.fields import Fields
 
 # A checkpoint is untrusted, and Python's `re` can take exponential time.
 MAX_NAMES, MAX_NAME, _MAX_REPEATS = 1 << 17, 512, 3
+_MAX_PATTERNS, _MAX_ALTERNATIVES = 64, 8
 # Modules that other engines fuse, and the checkpoint's modules in them.
 _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -64,15 +65,18 @@ def names_of(settings: Fields, key: str, found: Iterable[str]) -> ModuleNames:
         names.add(each := each.strip(".").removesuffix(".weight"))
         at, _, last = each.rpartition(".")
         names.update(f"{at}.{one}" if at else one for one in _FUSED.get(last, ()))
+    if len(patterns) > _MAX_PATTERNS:
+        raise settings.error(key, f"has {len(patterns)} patterns, at most {_MAX_PATTERNS} are expected")
     return ModuleNames(frozenset(names - {""}), tuple(patterns))
 
 
 def pattern_of(settings: Fields, key: str, text: str) -> re.Pattern[str]:
     """Compile a pattern of module names. Raises CheckpointError if it is malformed or could take too long."""
-    # Repeats within repeats take exponential time, so only a single character or class may be repeated. Several repeats
-    # in a row take polynomial time.
-    repeats = len(re.findall(r"(?<!\\)(?:[*+]|\{\d*,)", text))
-    if len(text) > MAX_NAME or repeats > _MAX_REPEATS or re.search(r"\)[*+{]|\\[1-9]|\(\?P", text):
+    # Repeats within repeats and many alternatives take exponential time, so only a single character or class may be
+    # repeated. Several repeats in a row take polynomial time.
+    repeats = len(re.findall(r"(?<!\\)(?:[*+]|(?<!\()\?|\{\d*,)", text))
+    unsafe = re.search(r"\)[*+?{]|\\[1-9]|\(\?P", text)
+    if len(text) > MAX_NAME or repeats > _MAX_REPEATS or text.count("|") > _MAX_ALTERNATIVES or unsafe:
         raise settings.error(key, f"has the pattern {text!r:.80}, which is too complex to be matched safely")
     try:
         return re.compile(text)
