@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import edit_config, make_checkpoint
+from tests.quantised import PLAIN, quantise
 
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.engine.assembly import verify as module
@@ -30,6 +31,18 @@ def test_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, dtype=torch.bfloat16)
     assert verify(tmp_path, dtype="bfloat16") == 0
     assert ", bfloat16\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("fp8", "deepseek_v3"), ("ct-int4", "qwen3_5_moe"), ("gptq-v2", "qwen3_moe"), ("fp8-128", "mixtral")],
+)
+def test_quantised(layout: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 24 and 128 rows are partial."""
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    quantise(tmp_path, layout, excluded=(*PLAIN, "visual"))
+    assert verify(tmp_path) == 0
+    assert capsys.readouterr().out.count("32 of 32") == 4
 
 
 def test_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,14 @@ from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.layers.weights import Part
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import quantization_config
 from moeyard_worker.models.spec import ModelSpec, model_spec
+
+
+def is_quantized(config: ModelConfig) -> bool:
+    """Return whether any weights of the checkpoint are stored as codes."""
+    return isinstance(config.weights, QuantizedFormat)
 
 
 def dequantized(directory: Path | str) -> NewCheckpoint:
@@ -39,7 +45,7 @@ def dequantized(directory: Path | str) -> NewCheckpoint:
     """
     checkpoint = _open(directory)
     spec = checkpoint.spec
-    if not isinstance(spec.config.weights, QuantizedFormat):
+    if not is_quantized(spec.config):
         raise CheckpointError(f"{directory}: its weights are not quantised")
     reader = Reader(checkpoint.index.entries)
     slices: dict[str, list[Part]] = {}
@@ -75,7 +81,7 @@ def quantized(directory: Path | str, name: str) -> NewCheckpoint:
     tensors are copied. Raises CheckpointError for a model that the form does not fit.
     """
     checkpoint = _open(directory)
-    if isinstance(checkpoint.spec.config.weights, QuantizedFormat):
+    if is_quantized(checkpoint.spec.config):
         raise CheckpointError(f"{directory}: is quantised already; give its bfloat16 checkpoint (moeyard dequantize)")
     settings = quantization_config(name)
     config = {**plain_config(_config(directory)), "quantization_config": settings}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from moeyard_worker.checkpoint.converting import dequantized, is_quantized
 from moeyard_worker.config.fields import read_json
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.steps.runner import Runner
@@ -81,12 +82,16 @@ def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]
 
 
 def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -> Any:
-    """Load the checkpoint as a transformers model for inference."""
+    """Load the checkpoint as a transformers model for inference.
+
+    transformers gets the values of quantised weights, because its own decoder of fp8 is wrong for partial blocks.
+    """
     transformers.utils.logging.disable_progress_bar()
     model_class = getattr(transformers, FAMILIES[family].reference)
     # The model type selects the conversion of stored tensors. For an unknown type, transformers would skip it and leave
     # the experts at random values.
-    settings = read_json(Path(directory) / "config.json")
+    new = dequantized(directory) if is_quantized(load_model_config(directory)) else None
+    settings = read_json(Path(directory) / "config.json") if new is None else dict(new.config)
     if FAMILIES[family].text_config:
         tied = settings.get("tie_word_embeddings", False)
         settings = {"tie_word_embeddings": tied, **settings.get("text_config", settings)}
@@ -100,7 +105,12 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     # The tensors of a text model that is part of another model are found only by this mapping.
     mapping = {r"^model\.language_model\.": "model."} if FAMILIES[family].text_config else None
     options: dict[str, Any] = {"dtype": dtype, "key_mapping": mapping, "local_files_only": True}
-    return quiet.from_pretrained(directory, config=config, **options).eval()
+    if new is None:
+        return quiet.from_pretrained(directory, config=config, **options).eval()
+    values: dict[str, torch.Tensor] = {}
+    for piece in new.pieces:
+        values.update(piece.make())
+    return quiet.from_pretrained(None, config=config, state_dict=values, **options).eval()
 
 
 def verify(directory: Path | str, *, dtype: str = "float32") -> int:
