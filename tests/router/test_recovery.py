@@ -62,6 +62,8 @@ def during_recovery(service, launcher, wait_for, moment):
     launcher.kill(first)
     wait_for(lambda: service.lost == [first], "the first loss must be reported")
     launcher.replace(first)
+    # The router reports the loss of a worker that it has seen.
+    wait_for(lambda: launcher.workers[first]._peers, "the router must connect to the replacement")
     launcher.kill(second, first)
     wait_for(lambda: sorted(service.lost) == sorted([first, first, second]), "both further losses must be reported")
     launcher.heal(first, second)
