@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
@@ -284,6 +285,7 @@ def test_launcher_files_that_run_for_one_lost_rank(played: PlayedFleet, monkeypa
 
     routers: Any = RouterProcesses.__new__(RouterProcesses)
     routers._tell = SimpleNamespace(send=lambda message: played.routers.handed.append([0, 2]))
+    routers._telling = threading.RLock()
     played.parts._routers = routers
     real: Any = places.Places(EngineConfig(model_path="m", num_workers=RANKS), local=True)
     real._remote_class = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda: played.make(1)))
