@@ -21,16 +21,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
-import tests.fleet
 import uvloop
-from tests.fleet import ProcessPool, start_fleet
 
 from moeyard.clients.bench.engine import engine_config
 from moeyard.clients.bench.scenarios import Decode
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_worker.models.shapes import SHAPES, served_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import tests.fleet
+from tests.fleet import ProcessPool, start_fleet
 
 PROMPT = 128
 

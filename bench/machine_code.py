@@ -18,8 +18,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.kernels import compile_for_hopper as build
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.kernels import compile_for_hopper as build
 
 # Columns of the table; other instructions have none.
 KINDS = ("HGMMA", "HMMA", "LDG", "LDGSTS", "STG", "LDS", "LDSM", "STS", "LDL", "STL", "BAR", "MUFU", "CALL", "SHFL")

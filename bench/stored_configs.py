@@ -60,8 +60,8 @@ def with_lines(lines: Lines) -> Callable[[str], Lines]:
     return stored
 
 
-def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tuple[Worker, Runner]:
-    """Return a worker that captures nothing by itself, and its model."""
+def load(shape: str, layers: int, streams: int, pages: int, device: str, **fields: Any) -> tuple[Worker, Runner]:
+    """Return a worker that captures nothing by itself, and its model. `fields` are those of its config."""
     config = EngineConfig(
         model_path=None,
         load_format="dummy",
@@ -75,6 +75,7 @@ def load(shape: str, layers: int, streams: int, pages: int, device: str) -> tupl
         max_model_len=pages * PAGE,
         kv_memory=(1 if pages <= 8 else 8) << 30,
         enforce_eager=True,
+        **fields,
     )
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     worker.connect([worker.endpoints()["mesh"]])

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import stored_configs
 import torch
+from stored_configs import PAGE
 
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.types.step_size import StepSize
-from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.graphs import StepGraphs
@@ -32,7 +32,7 @@ from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.shapes import shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
 
-CONTEXT, PAGE, DRAFTS = 128, 64, 3
+CONTEXT, DRAFTS = 128, 3
 FILLS, REPLAYS = 4, 6
 
 
@@ -40,27 +40,8 @@ def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Ru
     """Return a worker that captures nothing by itself, its model, and whether the model drafts."""
     drafts = shape_model(shape).num_mtp_layers > 0
     assert drafts or not shape_model(shape).has_slots, "state slots for drafts need an MTP layer"
-    config = EngineConfig(
-        model_path=None,
-        load_format="dummy",
-        shape=shape,
-        num_layers=layers,
-        device=device,
-        page_size=PAGE,
-        max_num_seqs=streams,
-        max_batch_tokens=2048,
-        prefill_chunk=2048,
-        max_model_len=4 * PAGE,
-        kv_memory=1 << 30,
-        enforce_eager=True,
-        speculate="mtp" if drafts else None,
-        draft_tokens=DRAFTS if drafts else None,
-    )
-    worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
-    worker.connect([worker.endpoints()["mesh"]])
-    worker.load(1)
-    found = worker.runner
-    return worker, found if isinstance(found, Runner) else found._runner, drafts
+    fields = {"speculate": "mtp", "draft_tokens": DRAFTS} if drafts else {}
+    return *stored_configs.load(shape, layers, streams, 4, device, **fields), drafts
 
 
 def chunk(runner: Runner, stream: int, **fields: Any) -> Chunk:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
+from tests.expert_fill import copy_expert
 
 from moeyard_kernels.types.matrix import ExpertViews
 from moeyard_worker.experts.policies import start_policy
@@ -61,4 +62,4 @@ class RandomExperts:
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         self.reads.append((layer, expert))
-        out.copy_(*self.experts[layer, expert])
+        copy_expert(out, *self.experts[layer, expert])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expert_fill import copy_expert
 
 import moeyard_kernels
 import moeyard_worker
@@ -31,7 +32,7 @@ LAYERS, EXPERTS, SIZE, TOP_K = (0, 2, 3), range(4, 10), 16, 2
 class Zeros:
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         zeros = torch.zeros(SIZE, SIZE)
-        out.copy_(zeros, zeros, zeros)
+        copy_expert(out, zeros, zeros, zeros)
 
 
 def header(*, rank: int = 0, world_size: int = 1, num_slots: int = 4, policy: str = "slru") -> TraceHeader:

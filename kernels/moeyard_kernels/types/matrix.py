@@ -7,6 +7,9 @@ import torch
 
 from moeyard_kernels.types.weight_form import TILE, ExpertForm, FormPart, Region, WeightForm, plain_form
 
+# The bits at which a word holds its 8 codes.
+NIBBLES = tuple(range(0, 32, 4))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
@@ -62,6 +65,17 @@ class Matrix:
         return Matrix(self.form, (count, *self.shape[1:]), tuple(arrays))
 
 
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Pack int32 codes of 4 bits [..., 8 n] into int32 words [..., n], the first code in the lowest bits."""
+    shifts = torch.tensor(NIBBLES, dtype=torch.int32, device=codes.device)
+    return (codes.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack_codes(words: torch.Tensor, shifts: tuple[int, ...] = NIBBLES) -> torch.Tensor:
+    """Return the 8 codes of each int32 word [..., n] as int32 [..., 8 n]. Code i is at bit `shifts[i]`."""
+    return ((words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=words.device)) & 15).flatten(-2)
+
+
 def tile_(out: Matrix, matrix: Matrix) -> None:
     """Write a matrix of an untiled form into `out`, one matrix in the tiled form of the same codes and blocks."""
     assert out.form.tiled and not matrix.form.tiled and out.form.name == matrix.form.name  # noqa: PT018
@@ -70,8 +84,7 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
         words = pairs.transpose(2, 3).contiguous()
     else:
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-        nibbles = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(1).unflatten(1, (-1, 4, TILE))
+        nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
         words = (nibbles << torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device)[:, None]).sum(2)
         words = words.to(torch.int16)
     out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
@@ -90,8 +103,7 @@ def untile(matrix: Matrix) -> Matrix:
         data, part = pairs.view(torch.float8_e4m3fn), FormPart("codes", "float8_e4m3fn")
     else:
         shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)[:, None]
-        nibbles = ((words.to(torch.int32).unsqueeze(2) >> shifts) & 15).reshape(matrix.shape[0], -1, 8)
-        data = (nibbles << torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)).sum(-1).to(torch.int32)
+        data = pack_codes(((words.to(torch.int32).unsqueeze(2) >> shifts) & 15).reshape(matrix.shape[0], -1))
         part = FormPart("codes", "int32", 1, 8)
     others = [array.squeeze(1).T.contiguous() for array in matrix.arrays[1:]]
     return Matrix(WeightForm(matrix.form.name, (part, *parts[1:])), matrix.shape, (data, *others))
@@ -115,8 +127,7 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
         codes = matrix.data.float()
     else:
         assert matrix.form.name == "int4", f"{matrix.form.name} has no values"
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=matrix.data.device)
-        codes = ((matrix.data.unsqueeze(-1) >> shifts) & 15).flatten(1).float()
+        codes = unpack_codes(matrix.data).float()
         codes -= _spread(matrix, 2) if len(matrix.arrays) == 3 else 8.0
     return codes.mul_(_spread(matrix, 1)).bfloat16()
 
@@ -151,12 +162,6 @@ class ExpertViews:
         dim = 1 if both.form.tiled else 0
         arrays = tuple(a.chunk(2, dim)[half] for a in both.arrays)
         return Matrix(both.form, (both.shape[0] // 2, both.shape[1]), arrays)
-
-    def copy_(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Copy plain matrices into the views of a plain expert."""
-        for target, source in ((self.gate, gate), (self.up, up), (self.down, down)):
-            assert target.shape == source.shape, f"an expert's matrix is {list(source.shape)}, not {target.shape}"
-            target.data.copy_(source)
 
 
 # Writes one expert into views of its bytes.

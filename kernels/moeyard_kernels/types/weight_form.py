@@ -32,7 +32,7 @@ class FormPart:
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of the array of a matrix [rows, columns]."""
-        return _blocks(rows, self.rows), _blocks(columns, self.columns)
+        return blocks(rows, self.rows), blocks(columns, self.columns)
 
     def tiled_shape(self, count: int, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the array of `count` matrices in tiles: see `WeightForm`."""
@@ -46,7 +46,8 @@ class FormPart:
         return math.prod(self.shape(rows, columns)) * _ELEMENT_BYTES[self.dtype]
 
 
-def _blocks(count: int, block: int | None) -> int:
+def blocks(count: int, block: int | None) -> int:
+    """Return the number of blocks of `block` elements that cover `count`. None is one block."""
     return -(-count // (block or max(count, 1)))
 
 

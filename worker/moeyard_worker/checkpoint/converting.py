@@ -49,7 +49,7 @@ def dequantized(directory: Path | str) -> NewCheckpoint:
         raise CheckpointError(f"{directory}: its weights are not quantised")
     reader = Reader(checkpoint.index.entries)
     slices: dict[str, list[Part]] = {}
-    for part in _parts(spec):
+    for part in spec.parts():
         slices.setdefault(part.key, []).append(part)
     pieces = []
     for key, parts in slices.items():
@@ -131,17 +131,9 @@ def _form(scheme: QuantizedScheme) -> WeightForm:
 
 def _separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
     """Yield all parts, and the keys to write them under. A tensor of all experts becomes tensors of one expert."""
-    for weight in spec.dense():
-        for part in weight.parts:
-            yield part, part.key
-    for layer in spec.layers:
-        if layer.experts is not None:
-            apart = replace(layer.experts, fused=False)
-            for expert in range(spec.config.num_experts):
-                for source, part in zip(
-                    spec.expert_parts(layer.experts, expert), spec.expert_parts(apart, expert), strict=True
-                ):
-                    yield source, part.key
+    layers = (replace(each, experts=each.experts and replace(each.experts, fused=False)) for each in spec.layers)
+    for source, part in zip(spec.parts(), replace(spec, layers=tuple(layers)).parts(), strict=True):
+        yield source, part.key
 
 
 def _config(directory: Path | str) -> dict[str, object]:
@@ -161,16 +153,6 @@ def _open(directory: Path | str) -> CheckedCheckpoint:
 def _new(checkpoint: CheckedCheckpoint, config: dict[str, object], pieces: list[Piece]) -> NewCheckpoint:
     source = checkpoint.index.directory
     return NewCheckpoint(source=source, identity=checkpoint.identity, config=config, pieces=tuple(pieces))
-
-
-def _parts(spec: ModelSpec) -> Iterator[Part]:
-    """Yield all parts of all weights, including every expert."""
-    for weight in spec.dense():
-        yield from weight.parts
-    for layer in spec.layers:
-        if layer.experts is not None:
-            for expert in range(spec.config.num_experts):
-                yield from spec.expert_parts(layer.experts, expert)
 
 
 def _others(checkpoint: CheckedCheckpoint) -> Iterator[str]:

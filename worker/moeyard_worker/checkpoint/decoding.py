@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.types.matrix import Matrix, dequantize, tile_
+from moeyard_kernels.types.matrix import NIBBLES, Matrix, dequantize, pack_codes, tile_, unpack_codes
 from moeyard_kernels.types.weight_form import fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -18,7 +18,6 @@ from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.weights import Part, num_elements
 
-_NIBBLES = tuple(range(0, 32, 4))
 # The bits at which AWQ stores row i of 8 rows.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
@@ -119,7 +118,7 @@ def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
         read(f"{at}.weight_zero_point", zeros)
-        matrix.arrays[2].copy_(_unpacked(zeros, _NIBBLES, 0)[:rows])
+        matrix.arrays[2].copy_(unpack_codes(zeros.T).T[:rows])
     return matrix
 
 
@@ -130,7 +129,7 @@ def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> M
     index = torch.empty(columns, dtype=torch.int64, device=device)
     read(f"{at}.qweight", words)
     read(f"{at}.g_idx", index)
-    zeros, scales = _zeros_and_scales(at, rows, columns // group, _NIBBLES, read, device)
+    zeros, scales = _zeros_and_scales(at, rows, columns // group, NIBBLES, read, device)
     if bool((index < 0).any()) or bool((index >= len(scales)).any()):
         raise CheckpointError(f"{at}.g_idx names a group that does not exist: there are {len(scales)}")
     if scheme.ordered and not torch.equal(index, torch.arange(columns, device=device) // group):
@@ -139,7 +138,7 @@ def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> M
         # A word of 15 stands for 16, as the kernels of GPTQ computed it.
         zeros += 1
     if not scheme.ordered:
-        codes = _unpacked(words, _NIBBLES, 0).float()
+        codes = unpack_codes(words.T).T.float()
         return Matrix.plain((codes - zeros[index]).mul_(scales[index]).bfloat16().T)
     form = int4_form(scheme.group, scales="float32", zeros=not scheme.symmetric)
     if scheme.symmetric and bool((zeros != 8).any()):
@@ -153,8 +152,7 @@ def _awq(part: Part, scheme: AwqScheme, read: Read, device: torch.device) -> Mat
     stored = torch.empty(columns, rows // 8, dtype=torch.int32, device=device)
     read(f"{at}.qweight", stored)
     zeros, scales = _zeros_and_scales(at, rows, columns // (scheme.group or columns), _AWQ_SHIFTS, read, device)
-    codes = _unpacked(stored, _AWQ_SHIFTS, 1).T.to(torch.int32).unflatten(1, (-1, 8))
-    words = (codes << torch.tensor(_NIBBLES, dtype=torch.int32, device=device)).sum(2, dtype=torch.int32)
+    words = pack_codes(unpack_codes(stored, _AWQ_SHIFTS).T)
     form = int4_form(scheme.group, scales="float32", zeros=True)
     return Matrix(form, (rows, columns), (words, scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous()))
 
@@ -168,15 +166,7 @@ def _zeros_and_scales(
     read(f"{at}.qzeros", words)
     read(f"{at}.scales", scales)
     _check_scales(f"{at}.scales", scales)
-    return _unpacked(words, shifts, 1).float(), scales
-
-
-def _unpacked(words: torch.Tensor, shifts: tuple[int, ...], dim: int) -> torch.Tensor:
-    """Return the 8 codes of each int32 word, uint8, along dimension `dim` of a matrix of words."""
-    of_words = torch.tensor(shifts, dtype=torch.int32, device=words.device)
-    if dim == 0:
-        return ((words.unsqueeze(1) >> of_words.unsqueeze(-1)) & 15).to(torch.uint8).flatten(0, 1)
-    return ((words.unsqueeze(-1) >> of_words) & 15).to(torch.uint8).flatten(1)
+    return unpack_codes(words, shifts).float(), scales
 
 
 def _check_scales(key: str, scales: torch.Tensor) -> None:

@@ -217,7 +217,7 @@ def _describe(source: _Source) -> tuple[str, TensorType, tuple[int, ...], int]:
 def _place(
     described: list[tuple[str, TensorType, tuple[int, ...], int]], source: _Source, alignment: int, stamp: FileStamp
 ) -> Mapping[str, TensorEntry]:
-    """Return the entries of tensors, each of which begins where the one before it ends, rounded up to the alignment."""
+    """Return the entries of tensors. Each begins where the one before it ends, rounded up to the alignment."""
 
     def aligned(position: int) -> int:
         return -(-position // alignment) * alignment

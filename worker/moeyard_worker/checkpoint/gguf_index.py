@@ -7,8 +7,8 @@ llama.cpp's converter (conversion/, one class per architecture) decides what a f
 - deepseek2: kv_b is two tensors, k_b transposed (`DeepseekV2Model.modify_tensors`). Older files have it as one.
 - qwen3moe and olmoe: no tensor is changed.
 
-Other architectures are refused. The settings come from the config.json of the original model, and those that the file
-repeats must be equal: a variant of the same sizes with another rotation would answer nonsense.
+Other architectures are refused. The settings come from the config.json of the original model. Those that the file
+repeats must be equal, because a variant of the same sizes with another rotation would answer nonsense.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.matrix import Matrix, pack_codes
 from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
 
 # The largest e4m3 code, and the largest distance of an int4 code from 8 with a value of either sign.
@@ -28,7 +28,5 @@ def quantize(values: torch.Tensor, form: WeightForm) -> Matrix:
     if form.name == "fp8":
         codes = steps.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         return Matrix(fp8_form(rows, part.columns), (*values.shape,), (codes, scales))
-    nibbles = (steps.round().clamp(-_INT4_MAX, _INT4_MAX) + 8).to(torch.int32).unflatten(1, (-1, 8))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-    words = (nibbles << shifts).sum(2, dtype=torch.int32)
+    words = pack_codes((steps.round().clamp(-_INT4_MAX, _INT4_MAX) + 8).to(torch.int32))
     return Matrix(int4_form(part.columns, scales=part.dtype, zeros=False), (*values.shape,), (words, scales))

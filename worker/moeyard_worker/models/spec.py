@@ -126,6 +126,15 @@ class ModelSpec:
             Part(names.down.format(e=expert), (hidden, width)),
         )
 
+    def parts(self) -> Iterator[Part]:
+        """Yield the stored parts of all weights: the dense ones in the order of loading, then every expert."""
+        for each in self.dense():
+            yield from each.parts
+        for layer in self.layers:
+            if layer.experts is not None:
+                for expert in range(self.config.num_experts):
+                    yield from self.expert_parts(layer.experts, expert)
+
     def stored(self, parts: Iterable[Part]) -> dict[str, StoredTensor]:
         """Return by key the tensors that the checkpoint must hold for `parts`."""
         found: dict[str, StoredTensor] = {}
@@ -139,13 +148,8 @@ class ModelSpec:
 
     def expected(self) -> dict[str, StoredTensor]:
         """Return by key every tensor that the checkpoint must hold, including the experts of all ranks."""
-        found = self.stored(part for each in self.dense() for part in each.parts)
-        for layer in self.layers:
-            if layer.experts is not None:
-                # Fused tensors hold all experts of the layer.
-                for expert in range(1 if layer.experts.fused else self.config.num_experts):
-                    found.update(self.stored(self.expert_parts(layer.experts, expert)))
-        return found
+        # Parts of one tensor are stored alike.
+        return self.stored({part.key: part for part in self.parts()}.values())
 
 
 def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from moeyard_kernels.types.weight_form import WeightForm, int4_tiles
+from moeyard_kernels.types.weight_form import WeightForm, blocks, int4_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
-from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, block_is_read, blocks
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, block_is_read, block_size
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.config.fields import Fields, shown
@@ -154,10 +154,7 @@ def _fp8(weights: Fields, dtype: str) -> QuantizedScheme:
     strategy = weights.require("strategy", ("tensor", "channel", "block"), "tensor")
     if strategy != "block":
         return Fp8Scheme(1 if strategy == "channel" else None, None)
-    size = weights.integers("block_structure")
-    if len(size) != 2 or min(size) < 1:
-        raise weights.error("block_structure", f"is {list(size)}, expected two positive sizes")
-    return Fp8Scheme(size[0], size[1])
+    return Fp8Scheme(*block_size(weights, "block_structure"))
 
 
 _PARSE = MappingProxyType({"pack-quantized": _int4, "float-quantized": _fp8})

@@ -7,7 +7,7 @@ called `weight_scale_inv`, but multiply. The last block of rows or columns may b
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles
+from moeyard_kernels.types.weight_form import WeightForm, blocks, fp8_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
@@ -55,11 +55,6 @@ class Fp8Scheme:
         }
 
 
-def blocks(count: int, block: int | None) -> int:
-    """Return the number of blocks of `block` elements that cover `count`. None is one block."""
-    return 1 if block is None else -(-count // block)
-
-
 def block_is_read(block: int | None, columns: int, *, least: int) -> bool:
     """Return whether products over codes read blocks of `block` columns: a power of two from `least` on, or all.
 
@@ -81,6 +76,14 @@ class Fp8Format(QuantizedFormat):
         return None if module in self.excluded else self.one
 
 
+def block_size(settings: Fields, key: str) -> tuple[int, int]:
+    """Read the rows and columns of a block. Raises CheckpointError for anything but two positive sizes."""
+    size = settings.integers(key)
+    if len(size) != 2 or min(size) < 1:
+        raise settings.error(key, f"is {list(size)}, expected two positive sizes")
+    return size[0], size[1]
+
+
 def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     """Read the settings of the method "fp8". Raises CheckpointError for a variant that is not supported."""
     settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
@@ -90,9 +93,6 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     if settings.values.get("weight_block_size") is None:
         one = Fp8Scheme(None, None)
     else:
-        size = settings.integers("weight_block_size")
-        if len(size) != 2 or min(size) < 1:
-            raise settings.error("weight_block_size", f"is {list(size)}, expected two positive sizes")
-        one = Fp8Scheme(size[0], size[1], "_scale_inv")
+        one = Fp8Scheme(*block_size(settings, "weight_block_size"), "_scale_inv")
     markers = ("_scale_inv", ".weight_scale_inv", ".weight_scale")
     return Fp8Format(file=settings.file, markers=markers, excluded=excluded, one=one)

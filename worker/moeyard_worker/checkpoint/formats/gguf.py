@@ -6,10 +6,9 @@
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
-from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, plain_expert, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme, StoredTensor
-from moeyard_worker.checkpoint.formats.plain import PlainScheme
-from moeyard_worker.layers.weights import Part, Weight
+from moeyard_worker.checkpoint.formats.plain import PlainFormat, PlainScheme
+from moeyard_worker.layers.weights import Part
 
 GGUF_DTYPES = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
@@ -44,7 +43,7 @@ class SplitKvScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFormat:
+class GgufFormat(PlainFormat):
     """A `Format` that reads GGUF tensors, for files of a model given by its config.json.
 
     paired: rows of a head if query and key projections are a `PairedScheme`, else 0.
@@ -54,18 +53,9 @@ class GgufFormat:
     paired: int = 0
     split_kv: SplitKvScheme | None = None
 
-    def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
-        return plain_form("float32" if weight.fp32 else dtype)
-
-    def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
-        return plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
-
     def scheme(self, part: Part, keys: Container[str]) -> Scheme:
         if self.paired and part.key.endswith((".q_proj.weight", ".k_proj.weight")):
             return PairedScheme(GGUF_DTYPES, self.paired)
         if self.split_kv and part.key.endswith(".kv_b_proj.weight") and part.key not in keys:
             return self.split_kv
         return PlainScheme(GGUF_DTYPES)
-
-    def skips(self, key: str) -> str | None:
-        return None

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_kernels.types.weight_form import WeightForm
+from moeyard_kernels.types.weight_form import WeightForm, blocks
 from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
-from moeyard_worker.checkpoint.formats.fp8 import blocks
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of, pattern_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.config.fields import Fields, shown
