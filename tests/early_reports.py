@@ -23,12 +23,14 @@ class EarlyReports:
         self._out: Any = config.pluginmanager.get_plugin("terminalreporter")
         self._began = time.monotonic()
         self._running: dict[str, float] = {}
+        self._ending = False
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, _signal: int, _frame: FrameType | None) -> None:
-        # `timeout` sends the signal twice: to its child and to its group.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt("SIGTERM")
+        # `timeout` sends the signal twice: to its child and to its group. SIG_IGN would race with the second one.
+        if not self._ending:
+            self._ending = True
+            raise KeyboardInterrupt("SIGTERM")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

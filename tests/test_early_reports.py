@@ -85,7 +85,7 @@ def test_failures_are_reported_at_once_and_running_tests_at_the_end(workers: int
             assert "RUNNING" not in said.read_text()
             run.send_signal(signal.SIGTERM)
             os.killpg(run.pid, signal.SIGTERM)
-            assert run.wait(HANG_SECONDS) == pytest.ExitCode.INTERRUPTED
+            assert run.wait(HANG_SECONDS) == pytest.ExitCode.INTERRUPTED, said.read_text()
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)

@@ -1,14 +1,17 @@
 """Shared by the deployment tests: Prometheus' programs, the dashboard's queries and the names of all metrics."""
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from moeyard import logs
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every metric that the router and the ranks export; a histogram H also has H_bucket, H_sum and H_count.
@@ -91,6 +94,19 @@ WORKER_OTHERS = (
     "moeyard_refused_total",
     "moeyard_build_info",
 )
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """Undo `logs.start`, which changes the whole process, so that the next test logs as if it ran alone."""
+    loggers = [logging.getLogger(name) for name in ("", *logs.OURS)]
+    levels, before = [logger.level for logger in loggers], list(loggers[0].handlers)
+    yield
+    for handler in [h for h in loggers[0].handlers if h not in before]:
+        loggers[0].removeHandler(handler)
+        handler.close()
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

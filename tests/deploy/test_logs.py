@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,23 +34,15 @@ class Stuck(io.StringIO):
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., io.StringIO]]:
+def started() -> Callable[..., io.StringIO]:
     """Log into a string during the test."""
-    root = logging.getLogger()
-    levels = {name: logging.getLogger(name).level for name in ("", *logs.OURS)}
-    before = list(root.handlers)
 
     def begin(stream: io.StringIO | None = None, **fields: str) -> io.StringIO:
         stream = stream or io.StringIO()
         logs.start(LogConfig(**fields), context=lambda: {"request_id": "r-1"}, stream=stream)
         return stream
 
-    yield begin
-    for handler in [h for h in root.handlers if h not in before]:
-        root.removeHandler(handler)
-        handler.close()
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return begin
 
 
 def written(stream: io.StringIO) -> list[str]:
