@@ -10,6 +10,7 @@ from moeyard.fleet.placing import placement_of
 from moeyard_worker.experts.offline.loads import read_loads
 from moeyard_worker.experts.offline.planning import balanced, copied, read_needs, together
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import quantization_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"
@@ -59,3 +60,14 @@ def test_plan_from_a_fleets_counts_is_served(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         main(command)
     assert "tells nothing of" in capsys.readouterr().err
+
+
+def test_quantised_experts_count_with_their_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((DEMO / "config.json").read_text()) | {"hidden_size": 1024, "moe_intermediate_size": 512}
+    config |= {"head_dim": 64, "dtype": "bfloat16"}
+    sizes = []
+    for changes in ({}, {"quantization_config": quantization_config("fp8")}):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        assert main(["experts", "plan", str(TRACE), "--workers", "3", "--model", str(tmp_path)]) == 0
+        sizes.append(float(capsys.readouterr().out.splitlines()[1].split()[-1]))
+    assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.01)

@@ -353,10 +353,11 @@ def test_a_permutation_by_groups_is_refused(qwen: Path) -> None:
     [
         (["model.layers.1"], ("layers.1",)),
         (["re:.*self_attn.*"], ("self_attn",)),
+        (["self_attn"], ("self_attn",)),
         (["model.layers.0.self_attn.qkv_proj", "gate_up_proj"], ("0.self_attn.q", "0.self_attn.k", "0.self_attn.v")),
         ([r"re:.*\.layers\.[02]\.mlp\.experts\.\d+\.(gate|up)_proj$"], ("layers.0.mlp.experts",)),
     ],
-    ids=["prefix", "pattern", "fused", "long pattern"],
+    ids=["prefix", "pattern", "middle", "fused", "long pattern"],
 )
 def test_excluded_modules_may_be_named_in_several_ways(names: list[str], excluded: tuple[str, ...], qwen: Path) -> None:
     """A list that excludes quantised modules is a contradiction, so the error shows which modules it names."""

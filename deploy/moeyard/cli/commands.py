@@ -224,7 +224,7 @@ def add_expert_commands(commands: "Commands[Parser]") -> None:
     plan.add_argument("--workers", type=read_with(count), required=True, metavar="N", help="ranks to place experts on")
     text = "also with second copies, on other ranks, of the R most needed experts of a layer"
     plan.add_argument("--copies", type=read_with(count), nargs="+", default=[], metavar="R", help=text)
-    plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights")
+    plan.add_argument("--model", metavar="MODEL", help="the checkpoint: also bytes of weights, as on a GPU")
     text = "write the best placement, with copies where one R is given, for `serve --expert-placement FILE`"
     plan.add_argument("--write", metavar="FILE", help=text)
     plan.set_defaults(run=Late("moeyard.clients.offline", "experts_plan"))

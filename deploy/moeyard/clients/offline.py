@@ -10,7 +10,7 @@ from moeyard.local.model_source import checkpoint
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.experts.offline import loads, planning
 from moeyard_worker.experts.offline.sim import belady, format_table, simulate
-from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.families import load_model_config, with_codes
 
 
 def cache_sim(args: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def experts_plan(args: argparse.Namespace) -> int:
         model = load_model_config(checkpoint(args))
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
             raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
-        expert_bytes = model.expert_form(model.dtype).blob_bytes
+        expert_bytes = with_codes(model).expert_form(model.dtype).blob_bytes
     if counted:
         print(loads.format_loads(planning.compare_loads(needs, args.workers, num_copies=args.copies)))
     else:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.footprint import Footprints
+from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.gguf_index import open_gguf
 from moeyard_worker.checkpoint.identity import identity
@@ -57,7 +58,9 @@ class DummyCheckpoint:
 
     def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
         """Return their bytes in memory, and those of one expert that is drawn outside its slot."""
-        return self.spec.resident_bytes(dtype, footprints) + self.spec.config.expert_form(dtype).blob_bytes
+        model = self.spec.config
+        sizes = {"hidden": model.hidden_size, "intermediate": model.moe_intermediate_size}
+        return self.spec.resident_bytes(dtype, footprints) + plain_expert(**sizes, dtype=dtype).blob_bytes
 
 
 def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint | DummyCheckpoint:

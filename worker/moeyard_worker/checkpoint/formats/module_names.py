@@ -1,7 +1,8 @@
 """Lists of module names in quantisation settings, which say what is quantised and what is not. Pure.
 
 Exporters write such names in several ways: in full ("model.layers.3.mlp.gate"), as a prefix ("model.layers.0"), without
-the leading parts ("lm_head"), as a module that an inference engine fuses ("gate_up_proj"), or as a pattern ("re:...").
+the leading parts ("lm_head"), from the middle ("self_attn"), as a module that an inference engine fuses
+("gate_up_proj"), or as a pattern ("re:...").
 """
 
 import re
@@ -28,7 +29,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """A list of module names. `names` match exactly or as a prefix or suffix of whole parts, `patterns` by `re`."""
+    """A list of module names. `names` match a run of whole parts of a name, `patterns` by `re`."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
@@ -38,8 +39,7 @@ class ModuleNames:
         if self.names:
             for begin in range(len(parts)):
                 for end in range(begin + 1, len(parts) + 1):
-                    # A run of parts counts at the beginning or at the end of the name.
-                    if (begin == 0 or end == len(parts)) and ".".join(parts[begin:end]) in self.names:
+                    if ".".join(parts[begin:end]) in self.names:
                         return True
         return any(pattern.match(module) for pattern in self.patterns)
 
