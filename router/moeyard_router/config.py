@@ -155,6 +155,7 @@ class RouterConfig:
         connected. A first router answers 503.
     keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
     version: the answer of /version.
+    fingerprint: `system_fingerprint` of all answers. None: they have none.
     """
 
     model_name: str
@@ -240,6 +241,12 @@ class RouterConfig:
     restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"
+    fingerprint: str | None = None
+
+    @property
+    def identified(self) -> dict[str, str]:
+        """The field of answers that names the fingerprint, if there is one."""
+        return {} if self.fingerprint is None else {"system_fingerprint": f"fp_{self.fingerprint}"}
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""

@@ -4,13 +4,16 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moeyard.cli.commands import build_parser, main
 from moeyard.cli.config_file import with_config_file
+from moeyard.fleet.messages import Rank
 from moeyard.local.before_start import check_before_start
+from moeyard.local.serve import fleet_fingerprint
 from moeyard.local.settings import answer_formats_of, api_settings, engine_config, sampling_defaults, start_notes
 from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
@@ -292,3 +295,16 @@ def test_startup_notes_about_prompt_compression() -> None:
     [narrow] = notes(f"{shape} 70", model)
     assert narrow.startswith("--max-batch-tokens 70: qwen3_next computes 64 positions of a prompt together")
     assert narrow.endswith("7 rows of output: prompts will wait for sequences to end; 71 or more let them in")
+
+
+def test_fingerprint_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    def of(*found: str, compression: KvCompression | None = None) -> str:
+        ranks = [SimpleNamespace(report={"fingerprint": each}) for each in found]
+        return fleet_fingerprint(cast(list[Rank], ranks), compression)
+
+    one = of("a")
+    assert of("a", "a") == one
+    assert not capsys.readouterr().err
+    assert of("a", "b") == of("b", "a")
+    assert "ranks differ" in capsys.readouterr().err
+    assert len({one, of("b"), of("a", "b"), of("a", compression=KvCompression(method="snapkv", budget=64))}) == 4

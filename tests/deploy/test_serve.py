@@ -296,7 +296,7 @@ def test_memory_of_workers(service: Command) -> None:
 def test_killed_router_reconnects_to_the_fleet(service: Command) -> None:
     """A new router gets the port; the ranks stay with all their state and drop the dead router's requests."""
     workers = {worker.pid for worker in service.workers()}
-    answer = chat(service.url).json()["choices"]
+    first = chat(service.url).json()
     router = service.router()
     with stream_of(service, **{**LONG_ANSWER, "max_tokens": 900}) as lines:
         next(lines)
@@ -304,7 +304,13 @@ def test_killed_router_reconnects_to_the_fleet(service: Command) -> None:
         with pytest.raises(httpx.TransportError):
             list(lines)
     service.wait_for(service.is_ready)
-    assert chat(service.url).json()["choices"] == answer
+    again = chat(service.url).json()
+    assert again["choices"] == first["choices"]
+    assert (
+        again["system_fingerprint"]
+        == first["system_fingerprint"]
+        == get(f"{service.url}/version").json()["system_fingerprint"]
+    )
     assert {worker.pid for worker in service.workers()} == workers
     ranks = f"{service.url}/v1/fleet/live"
     service.wait_for(lambda: not get(ranks).json()["totals"]["num_running"])

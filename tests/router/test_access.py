@@ -536,8 +536,8 @@ def test_access_log_is_off_by_default(service, lines):
 
 
 def test_version_and_ping(start, wait_for):
-    service = start(1, version="1.2.3")
-    assert service.client.get("/version").json() == {"version": "1.2.3"}
+    service = start(1, version="1.2.3", fingerprint="ab12")
+    assert service.client.get("/version").json() == {"version": "1.2.3", "system_fingerprint": "fp_ab12"}
     assert service.client.get("/ping").status_code == service.client.post("/ping").status_code == 200
     service.workers[0].fail("spoilt")
     wait_for(lambda: service.client.post("/ping").status_code == 503, "a broken fleet must fail the ping")

@@ -104,6 +104,23 @@ def test_message_is_as_described(service, document, extra):
     assert check(document, "post", count, service.post(count, messages=HELLO)).status_code == 200
 
 
+def test_every_answer_has_the_fingerprint(starter, document):
+    service = starter(1, fingerprint="ab12")
+    few = {"messages": HELLO, "max_tokens": 4}
+    bodies = {
+        "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+        "/v1/chat/completions": few,
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+        "/v1/messages": few,
+    }
+    for path, body in bodies.items():
+        whole = check(document, "post", path, service.post(path, **body)).json()
+        assert whole["system_fingerprint"] == "fp_ab12"
+        events = service.post(path, **body, stream=True).text
+        assert '"system_fingerprint":"fp_ab12"' in events.partition("\n\n")[0]
+    assert check(document, "get", "/version", service.client.get("/version")).status_code == 200
+
+
 def test_calls_and_reasoning_are_as_described(starter, tool_checkpoint, tool_codec):
     service = starter(1, model_path=tool_checkpoint, max_model_len=4096)
     text = '<think>\nWell.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -6,6 +6,8 @@ ready prints one line on stderr and leaves no process behind.
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import signal
 import sys
 import time
@@ -45,6 +47,7 @@ from moeyard_router.http.origins import is_loopback
 from moeyard_worker.config.engine_config import EngineConfig, loading_rates
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import KvCompression
 from moeyard_worker.sockets import make_keys
 
 DUMMY_NOTE = (
@@ -199,7 +202,20 @@ def router_config(
         step_deadline=config.step_deadline,
         prefix_caching=all(rank.report["prefix_caching"] for rank in ranks),
         version=__version__,
+        fingerprint=fleet_fingerprint(ranks, api.kv_compression),
     )
+
+
+def fleet_fingerprint(ranks: list[Rank], compression: KvCompression | None) -> str:
+    """Return the fingerprint of a fleet's answers: that of its ranks, and the default compression of prompts."""
+    found = sorted({rank.report["fingerprint"] for rank in ranks})
+    if len(found) > 1:
+        print(
+            "moeyard: warning: ranks differ in device or versions, so an answer may depend on the rank that gives it",
+            file=sys.stderr,
+        )
+    facts = [found, None if compression is None else dataclasses.asdict(compression)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def device_named(args: argparse.Namespace) -> str:

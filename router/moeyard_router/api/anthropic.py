@@ -352,7 +352,7 @@ class MessageWriter(BlockWriter):
             "id": self.reply_id,
             "type": "message",
             "role": "assistant",
-            "model": self.model,
+            **self.served,
             "content": [_block(block) for block in self.blocks],
             "stop_reason": self._reason if ended else None,
             "stop_sequence": self.stop_string,

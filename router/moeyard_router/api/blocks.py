@@ -1,7 +1,7 @@
 """Answers made of blocks: items of the Responses API, content blocks of Anthropic's."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,10 +38,10 @@ class BlockWriter(ABC):
     Streams and whole answers are made of the same blocks. Subclasses write their events and objects.
     """
 
-    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
         self.job = job
         self.reply_id = reply_id
-        self.model = model
+        self.served = served
         self.created = created
         self.blocks: list[AnswerBlock] = []
         self.cut = False  # by the token limit

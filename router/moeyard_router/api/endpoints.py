@@ -112,7 +112,11 @@ class GenerateEndpoint(_Endpoint):
             key=record.key_name,
         )
         writer = surface.writer(
-            job, reply_id=reply_id, model=services.config.model_name, created=int(time.time()), tokens=tokens
+            job,
+            reply_id=reply_id,
+            served={"model": services.config.model_name, **services.config.identified},
+            created=int(time.time()),
+            tokens=tokens,
         )
         try:
             async with _watching(receive, generation):

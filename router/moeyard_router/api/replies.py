@@ -1,6 +1,6 @@
 """Answers as bytes: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -102,12 +102,14 @@ def chat_message(events: Sequence[TextEvent]) -> dict[str, Any]:
 class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
+    served: fields of all answers, `model` and `system_fingerprint`.
+
     As in vLLM, `prompt_token_ids` (with `return_token_ids`) are in each choice of a completion, at the top of a chat
     answer, and in the first chunk of a streamed choice. The same holds for `prompt_logprobs`, which are not streamed.
     With `echo`, the repeated prompt has log-probabilities too, except for its first token.
     """
 
-    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
         self._job = job
         self._tokens = tokens
         self._offsets = [
@@ -117,7 +119,7 @@ class ReplyWriter:
         self._long = LongLists()
         self._started = [False] * len(job.continuations)
         whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
-        self._base = {"id": reply_id, "object": whole, "created": created, "model": model}
+        self._base = {"id": reply_id, "object": whole, "created": created, **served}
         head = orjson.dumps({**self._base, "object": part})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"

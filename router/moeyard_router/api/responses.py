@@ -334,8 +334,8 @@ class ResponseWriter(BlockWriter):
     _sequence = 0
     _head = _middle = _tail = b""
 
-    def __init__(self, job: Job, *, reply_id: str, model: str, created: int, tokens: TokenBytes) -> None:
-        super().__init__(job, reply_id=reply_id, model=model, created=created, tokens=tokens)
+    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
+        super().__init__(job, reply_id=reply_id, served=served, created=created, tokens=tokens)
         self._offers = offers_of((job.repeated or {}).get("tools", ()))
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
@@ -439,7 +439,7 @@ class ResponseWriter(BlockWriter):
             "background": False,
             "error": None if error is None else {"code": code, "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.model,
+            **self.served,
             "output": [] if running else [self._item(b, _status(b)) for b in self.blocks if b is not self.open_block],
             "previous_response_id": None,
             "store": False,

@@ -1,8 +1,10 @@
 """The device of a rank, chosen once: its backend, its free memory, and how its steps are launched."""
 
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,7 @@ from moeyard_worker.engine.steps.runner import Runner
 
 # Compute capability of Hopper: several kernels use its copies and products, which other GPUs lack.
 CAPABILITY = (9, 0)
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_backend(page_size: int) -> Backend:
@@ -37,6 +40,13 @@ class CpuDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self.backend = cpu_backend(config.page_size)
+
+    @property
+    def name(self) -> str:
+        """The kind of device: its ranks compute the same bits."""
+        lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else ()
+        models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+        return f"{next(models, platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
     def available(self) -> int:
         """Return the free bytes of the memory that this rank computes in."""
@@ -79,6 +89,10 @@ class CudaDevice:
         self._device = check_gpu(config.device, gpu=gpu, num_workers=config.num_workers)
         self.activate()
         self.backend = CudaBackend(page_size=config.page_size, device=self._device)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self._device)
 
     def available(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])

@@ -25,6 +25,7 @@ from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, l
 from moeyard_worker.config.placement import Placement, partition
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
+from moeyard_worker.engine.assembly.fingerprint import fingerprint
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran_out
 from moeyard_worker.engine.assembly.topology import bind_mesh, patience, settle_exchange
 from moeyard_worker.engine.loop.faults import out_of_memory
@@ -244,6 +245,7 @@ class Worker:
             "exchange": config.exchange,
             "exchange_why": self._exchange_why,
             "dtype": str(self._dtype).removeprefix("torch."),
+            "fingerprint": fingerprint(config, self.checkpoint, self._model, device=self._device.name),
             "num_pages": plan.num_pages,
             "prefix_caching": scheduler.config.prefix_caching,
             "max_model_len": plan.max_model_len,
