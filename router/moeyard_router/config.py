@@ -54,6 +54,7 @@ class AccessConfig:
     api_key_file, api_keys: all keys of both are valid (`api_keys` are plain, from the environment). Without any, no key
         is required.
     access_log: whether to log requests on the logger `moeyard.access`.
+    log_requests, log_prompts: see api/request_log.py.
     """
 
     api_key_file: Path | None = option(
@@ -73,6 +74,15 @@ class AccessConfig:
         metavar="ORIGIN",
     )
     access_log: bool = option(False, "one line per request on stderr (default: yes)", both=True, text="yes")
+    log_requests: Path | None = option(
+        None, "append a line of JSON for each request, for `moeyard replay`", metavar="FILE"
+    )
+    log_prompts: bool = option(False, "with --log-requests: also prompts, answers and log-probabilities")
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for settings that contradict each other."""
+        if self.log_prompts and self.log_requests is None:
+            raise ValueError("--log-prompts says what --log-requests FILE writes; give both")
 
     @property
     def asks_for_key(self) -> bool:

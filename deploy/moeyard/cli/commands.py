@@ -101,6 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the requests, e.g. temperature=0.7"
     )
     chat.set_defaults(run=Late("moeyard.clients.chat", "chat"))
+    replay = commands.add_parser("replay", help="run logged requests again and compare the answers bit by bit")
+    replay.add_argument("log", metavar="LOG", help="what `serve --log-requests LOG --log-prompts` wrote")
+    add_target_arguments(replay, url="--url")
+    text = "requests at once, which cannot change an answer (default %(default)d)"
+    replay.add_argument("--concurrency", type=read_with(count), default=8, metavar="N", help=text)
+    replay.set_defaults(run=Late("moeyard.clients.replay", "replay"))
     completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
     completion.add_argument("shell", choices=SHELLS, help='e.g. eval "$(moeyard completion bash)" in ~/.bashrc')
     completion.set_defaults(run=run_completion)

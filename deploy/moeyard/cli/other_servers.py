@@ -41,7 +41,7 @@ _ADVICE = (
     ("--routers N", "api-server-count"),
     (
         "--access-log or --no-access-log",
-        "disable-log-requests enable-log-requests log-requests disable-uvicorn-access-log max-log-len",
+        "disable-log-requests enable-log-requests disable-uvicorn-access-log max-log-len",
     ),
     ("--log-level LEVEL", "uvicorn-log-level log-level-http verbose"),
     ("--exchange HOW", "moe-a2a-backend all2all-backend moe-runner-backend"),

@@ -3,6 +3,7 @@
 import argparse
 import os
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from moeyard_router.config import KEY_VARIABLE
@@ -66,10 +67,11 @@ def parse_target(url: str, key: str | None = None) -> Target:
     )
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """URL, --model and --api-key."""
+def add_target_arguments(parser: argparse.ArgumentParser, *, url: str = "url") -> None:
+    """URL (or the flag `url`), --model and --api-key."""
+    optional: dict[str, Any] = {} if url.startswith("-") else {"nargs": "?"}
     parser.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server (default %(default)s)"
+        url, **optional, default=DEFAULT_URL, metavar="URL", help="address of the server (default %(default)s)"
     )
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first of /v1/models)")
     parser.add_argument("--api-key", metavar="KEY", help=f"sent as a bearer token (default: ${KEY_VARIABLE})")

@@ -40,6 +40,7 @@ from moeyard.local.startup import startup
 from moeyard.logs import LogConfig
 from moeyard.options import values
 from moeyard.signals import noted
+from moeyard_router.api.request_log import check_log
 from moeyard_router.api.request_scope import log_context
 from moeyard_router.config import AccessConfig, RouterConfig
 from moeyard_router.http.credentials import KeyRing, open_certificate
@@ -90,6 +91,7 @@ def serve(
     connections = most_connections(files := raise_file_limit(), config.num_workers)
     KeyRing(access)
     open_certificate(access)
+    check_log(access)
     model = served_model(config)
     api = api_settings(args, config)
     placement = placement_of(options.expert_placement, model, config.num_workers)

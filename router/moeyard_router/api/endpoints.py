@@ -19,6 +19,7 @@ from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
 from moeyard_router.api.replies import MANY_SCORES, PIECE_BYTES, LongLists
+from moeyard_router.api.request_log import RequestLog
 from moeyard_router.api.request_scope import EXTENSION, SCOPE_KEY, Direct, RequestRecord
 from moeyard_router.api.surfaces import READERS, SURFACES, Writer
 from moeyard_router.config import RouterConfig
@@ -47,6 +48,7 @@ class Services:
     codec: Codec
     metrics: RouterMetrics
     bodies: Bodies
+    log: RequestLog | None
 
 
 class _Endpoint(ABC):
@@ -110,6 +112,7 @@ class GenerateEndpoint(_Endpoint):
             arrived=arrived,
             client=_client_name(job.client if session is None else session.decode("latin-1")),
             key=record.key_name,
+            log=services.log,
         )
         writer = surface.writer(
             job,

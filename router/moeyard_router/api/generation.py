@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.api.request_log import RequestLog
 from moeyard_router.api.request_scope import Direct, RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
@@ -35,6 +36,8 @@ class ClientGone(Exception):
 class Generation:
     """Run a job. It ends with all choices finished, with an `ApiError`, or with `ClientGone`. Always `close` it.
 
+    `log` gets every choice at its end.
+
     Raises `ApiError` 429 or 503 at once if the fleet refuses the job.
     """
 
@@ -49,7 +52,11 @@ class Generation:
         arrived: float,
         client: str | None = None,
         key: str | None = None,
+        log: RequestLog | None = None,
     ) -> None:
+        self._log = log
+        # The output of each choice, for the log.
+        self._outputs: list[list[Tokens]] = [[] for _ in job.continuations]
         self.choices = [Choice(job, index=c.index, tokens=tokens) for c in job.continuations]
         self._job = job
         self._metrics = metrics
@@ -147,6 +154,8 @@ class Generation:
         if text is None:
             return False
         timing.tokens(now, len(event.token_ids))
+        if self._log is not None:
+            self._outputs[index].append(event)
         if text:
             direct.write(text_event(index, text))
         return True
@@ -165,6 +174,8 @@ class Generation:
             if timing.first is None and not self._prompt_is_done(index):
                 return
             delta = choice.tokens(event)
+            if self._log is not None:
+                self._outputs[index].append(event)
             timing.tokens(now, len(event.token_ids))
         elif isinstance(event, PromptLogprobs):
             if not choice.scores(event):
@@ -191,8 +202,12 @@ class Generation:
     def _ended(self, now: float, index: int, reason: str, done: Done | None) -> None:
         """Record the end of a choice in the metrics and the recent requests. `done`: its worker's last message."""
         timing, continuation = self._timings[index], self._job.continuations[index]
-        num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
-        timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=continuation.sampling.max_tokens)
+        prompt, sampling = self._job.prompts[continuation.prompt].token_ids, continuation.sampling
+        num_prompt = len(prompt)
+        if self._log is not None:
+            count, output = self.choices[index].num_tokens, self._outputs[index]
+            self._log.add(self._id, index, prompt=prompt, sampling=sampling, output=output, count=count, reason=reason)
+        timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens)
         queue = None if done is None else done.queue_seconds
         prefill = None if done is None else done.prefill_seconds
         decode = None if timing.first is None else timing.last - timing.first

@@ -16,7 +16,7 @@ PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one
 # With more log-probabilities than this, of prompts and output, an answer is encoded in a thread, item by item. Encoding
 # fewer takes less time than waking the thread.
 MANY_SCORES = 512
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 _NULL = b"null"
 _DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -265,7 +265,7 @@ class ReplyWriter:
 
     def _ranked(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = self._tokens.of(token_id).decode("utf-8", "replace")
-        return {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
+        return {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
 
     def _echoed(self, index: int, choices: Sequence[Choice]) -> dict[str, list[Any]] | None:
         """Return the log-probabilities of the echoed prompt in the form of a completion's, None if not requested."""
@@ -275,7 +275,7 @@ class ReplyWriter:
         values: list[float | None] = [None]
         tops = [_NULL]
         for token_id, entry in self._scores(index, choices):
-            values.append(max(entry.logprob, _LOWEST_LOGPROB))
+            values.append(max(entry.logprob, LOWEST_LOGPROB))
             tops.append(orjson.dumps(self._top(token_id, entry)))
         return {
             "text_offset": prompt_offsets(self._tokens, prompt.token_ids, prompt.text),
@@ -296,7 +296,7 @@ class ReplyWriter:
         tops = (self._top(i, lp) for i, lp in pairs)
         found: dict[str, list[Any]] = {
             "text_offset": self._offsets[index].of(delta.token_ids),
-            "token_logprobs": [max(lp.logprob, _LOWEST_LOGPROB) for _, lp in pairs],
+            "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for _, lp in pairs],
             "tokens": [self._spell(i) for i, _ in pairs],
         }
         if echoed is None:
@@ -310,7 +310,7 @@ class ReplyWriter:
         # A prompt's entry may have more alternatives, which `prompt_logprobs` requested.
         for each, value in (*entry.top[: self._job.logprobs], (token_id, entry.logprob)):
             text = self._spell(each)
-            found[text] = max(value, found.get(text, _LOWEST_LOGPROB))
+            found[text] = max(value, found.get(text, LOWEST_LOGPROB))
         return found
 
     def _chat_logprob(self, token_id: int, entry: TokenLogprob) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class ReplyWriter:
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokens.of(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(raw)}
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
         """Spell a token by its text, by `bytes:` and hex if it splits a character, by `token_id:` if it has no text."""

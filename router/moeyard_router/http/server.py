@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from moeyard_router.api.endpoints import Services
 from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
+from moeyard_router.api.request_log import open_log
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.fleet import Fleet
@@ -77,6 +78,7 @@ class RouterServer:
         self._certificate = open_certificate(config.access)
         self._codec = open_codec(config.model_path, config.chat_template)
         self._formats = formats_of(config, self._codec)
+        self._request_log = open_log(config)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
@@ -95,7 +97,14 @@ class RouterServer:
             self._metrics.aliases.register(VllmAliases(self._metrics))
             self._metrics.fleet.register(VllmFleetAliases(fleet))
         bodies = Bodies(self._config, self._formats)
-        services = Services(config=self._config, fleet=fleet, codec=self._codec, metrics=self._metrics, bodies=bodies)
+        services = Services(
+            config=self._config,
+            fleet=fleet,
+            codec=self._codec,
+            metrics=self._metrics,
+            bodies=bodies,
+            log=self._request_log,
+        )
         app = create_app(services, health=health, keys=self._keys, siblings=self._siblings)
         self._server = _UvicornServer(
             _uvicorn_config(app, self._config, self._metrics, self._certificate), fleet, self._config.shutdown_grace
@@ -120,6 +129,8 @@ class RouterServer:
         finally:
             bodies.close()
             fleet.close()
+            if self._request_log is not None:
+                self._request_log.close()
             self._sock.close()
             if self._siblings is not None:
                 self._siblings.close()

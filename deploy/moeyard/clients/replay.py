@@ -1,0 +1,117 @@
+"""`moeyard replay`: run logged requests again, and compare token ids and log-probabilities bit by bit."""
+
+import argparse
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moeyard.clients.api_client import SILENCE_SECONDS, connect, first_model, refusal, unreachable
+from moeyard.clients.target_config import Target, parse_target
+
+# A difference ends the command after this many requests per connection at most.
+_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """A line of `--log-requests` with a prompt and at least one output token. `place`: its file and line."""
+
+    place: str
+    fingerprint: str | None
+    prompt: list[int]
+    request: dict[str, Any]
+    token_ids: list[int]
+    logprobs: list[float] | None
+
+    def body(self, model: str) -> dict[str, Any]:
+        """Return the request whose answer has these tokens, and no more."""
+        length = len(self.token_ids)
+        limits = {"max_tokens": length, "min_tokens": min(self.request.get("min_tokens") or 0, length)}
+        return {**self.request, **limits, "model": model, "prompt": self.prompt, "return_token_ids": True}
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Return 0 if all answers are equal, 1 at the first difference. Raises ValueError for an unusable log or server."""
+    target = parse_target(args.url, args.api_key)
+    logged = list(read_log(Path(args.log)))
+    model = args.model or first_model(target)
+    equal, step = 0, _AHEAD * args.concurrency
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        for begin in range(0, len(logged), step):
+            batch = logged[begin : begin + step]
+            for one, answer in zip(batch, pool.map(partial(ask, target, model), batch), strict=True):
+                found = difference(one, answer["choices"][0])
+                if found is not None:
+                    print(f"{one.place}: {found}{unlike(one, answer)}; {equal} answers before it are equal")
+                    return 1
+                equal += 1
+    print(f"all {equal} answers are equal")
+    return 0
+
+
+def read_log(path: Path) -> Iterator[Logged]:
+    """Yield the lines that have output. Raises ValueError with the place of a line that cannot be replayed."""
+    found = False
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            try:
+                values = json.loads(line)
+                one = Logged(
+                    place=place,
+                    fingerprint=values.get("system_fingerprint"),
+                    prompt=values.get("prompt_token_ids", []),
+                    request=dict(values["request"]),
+                    token_ids=values.get("token_ids", []),
+                    logprobs=values.get("token_logprobs"),
+                )
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise ValueError(f"{place}: no line of `moeyard serve --log-requests`") from None
+            if not one.prompt:
+                raise ValueError(f"{place}: has no prompt; serve with --log-prompts to log requests for a replay")
+            if one.token_ids:
+                found = True
+                yield one
+    if not found:
+        raise ValueError(f"{path}: no request has output")
+
+
+def ask(target: Target, model: str, one: Logged) -> dict[str, Any]:
+    """Return the answer of /v1/completions to a logged request. Raises ValueError if there is none."""
+    connection = connect(target, timeout=SILENCE_SECONDS)
+    try:
+        connection.request("POST", target.path("completions"), json.dumps(one.body(model)), target.headers())
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise unreachable(target, error) from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ValueError(f"{one.place}: HTTP {response.status}: {refusal(body)}")
+    return dict(json.loads(body))
+
+
+def difference(one: Logged, choice: dict[str, Any]) -> str | None:
+    """Return the first difference of an answer from the logged one, None if there is none."""
+    for i, (was, now) in enumerate(zip(one.token_ids, choice["token_ids"], strict=False)):
+        if was != now:
+            return f"token {i} was {was} and is {now}"
+    if len(choice["token_ids"]) != len(one.token_ids):
+        return f"the answer had {len(one.token_ids)} tokens and has {len(choice['token_ids'])}"
+    if one.logprobs is not None:
+        for i, (logprob, again) in enumerate(zip(one.logprobs, choice["logprobs"]["token_logprobs"], strict=True)):
+            if logprob != again:
+                return f"the log-probability of token {i} was {logprob!r} and is {again!r}"
+    return None
+
+
+def unlike(one: Logged, answer: dict[str, Any]) -> str:
+    """Return a note if the server's fingerprint is not the logged one."""
+    now = answer.get("system_fingerprint")
+    return "" if now == one.fingerprint else f" (system_fingerprint was {one.fingerprint} and is {now})"
