@@ -71,6 +71,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     echo: bool = False
     logprobs: int | None = None
     client: str | None = None
@@ -255,6 +256,7 @@ class Intake:
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
             # Without a tokenizer the ids are the only output.
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             echo=bool(echo),
             logprobs=logprobs,
             client=request.user,

@@ -324,13 +324,13 @@ class ReplyWriter:
         return {**self._chat_token(token_id, entry.logprob), "top_logprobs": top}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokens.of(token_id)
+        raw = f"token_id:{token_id}".encode() if self._job.tokens_as_ids else self._tokens.of(token_id)
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
         """Spell a token by its text, by `bytes:` and hex if it splits a character, by `token_id:` if it has no text."""
         raw = self._tokens.of(token_id)
-        if not raw:
+        if not raw or self._job.tokens_as_ids:
             return f"token_id:{token_id}"
         try:
             return raw.decode()

@@ -143,6 +143,7 @@ class _Generation(StructuredFields, OutputFields, SamplingFields, Strict):
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
