@@ -4,13 +4,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
+from moeyard_worker.engine.sampling.forced_output import ForcedOutput
 from moeyard_worker.protocol import Done, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
-from moeyard_worker.scheduling.request import SchedulerStats
+from moeyard_worker.scheduling.request import Constraint, SchedulerStats
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 Requests = Mapping[str, tuple[list[int], SamplingParams]]
@@ -74,16 +76,29 @@ class Rank:
         self.worker.experts.validate()
         return replies, scheduler.stats
 
-    def serve(self, scheduler: Scheduler, requests: Requests, depth: Depth = as_wanted) -> dict[str, Reply]:
-        """Run all requests at once, until nothing is left."""
+    def serve(
+        self,
+        scheduler: Scheduler,
+        requests: Requests,
+        depth: Depth = as_wanted,
+        begun: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> dict[str, Reply]:
+        """Run all requests at once, until nothing is left. `begun` maps names to the output to continue."""
         replies = {name: Reply() for name in requests}
         for name, (prompt, params) in requests.items():
-            held = None
+            held: Constraint | None = None
             if params.grammar is not None:
                 grammars = self.worker.grammars
                 assert grammars is not None
                 held = grammars.constraint(grammars.compile(params.grammar).result(), params)
-            submit = Submit(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
+            elif params.trace_decode_token_ids:
+                held = ForcedOutput(params.trace_decode_token_ids, vocab_size=scheduler.config.vocab_size)
+            submit = Submit(
+                request_id=name,
+                prompt_token_ids=tuple(prompt),
+                sampling=params,
+                output_token_ids=begun.get(name, ()),
+            )
             assert scheduler.add(submit, b"client", 0.0, held) is None
         self._step(scheduler, replies, depth)
         return replies

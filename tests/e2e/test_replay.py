@@ -39,6 +39,9 @@ def log(processes: ProcessPool, checkpoints: dict[str, Path], tmp_path_factory: 
         ]
         for body in bodies:
             assert http.post(**body).status_code == 200
+        traced = {"max_tokens": 5, "trace_decode_token_ids": [5, 4, 3, 2, 9], "logprobs": 0}
+        generated = http.client.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": traced})
+        assert generated.status_code == 200
         messages = [{"role": "user", "content": "Hi"}]
         body = {"messages": messages, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
         assert http.client.post("/v1/chat/completions", json=body).status_code == 200
@@ -61,11 +64,11 @@ def test_another_fleet_repeats_every_answer(
     log: Path, two_ranks: HttpFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = lines_of(log)
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
     assert main(["replay", str(log), "--url", two_ranks.url, "--concurrency", "4"]) == 0
     replayed = sum(line["output_tokens"] > 0 for line in lines)
-    assert replayed >= 11
+    assert replayed >= 12
     assert capsys.readouterr().out == f"all {replayed} answers are equal\n"
 
 
@@ -91,7 +94,7 @@ def test_first_difference_is_named(
     wrong = [*logprobs[:7], logprobs[7] * (1 + 2**-40), *logprobs[8:]]
     name = f":2: the log-probability of token 7 was {wrong[7]!r} and is {logprobs[7]!r}"
     assert replayed({**one, "token_logprobs": wrong}) == name + fingerprints
-    assert replayed({**one, "request": {**one["request"], "stop_token_ids": ids[3:4]}}).startswith(
+    assert replayed({**one, "sampling_params": {**one["sampling_params"], "stop_token_ids": ids[3:4]}}).startswith(
         ":2: the answer had 12 tokens and has 4"
     )
 
@@ -112,7 +115,7 @@ def test_unusable_logs(
     if change == "drop":
         del line["prompt_token_ids"]
     if change == "field":
-        line["request"]["unknown"] = 1
+        line["sampling_params"]["unknown"] = 1
     path = edited([] if change == "empty" else [line], tmp_path)
     if change == "text":
         Path(path).write_text("ready\n")

@@ -88,6 +88,13 @@ def test_chat_is_as_described(service, document, extra):
     assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
 
 
+@pytest.mark.parametrize("params", [{}, {"n": 2, "logprobs": 2, "prompt_logprobs": 1}])
+def test_generated_ids_are_as_described(service, document, params):
+    path, body = "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 8, **params}}
+    assert check(document, "post", path, service.post(path, **body)).status_code == 200
+    assert check(document, "post", path, service.post(path, **body, stream=True)).status_code in (200, 400)
+
+
 @pytest.mark.parametrize(
     "extra", [{}, {"stream": True}, {"metadata": {"a": "b"}, "instructions": "x", "user": "u"}, KEPT]
 )
@@ -112,6 +119,7 @@ def test_every_answer_has_the_fingerprint(starter, document):
         "/v1/chat/completions": few,
         "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
         "/v1/messages": few,
+        "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 4}},
     }
     for path, body in bodies.items():
         whole = check(document, "post", path, service.post(path, **body)).json()

@@ -170,3 +170,19 @@ def test_missing_scores_are_an_error(service):
     for worker in service.workers:
         del worker._score
     assert service.post(COMPLETIONS, prompt=[5, 6, 7, 8], max_tokens=0, prompt_logprobs=0).status_code == 200
+
+
+def test_tokens_are_named_by_their_ids(service, ids):
+    body = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 3, "temperature": 0}
+    (choice,) = service.complete(prompt=PROMPT, logprobs=1, echo=True, **body)["choices"]
+    all_ids = [*ids, *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in all_ids]
+    assert choice["logprobs"]["top_logprobs"][-1] == {
+        f"token_id:{all_ids[-1]}": -1.5,
+        f"token_id:{all_ids[-1] + 1}": -0.25,
+    }
+    (choice,) = service.chat(messages=HELLO, logprobs=True, top_logprobs=1, **body)["choices"]
+    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        name = f"token_id:{token_id}"
+        assert (entry["token"], bytes(entry["bytes"])) == (name, name.encode())
+        assert entry["top_logprobs"][0]["token"] == f"token_id:{token_id + 1}"

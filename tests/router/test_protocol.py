@@ -2,7 +2,6 @@
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 from dataclasses import fields
 
 import msgpack
@@ -40,7 +39,6 @@ VALUES = {
     str | None: st.none() | st.text(),
     float | None: st.none() | floats,
     tuple[int, ...]: st.lists(ints, max_size=5).map(tuple),
-    Sequence[int]: st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
 CHOICES = {
@@ -66,7 +64,9 @@ def instances(cls):
     """Generate any value of a message class from its annotations."""
     kwargs = {}
     for field in fields(cls):
-        if field.name in CHOICES:
+        if field.name in ("prompt_token_ids", "output_token_ids", "trace_decode_token_ids"):
+            kwargs[field.name] = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
+        elif field.name in CHOICES:
             kwargs[field.name] = st.sampled_from(CHOICES[field.name])
         elif field.type is SamplingParams:
             kwargs[field.name] = instances(SamplingParams)

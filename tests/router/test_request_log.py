@@ -34,7 +34,7 @@ def test_lines_of_requests(start, wait_for, tmp_path, prompts, stream):
     assert (line["reason"], line["model"], line["system_fingerprint"]) == ("length", "tiny", "fp_ab12")
     assert (line["prompt_tokens"], line["output_tokens"]) == (3, 4)
     assert line["prompt_sha256"] == hashlib.sha256(TokenIds.of([5, 6, 7]).data).hexdigest()
-    assert (line["request"]["seed"], line["request"]["max_tokens"]) == (4, 4)
+    assert (line["sampling_params"]["seed"], line["sampling_params"]["max_tokens"]) == (4, 4)
     assert ("prompt_token_ids" in line, "token_ids" in line) == (prompts, prompts)
     if prompts:
         assert line["prompt_token_ids"] == [5, 6, 7]

@@ -113,6 +113,8 @@ class SamplingParams:
     grammar: it allows an end-of-sequence token where the answer may end. If nothing else may follow, that token ends
         the answer regardless of `min_tokens` and `ignore_eos`.
     kv_compression: None keeps the whole prompt. Log-probabilities of the prompt never depend on it.
+    trace_decode_token_ids: the output tokens to produce, whatever the others say; empty to sample. Excludes `grammar`.
+        The log-probabilities are the model's own. Behind these tokens the output is sampled.
     """
 
     max_tokens: int
@@ -132,6 +134,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     kv_compression: KvCompression | None = None
+    trace_decode_token_ids: tuple[int, ...] = ()
 
     def kept(self, num_prompt: int) -> int:
         """Return how many of a prompt's positions are kept for the output; all if there is no output."""

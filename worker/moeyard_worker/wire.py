@@ -2,11 +2,11 @@
 
 Decoding is strict: unknown, missing or mistyped fields raise `ProtocolError`. Nothing is ever unpickled. The rows of a
 `TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens. Each of the last two is
-empty if no row has any. The ids of prompts and of continued outputs are little-endian bytes, 4 per id, because a list
-of 131,072 ids took 12 ms.
+empty if no row has any. The ids of prompts, of continued and of forced outputs are little-endian bytes, 4 per id,
+because a list of 131,072 ids took 12 ms.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from itertools import chain
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 # UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
@@ -82,18 +82,14 @@ def reply_limits(max_sequences: int) -> Limits:
     return Limits(frame_bytes=size, string_bytes=SLACK_BYTES, items=size)
 
 
+# Fields of ids that cross as bytes, and are tuples after decoding.
+_PACKED = frozenset(("prompt_token_ids", "output_token_ids", "trace_decode_token_ids"))
 _MESSAGES = MappingProxyType({cls.type: cls for cls in get_args(Message)})
 
 
 def encode(message: Message) -> bytes:
     """Serialize a message to one frame."""
-    body = {"v": PROTOCOL_VERSION, "type": message.type}
-    for f in fields(message):
-        body[f.name] = _plain(getattr(message, f.name))
-    if isinstance(message, Submit):
-        for name in ("prompt_token_ids", "output_token_ids"):
-            ids = getattr(message, name)
-            body[name] = (ids if isinstance(ids, TokenIds) else TokenIds.of(ids)).data
+    body = {"v": PROTOCOL_VERSION, "type": message.type, **_fields(message)}
     frame: bytes = msgpack.packb(body, use_bin_type=True)
     return frame
 
@@ -122,6 +118,17 @@ def decode(frame: bytes, limits: Limits | None = None) -> Message:
     return message
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    found = {}
+    for f in fields(value):
+        each = getattr(value, f.name)
+        if f.name in _PACKED:
+            found[f.name] = (each if isinstance(each, TokenIds) else TokenIds.of(each)).data
+        else:
+            found[f.name] = _plain(each)
+    return found
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], Tokens):
         return _columns(value)
@@ -129,7 +136,7 @@ def _plain(value: Any) -> Any:
         # There are many of them, and msgpack accepts tuples.
         return {"logprob": value.logprob, "rank": value.rank, "top": value.top}
     if isinstance(value, SamplingParams | Grammar | KvCompression):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return _fields(value)
     if isinstance(value, tuple):
         # Tuples of integers may have tens of thousands of entries and need no conversion.
         return value if value and type(value[0]) is int else [_plain(v) for v in value]
@@ -214,7 +221,8 @@ def _is_pair(value: Any) -> bool:
 
 
 # Per annotation: whether a value from msgpack fits, and its conversion to the Python form (None: it needs none).
-_RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]] = MappingProxyType(
+_Rule = tuple[Callable[[Any], bool], Callable[[Any, str], Any] | None]
+_RULES: MappingProxyType[Any, _Rule] = MappingProxyType(
     {
         int: (_is_int, None),
         float: (_is_number, lambda v, _: float(v)),
@@ -233,7 +241,6 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
             lambda v, _: tuple((k, float(x)) for k, x in v),
         ),
         tuple[Tokens, ...]: (lambda v: isinstance(v, dict), _rows),
-        Sequence[int]: (lambda v: isinstance(v, bytes) and len(v) % 4 == 0, lambda v, _: tuple(TokenIds(v))),
         SamplingParams: (lambda v: isinstance(v, dict), lambda v, where: _build(SamplingParams, v, where)),
         Grammar | None: (
             lambda v: v is None or isinstance(v, dict),
@@ -249,9 +256,10 @@ _RULES: MappingProxyType[Any, tuple[Callable[[Any], bool], Callable[[Any, str], 
         ),
     }
 )
+_PACKED_RULE: _Rule = (lambda v: isinstance(v, bytes) and len(v) % 4 == 0, lambda v, _: tuple(TokenIds(v)))
 _FIELD_RULES = MappingProxyType(
     {
-        cls: {f.name: _RULES[f.type] for f in fields(cls)}
+        cls: {f.name: _PACKED_RULE if f.name in _PACKED else _RULES[f.type] for f in fields(cls)}
         for cls in (*get_args(Message), SamplingParams, Grammar, KvCompression, TokenLogprob)
     }
 )

@@ -24,15 +24,15 @@ class Logged:
     place: str
     fingerprint: str | None
     prompt: list[int]
-    request: dict[str, Any]
+    params: dict[str, Any]
     token_ids: list[int]
     logprobs: list[float] | None
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the request whose answer has these tokens, and no more."""
         length = len(self.token_ids)
-        limits = {"max_tokens": length, "min_tokens": min(self.request.get("min_tokens") or 0, length)}
-        return {**self.request, **limits, "model": model, "prompt": self.prompt, "return_token_ids": True}
+        limits = {"max_tokens": length, "min_tokens": min(self.params.get("min_tokens") or 0, length)}
+        return {"model": model, "token_ids": self.prompt, "sampling_params": {**self.params, **limits}}
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def read_log(path: Path) -> Iterator[Logged]:
                     place=place,
                     fingerprint=values.get("system_fingerprint"),
                     prompt=values.get("prompt_token_ids", []),
-                    request=dict(values["request"]),
+                    params=dict(values["sampling_params"]),
                     token_ids=values.get("token_ids", []),
                     logprobs=values.get("token_logprobs"),
                 )
@@ -82,10 +82,12 @@ def read_log(path: Path) -> Iterator[Logged]:
 
 
 def ask(target: Target, model: str, one: Logged) -> dict[str, Any]:
-    """Return the answer of /v1/completions to a logged request. Raises ValueError if there is none."""
+    """Return the answer of /inference/v1/generate to a logged request. Raises ValueError if there is none."""
     connection = connect(target, timeout=SILENCE_SECONDS)
     try:
-        connection.request("POST", target.path("completions"), json.dumps(one.body(model)), target.headers())
+        connection.request(
+            "POST", f"{target.prefix}/inference/v1/generate", json.dumps(one.body(model)), target.headers()
+        )
         response = connection.getresponse()
         body = response.read()
     except (OSError, http.client.HTTPException) as error:
@@ -105,7 +107,8 @@ def difference(one: Logged, choice: dict[str, Any]) -> str | None:
     if len(choice["token_ids"]) != len(one.token_ids):
         return f"the answer had {len(one.token_ids)} tokens and has {len(choice['token_ids'])}"
     if one.logprobs is not None:
-        for i, (logprob, again) in enumerate(zip(one.logprobs, choice["logprobs"]["token_logprobs"], strict=True)):
+        scores = (each["logprob"] for each in choice["logprobs"]["content"])
+        for i, (logprob, again) in enumerate(zip(one.logprobs, scores, strict=True)):
             if logprob != again:
                 return f"the log-probability of token {i} was {logprob!r} and is {again!r}"
     return None

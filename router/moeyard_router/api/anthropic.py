@@ -247,7 +247,7 @@ def translated(request: CountTokensRequest) -> Translation:
         user = (request.metadata or {}).get("user_id")
         chat |= given(stop=request.stop_sequences or None, user=user if isinstance(user, str) else None)
     places = tuple(f"tools.{index}" for index in shown)
-    return Translation(chat=chat, origins=origins, tool_origins=places, names=_NAMES, ignored=request.ignored)
+    return Translation(body=chat, origins=origins, tool_origins=places, names=_NAMES, ignored=request.ignored)
 
 
 def _shown_tools(request: CountTokensRequest) -> dict[int, ClientTool]:

@@ -28,6 +28,7 @@ from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
+from moeyard_router.text.detokenizer import TokenBytes
 
 _JSON = (b"content-type", b"application/json")
 _MAX_CLIENT_NAME = 256  # characters; a longer name is replaced by its digest
@@ -94,6 +95,10 @@ class _Endpoint(ABC):
 class GenerateEndpoint(_Endpoint):
     """An endpoint that generates. `api` is its name in `SURFACES` too."""
 
+    def __init__(self, services: Services, api: str) -> None:
+        super().__init__(services, api)
+        self._no_text = TokenBytes(None)
+
     def _admit(self, key_name: str | None) -> None:
         self._services.fleet.check(key_name)
 
@@ -101,7 +106,9 @@ class GenerateEndpoint(_Endpoint):
         record: RequestRecord = scope[SCOPE_KEY]
         session = dict(scope["headers"]).get(b"x-session-id")
         services, surface = self._services, SURFACES[self._api]
-        reply_id, tokens = surface.prefix + uuid.uuid4().hex, services.codec.token_bytes
+        reply_id = surface.prefix + uuid.uuid4().hex
+        # Only stop strings need text that the answer does not have.
+        tokens = services.codec.token_bytes if surface.has_text or job.stops else self._no_text
         await services.fleet.read(prompt.token_ids for prompt in job.prompts[1:])
         generation = Generation(
             job,

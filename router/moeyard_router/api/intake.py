@@ -71,6 +71,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     echo: bool = False
     logprobs: int | None = None
     client: str | None = None
@@ -105,7 +106,7 @@ class Intake:
         self._config = config
         self._codec = codec
         self._formats = formats_of(config, codec)
-        self._limits = RequestLimits(config)
+        self.limits = RequestLimits(config)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="intake")
 
     async def work(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -122,7 +123,7 @@ class Intake:
     async def completion(self, request: CompletionRequest) -> Job:
         """Return the job of /v1/completions. Special tokens are added to text prompts by default."""
         self._check_model(request.model)
-        self._limits.check_choices(request.n or 1, len(request.prompt))
+        self.limits.check_choices(request.n or 1, len(request.prompt))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompt]
         return self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, grammar=grammar_of(request))
@@ -130,7 +131,7 @@ class Intake:
     async def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat. The template writes the special tokens, so none are added by default."""
         self._check_model(request.model)
-        self._limits.check_choices(request.n or 1, 1)
+        self.limits.check_choices(request.n or 1, 1)
         template = self._template(request.tool_use)
         text, unseen = await self._rendered(request, template)
         extraction, grammar = answering(
@@ -169,7 +170,7 @@ class Intake:
         count, limit = len(request.tokens), self._config.max_model_len
         if count > limit:
             raise bad_request(f"{count} tokens are above the model's limit of {limit}", "tokens")
-        self._limits.check_ids(request.tokens, "tokens")
+        self.limits.check_ids(request.tokens, "tokens")
         if not self._codec.has_text:
             raise bad_request("this server has no tokenizer: token ids have no text", "tokens")
         prompt = Prompt(token_ids=(), text=self._codec.decode(request.tokens))
@@ -205,8 +206,8 @@ class Intake:
             ids = await self.work(len(prompt), self._encode, prompt, special, param)
             text = prompt if echo else ""
         else:
-            self._limits.check_room(len(prompt), "prompt", least=0)
-            self._limits.check_ids(prompt, "prompt")
+            self.limits.check_room(len(prompt), "prompt", least=0)
+            self.limits.check_ids(prompt, "prompt")
             ids, text = TokenIds.of(prompt), self._codec.decode(prompt) if echo else ""
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
@@ -225,14 +226,14 @@ class Intake:
         grammar: Grammar | None,
         echo: bool | None = False,
     ) -> Job:
-        self._limits.check_logprobs(request, logprobs)
+        self.limits.check_logprobs(request, logprobs)
         if request.stop and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
         if grammar is not None and not self._codec.has_text:
             raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
-            sampling = self._limits.sampling(request, len(prompt.token_ids), logprobs, echo=bool(echo))
+            sampling = self.limits.sampling(request, len(prompt.token_ids), logprobs, echo=bool(echo))
             for choice in range(request.n or 1):
                 seed = (sampling.seed + choice) % SEEDS
                 # Choices of one prompt share the first one's scores. In a stream they would have to wait for them.
@@ -255,6 +256,7 @@ class Intake:
             continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
             # Without a tokenizer the ids are the only output.
             return_token_ids=not self._codec.has_text if request.return_token_ids is None else request.return_token_ids,
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             echo=bool(echo),
             logprobs=logprobs,
             client=request.user,

@@ -7,7 +7,6 @@ from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError, bad_request
 from moeyard_worker.protocol import SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of max_tokens for /v1/completions
 SEEDS = 2**63
 
 
@@ -75,9 +74,11 @@ class RequestLimits:
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
         limit = self._config.max_model_len
-        count, field, most = request.max_tokens, "prompt", DEFAULT_COMPLETION_TOKENS
         if isinstance(request, ChatRequest):
-            count, field, most = request.max_completion_tokens if count is None else count, "messages", limit
+            count, field, most = request.max_tokens, "messages", limit
+            count = request.max_completion_tokens if count is None else count
+        else:
+            count, field, most = request.max_tokens, "prompt", request.default_tokens or limit
         available = self.check_room(prompt_tokens, field, least=0 if count == 0 else 1)
         if count is None:
             return min(available, self._config.sampling_defaults.max_tokens or available, most)

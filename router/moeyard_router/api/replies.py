@@ -18,7 +18,7 @@ PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one
 MANY_SCORES = 512
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 _NULL = b"null"
-_DONE_EVENT = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class LongLists:
@@ -99,6 +99,45 @@ def chat_message(events: Sequence[TextEvent]) -> dict[str, Any]:
     return message
 
 
+def usage_of(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the token counts, each prompt once. Cached tokens are absent until the workers report them."""
+    prompt = sum(len(p.token_ids) for p in job.prompts)
+    output = sum(c.num_tokens for c in choices)
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    per_prompt = len(choices) // len(job.prompts)
+    cached = [c.cached_tokens for c in choices[::per_prompt]]
+    details = job.kept_tokens
+    if None not in cached:
+        details = {"cached_tokens": sum(c for c in cached if c is not None), **details}
+    if details:
+        usage["prompt_tokens_details"] = details
+    return usage
+
+
+def prompt_scores(job: Job, index: int, choices: Sequence[Choice]) -> Iterator[tuple[int, TokenLogprob]]:
+    """Yield the prompt's tokens after the first with their scores, from this choice or the first of the prompt."""
+    per_prompt = len(choices) // len(job.prompts)
+    scored = choices[index] if choices[index].num_scores else choices[index - index % per_prompt]
+    ids = job.prompts[choices[index].prompt].token_ids
+    return zip(ids[1:], scored.prompt_scores(), strict=True)
+
+
+def prompt_logprobs(
+    job: Job, index: int, choices: Sequence[Choice], text: Callable[[int], str | None]
+) -> Iterator[bytes]:
+    """Yield vLLM's form: null for the first token, then for each a map from ids to scores, the token's id first."""
+
+    def described(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": text(token_id)}
+
+    yield _NULL
+    for token_id, entry in prompt_scores(job, index, choices):
+        ranked = [(token_id, entry.logprob, entry.rank)]
+        top = enumerate(entry.top[: job.prompt_logprobs], 1)
+        ranked += ((t, value, rank) for rank, (t, value) in top if t != token_id)
+        yield orjson.dumps({str(t): described(t, value, rank) for t, value, rank in ranked})
+
+
 class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
@@ -168,7 +207,7 @@ class ReplyWriter:
             return self._head + orjson.dumps(choice) + self._tail
         more: dict[str, Any] = {"prompt_token_ids": prompt_ids} if prompt_ids is not None else {}
         if job.include_usage or job.continuous_usage:
-            more["usage"] = self.usage(choices) if job.continuous_usage else None
+            more["usage"] = usage_of(self._job, choices) if job.continuous_usage else None
         return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
     def _text(self, index: int, text: str) -> bytes:
@@ -195,8 +234,8 @@ class ReplyWriter:
     def end(self, choices: Sequence[Choice]) -> bytes:
         """Return the last events of a stream. With `include_usage` the first has the token counts and no choices."""
         if not self._job.include_usage:
-            return _DONE_EVENT
-        return self._head + b'],"usage":' + orjson.dumps(self.usage(choices)) + b"}\n\n" + _DONE_EVENT
+            return DONE_EVENT
+        return self._head + b'],"usage":' + orjson.dumps(usage_of(self._job, choices)) + b"}\n\n" + DONE_EVENT
 
     def failed(self, error: ApiError, choices: Sequence[Choice]) -> bytes:
         """Return the event that ends a failed stream. No [DONE] follows it."""
@@ -223,49 +262,18 @@ class ReplyWriter:
                 if not job.chat:
                     choice["prompt_token_ids"] = tuple(job.prompts[job.continuations[index].prompt].token_ids)
             out.append(choice)
-        answer = {**self._base, "choices": out, "usage": self.usage(choices)}
+        answer = {**self._base, "choices": out, "usage": usage_of(self._job, choices)}
         if job.chat and job.return_token_ids:
             answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
         if job.chat and job.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._long.add(self._prompt_logprobs(0, choices))
         return self._long.pieces(orjson.dumps(answer))
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the token counts, each prompt once. Cached tokens are absent until the workers report them."""
-        prompt = sum(len(p.token_ids) for p in self._job.prompts)
-        output = sum(c.num_tokens for c in choices)
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        per_prompt = len(choices) // len(self._job.prompts)
-        cached = [c.cached_tokens for c in choices[::per_prompt]]
-        details = self._job.kept_tokens
-        if None not in cached:
-            details = {"cached_tokens": sum(c for c in cached if c is not None), **details}
-        if details:
-            usage["prompt_tokens_details"] = details
-        return usage
-
     def _prefix(self, index: int) -> str:
         return self._job.prompts[self._job.continuations[index].prompt].text if self._job.echo else ""
 
-    def _scores(self, index: int, choices: Sequence[Choice]) -> Iterator[tuple[int, TokenLogprob]]:
-        """Yield the prompt's tokens after the first with their scores, from this choice or the first of the prompt."""
-        per_prompt = len(choices) // len(self._job.prompts)
-        scored = choices[index] if choices[index].num_scores else choices[index - index % per_prompt]
-        ids = self._job.prompts[choices[index].prompt].token_ids
-        return zip(ids[1:], scored.prompt_scores(), strict=True)
-
     def _prompt_logprobs(self, index: int, choices: Sequence[Choice]) -> Iterator[bytes]:
-        """Yield vLLM's form: null for the first token, then for each a map from ids to scores, the token's id first."""
-        count = self._job.prompt_logprobs
-        yield _NULL
-        for token_id, entry in self._scores(index, choices):
-            ranked = [(token_id, entry.logprob, entry.rank)]
-            ranked += ((t, value, rank) for rank, (t, value) in enumerate(entry.top[:count], 1) if t != token_id)
-            yield orjson.dumps({str(t): self._ranked(t, value, rank) for t, value, rank in ranked})
-
-    def _ranked(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        text = self._tokens.of(token_id).decode("utf-8", "replace")
-        return {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
+        return prompt_logprobs(self._job, index, choices, lambda i: self._tokens.of(i).decode("utf-8", "replace"))
 
     def _echoed(self, index: int, choices: Sequence[Choice]) -> dict[str, list[Any]] | None:
         """Return the log-probabilities of the echoed prompt in the form of a completion's, None if not requested."""
@@ -274,7 +282,7 @@ class ReplyWriter:
         prompt = self._job.prompts[choices[index].prompt]
         values: list[float | None] = [None]
         tops = [_NULL]
-        for token_id, entry in self._scores(index, choices):
+        for token_id, entry in prompt_scores(self._job, index, choices):
             values.append(max(entry.logprob, LOWEST_LOGPROB))
             tops.append(orjson.dumps(self._top(token_id, entry)))
         return {
@@ -318,13 +326,13 @@ class ReplyWriter:
         return {**self._chat_token(token_id, entry.logprob), "top_logprobs": top}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokens.of(token_id)
+        raw = f"token_id:{token_id}".encode() if self._job.tokens_as_ids else self._tokens.of(token_id)
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 
     def _spell(self, token_id: int) -> str:
         """Spell a token by its text, by `bytes:` and hex if it splits a character, by `token_id:` if it has no text."""
         raw = self._tokens.of(token_id)
-        if not raw:
+        if not raw or self._job.tokens_as_ids:
             return f"token_id:{token_id}"
         try:
             return raw.decode()

@@ -1,6 +1,6 @@
 """`--log-requests`: a line of JSON per ended sequence, with everything that `moeyard replay` needs to run it again.
 
-`request` is a body of /v1/completions with every sampling parameter, and without the prompt. Prompts, output ids and
+`sampling_params` has every parameter, in the form of /inference/v1/generate. Prompts, output ids and
 log-probabilities show what clients wrote, so they are logged only with `--log-prompts`. Otherwise a line has SHA-256
 of the ids, each as 4 bytes in little-endian order.
 """
@@ -116,7 +116,7 @@ def _line(
     packed = prompt if isinstance(prompt, TokenIds) else TokenIds.of(prompt)
     found = {
         **head,
-        "request": request_of(sampling),
+        "sampling_params": params_of(sampling),
         "prompt_tokens": len(packed),
         "prompt_sha256": hashlib.sha256(packed.data).hexdigest(),
         "output_tokens": len(ids),
@@ -130,8 +130,8 @@ def _line(
     return orjson.dumps(found) + b"\n"
 
 
-def request_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the body of /v1/completions, without the prompt, that gets the same output by these parameters."""
+def params_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the `sampling_params` of a request to /inference/v1/generate that has the same output."""
     compression = sampling.kv_compression
     found: dict[str, Any] = {
         **{name: getattr(sampling, name) for name in ("max_tokens", "min_tokens", "temperature", "top_p", "top_k")},
@@ -150,6 +150,8 @@ def request_of(sampling: SamplingParams) -> dict[str, Any]:
         }
     if sampling.logprobs is not None:
         found["logprobs"] = sampling.logprobs
+    if sampling.trace_decode_token_ids:
+        found["trace_decode_token_ids"] = sampling.trace_decode_token_ids
     if sampling.grammar is not None:
         found["structured_outputs"] = _outputs_of(sampling.grammar)
     return found

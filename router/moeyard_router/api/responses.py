@@ -241,7 +241,7 @@ def translated(request: ResponsesRequest) -> Translation:
     elif choice is not None:
         chat["tool_choice"] = choice
     return Translation(
-        chat=chat,
+        body=chat,
         origins=origins,
         tool_origins=_places(request, offers),
         names=_NAMES,

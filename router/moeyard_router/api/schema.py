@@ -82,10 +82,9 @@ class UsageOptions(Strict):
     include: bool | None = None
 
 
-class SamplingFields(BaseModel):
-    """The fields that all APIs that generate share."""
+class DistributionFields(BaseModel):
+    """The fields that change the distribution of the next token, and its seed."""
 
-    model: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -95,14 +94,18 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     kv_compression: KvCompressionField | None = None
+
+
+class SamplingFields(DistributionFields):
+    """The fields that all APIs for text share."""
+
+    model: str | None = None
     stream: bool | None = None
     user: str | None = None
 
 
-class _Generation(StructuredFields, SamplingFields, Strict):
-    harmless = IGNORED
-    unserved = NOT_SERVED
-    inner: ClassVar[tuple[str, ...]] = ("stream_options",)
+class OutputFields(BaseModel):
+    """The fields that say how many outputs there are, where they end, and what is scored."""
 
     n: Count | None = None
     max_tokens: Count | None = None
@@ -113,11 +116,7 @@ class _Generation(StructuredFields, SamplingFields, Strict):
     ignore_eos: bool | None = None
     logit_bias: dict[str, Bias] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    stream_options: StreamOptions | None = None
-    usage: UsageOptions | None = None
-    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -134,6 +133,18 @@ class _Generation(StructuredFields, SamplingFields, Strict):
         if "" in stops:
             raise PydanticCustomError("stop", "a stop string must not be empty")
         return tuple(dict.fromkeys(stops))
+
+
+class _Generation(StructuredFields, OutputFields, SamplingFields, Strict):
+    harmless = IGNORED
+    unserved = NOT_SERVED
+    inner: ClassVar[tuple[str, ...]] = ("stream_options",)
+
+    stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _streamed_or_not(self) -> "_Generation":
@@ -160,6 +171,8 @@ class CompletionRequest(_Generation):
     """Body of POST /v1/completions. `max_tokens` may be 0 for `echo`, `prompt_logprobs` or warming the prefix cache."""
 
     harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
+    # The default of `max_tokens`, which is OpenAI's and vLLM's. None stands for all room.
+    default_tokens: ClassVar[int | None] = 16
 
     prompt: Any  # validated to a list of prompts, each a text or token ids
     max_tokens: Annotated[int, Field(ge=0)] | None = None

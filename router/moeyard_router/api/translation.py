@@ -1,4 +1,4 @@
-"""Translate requests of other APIs to chat completions, and the errors back to the client's field names."""
+"""Translate requests of other APIs to chats or completions, and the errors back to the client's field names."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.fields import Strict, refuse
 from moeyard_router.api.intake import Intake, Job
-from moeyard_router.api.schema import ChatRequest
+from moeyard_router.api.schema import ChatRequest, CompletionRequest
 from moeyard_router.api.validation import validate
 from moeyard_router.errors import ApiError
 
@@ -20,21 +20,23 @@ _TOOL = re.compile(r"tools\.(\d+)(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """The body of a chat completion, and how its fields map to those of the client's request.
+    """The body of a chat or completion, and how its fields map to those of the client's request.
 
-    `origins` and `tool_origins` are the client's places of each message and tool. `names` maps patterns of field names.
-    `ignored` are fields without effect; `repeated` are fields that the answer repeats.
+    `kind` is the class of the body. `origins` and `tool_origins` are the client's places of each message and tool.
+    `names` maps patterns of field names. `ignored` are fields without effect; `repeated` are fields that the answer
+    repeats.
     """
 
-    chat: dict[str, Any]
-    origins: Sequence[str]
+    body: dict[str, Any]
     names: Mapping[str, str]
+    kind: type[ChatRequest] | type[CompletionRequest] = ChatRequest
+    origins: Sequence[str] = ()
     tool_origins: Sequence[str] = ()
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
 
     def client_name(self, name: str) -> str:
-        """Return the client's name of a field of `chat`."""
+        """Return the client's name of a field of `body`."""
         message = _MESSAGE.fullmatch(name)
         if message is not None and int(message[1]) < len(self.origins):
             return self.origins[int(message[1])]
@@ -50,7 +52,8 @@ class Translation:
     async def job(self, intake: Intake) -> Job:
         """Return the job. Raises `ApiError` with the client's field names."""
         try:
-            job = await intake.chat(validate(self.chat, ChatRequest))
+            request = validate(self.body, self.kind)
+            job = await (intake.chat(request) if isinstance(request, ChatRequest) else intake.completion(request))
         except ApiError as error:
             raise self._translated(error) from error
         ignored = dict.fromkeys((*self.ignored, *map(self.client_name, job.ignored)))

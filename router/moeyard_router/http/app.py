@@ -41,6 +41,7 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
     routes = [
         Route("/v1/completions", GenerateEndpoint(services, "completion"), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(services, "chat"), methods=["POST"]),
+        Route("/inference/v1/generate", GenerateEndpoint(services, "generate"), methods=["POST"]),
         Route("/v1/responses", GenerateEndpoint(services, "response"), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(services, "message"), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountEndpoint(services, "count_tokens"), methods=["POST"]),

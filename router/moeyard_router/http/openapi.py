@@ -30,6 +30,7 @@ from moeyard_router.api.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from moeyard_router.api.token_ids import GenerateRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ANTHROPIC_PATH
 
@@ -68,6 +69,9 @@ def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
         ("ChatRequest", "stop"): stop,
         ("MessagesRequest", "stop_sequences"): {"anyOf": [stop["anyOf"][1], null]},
         ("ResponsesRequest", "input"): {"anyOf": [text, _list_of({"anyOf": items})]},
+        ("TokenSampling", "stop"): stop,
+        ("TokenSampling", "trace_decode_token_ids"): {"anyOf": [ids, null]},
+        ("GenerateRequest", "token_ids"): ids,
         ("DetokenizeRequest", "tokens"): {"type": "array", "items": ids["items"]},
         ("Function", "name"): tool_name,
         ("FunctionTool", "name"): tool_name,
@@ -151,6 +155,7 @@ class Operation:
 _POSTS: tuple[tuple[str, str, type[BaseModel], str, bool], ...] = (
     ("/v1/chat/completions", "Answer a chat, whole or as a stream.", ChatRequest, "ChatCompletion", True),
     ("/v1/completions", "Continue texts or token ids, whole or as a stream.", CompletionRequest, "Completion", True),
+    ("/inference/v1/generate", "Continue token ids with token ids.", GenerateRequest, "Generated", True),
     ("/v1/responses", "OpenAI's Responses API, whole or as a stream.", ResponsesRequest, "Response", True),
     ("/v1/messages", "Anthropic's Messages API, whole or as a stream.", MessagesRequest, "Message", True),
     ("/v1/messages/count_tokens", "Count the tokens of such a prompt.", CountTokensRequest, "TokenCount", False),

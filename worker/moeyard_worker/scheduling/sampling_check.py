@@ -42,6 +42,11 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
     changed = len({*params.logit_bias, *params.stop_token_ids})
     if changed > MAX_CHANGED:
         return f"logit_bias and stop_token_ids name {changed} tokens, at most {MAX_CHANGED} are allowed"
+    trace = params.trace_decode_token_ids
+    if trace and not (min(trace) >= 0 and max(trace) < vocab_size):
+        return f"trace_decode_token_ids has an id outside the vocabulary of {vocab_size}"
+    if trace and params.grammar is not None:
+        return "trace_decode_token_ids and a grammar exclude each other"
     if params.grammar is not None:
         size = len(params.grammar.text.encode(errors="replace"))
         if size > MAX_GRAMMAR_BYTES:
