@@ -2,7 +2,8 @@
 
 The YAML files in this folder hold the faults: a file, a text that it has exactly once, and the replacement. Each fault
 is planted in a copy of the tree. Then the fast tier's tests that import the changed file run, nearest first, until one
-fails. The table shows that test. A fault whose old text does not occur exactly once is an error.
+fails. The table shows that test, which must pass without the fault. A fault whose old text does not occur exactly once
+is an error.
 """
 
 import argparse
@@ -79,7 +80,10 @@ def tests_of(file: str) -> list[str]:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy the tracked files and the untracked files that git does not ignore."""
+    """Copy the tracked files and the untracked files that git does not ignore, and link the fetched programs."""
+    if (ROOT / ".tools").exists():
+        to.mkdir()
+        (to / ".tools").symlink_to(ROOT / ".tools")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -131,7 +135,11 @@ def main() -> int:
             whole = file.read_text()
             try:
                 file.write_text(fault.planted(whole))
-                return fault, *run_tests(tree, tests_of(fault.file))
+                test, seconds = run_tests(tree, tests_of(fault.file))
+                file.write_text(whole)
+                if "::" in test and run_tests(tree, [test])[0]:
+                    raise RuntimeError(f"{test} fails without the fault {fault.name} too")
+                return fault, test, seconds
             finally:
                 file.write_text(whole)
                 trees.put(tree)
