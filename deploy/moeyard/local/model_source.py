@@ -58,21 +58,24 @@ def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
 
     The file's path keeps its links, because the hub's cache links the shards of a model to files with other names.
     """
-    model, directory = args.model, getattr(args, "hf_config_path", None)
+    model = args.model
+    given = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in ("hf_config_path", "tokenizer")}
+    flag = next((flag for flag, directory in given.items() if directory is not None), None)
     if model is None or "://" in model or _file_format(model) != "GGUF" or Path(model).is_dir():
-        if directory is not None:
-            raise ValueError(f"--hf-config-path {directory}: only a GGUF file needs it, and {model} is none")
+        if flag is not None:
+            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model} is none")
         return None
     if not Path(model).exists():
         raise ValueError(f"{model}: no such file")
-    if directory is None:
-        raise ValueError(
-            f"{model}: a GGUF file needs --hf-config-path DIR, a directory with config.json, tokenizer.json and "
-            "tokenizer_config.json of the model that it was made from"
-        )
-    if not Path(directory).is_dir():
-        raise ValueError(f"--hf-config-path {directory}: no such directory")
-    return str(Path(model).absolute()), str(Path(directory).resolve())
+    for name, directory in given.items():
+        if directory is not None and not Path(directory).is_dir():
+            raise ValueError(f"{name} {directory}: no such directory")
+    config, tokenizer = (None if each is None else Path(each).resolve() for each in given.values())
+    if getattr(args, "ray_address", None) is not None and (config is None or tokenizer is not None):
+        raise ValueError("--ray-address: every host needs the model's description; give it with --hf-config-path DIR")
+    file = Path(model).absolute()
+    describe = load("moeyard.local.gguf_description").gguf_description
+    return str(file), str(describe(file, config=config, tokenizer=tokenizer))
 
 
 def hub_id(model: str | None) -> str | None:

@@ -7,7 +7,7 @@ llama.cpp's converter (conversion/, one class per architecture) decides what a f
 - deepseek2: kv_b is two tensors, k_b transposed (`DeepseekV2Model.modify_tensors`). Older files have it as one.
 - qwen3moe and olmoe: no tensor is changed.
 
-Other architectures are refused. The settings come from the config.json of the original model. Those that the file
+Other architectures are refused. The settings come from a config.json (`gguf_config.py` makes one). Those that the file
 repeats must be equal, because a variant of the same sizes with another rotation would answer nonsense.
 """
 
