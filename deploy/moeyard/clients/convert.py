@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moeyard.local.model_source import checkpoint
+from moeyard.local.model_source import checkpoint, weights_source
 from moeyard.local.startup import Progress
 from moeyard_worker.checkpoint import converting
 from moeyard_worker.checkpoint.writing import NewCheckpoint
@@ -12,7 +12,7 @@ from moeyard_worker.config.engine_config import format_size
 
 def dequantize(args: argparse.Namespace) -> int:
     """Write the bfloat16 checkpoint that a quantised one stands for."""
-    return _write(converting.dequantized(checkpoint(args)), args.out)
+    return _write(converting.dequantized(*weights_source(args)), args.out)
 
 
 def quantize(args: argparse.Namespace) -> int:

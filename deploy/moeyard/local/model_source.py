@@ -32,6 +32,15 @@ def checkpoint(args: argparse.Namespace) -> str:
     return local_directory(args) if hub is None else str(load("moeyard.local.hub").fetch(hub, args.revision))
 
 
+def weights_source(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return (directory of the complete checkpoint, None), or the directory that describes a GGUF file, and that file.
+
+    Raises ValueError as `checkpoint` and `gguf_source` do.
+    """
+    source = gguf_source(args)
+    return (checkpoint(args), None) if source is None else (source[1], source[0])
+
+
 def described(args: argparse.Namespace) -> str:
     """Return the directory of a model's description: config, tokenizer and index. Hub weights may be missing."""
     hub = hub_id(args.model)
