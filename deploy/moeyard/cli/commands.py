@@ -161,13 +161,15 @@ def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, gr
 def add_conversion_commands(commands: "Commands[Parser]") -> None:
     """Commands that write another form of a checkpoint."""
     for name, text in (
-        ("quantize", "write a checkpoint in fp8, or its experts in int4, rounded to nearest"),
+        ("quantize", "write a checkpoint in fp8, its experts in int4, or a GGUF file of Q8_0, rounded to nearest"),
         ("dequantize", "write the bfloat16 checkpoint that a quantised one stands for"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", metavar="MODEL", help=MODEL)
         if name == "quantize":
-            command.add_argument("--to", required=True, choices=QUANTIZATIONS, help="form of the quantised matrices")
+            command.add_argument(
+                "--to", required=True, choices=(*QUANTIZATIONS, "q8_0"), help="form of the quantised matrices"
+            )
         command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
         add_options(command, ServeConfig, only=DESCRIPTION if name == "dequantize" else ("revision",))
         command.set_defaults(run=Late("moeyard.clients.convert", name, on_cpu=True))

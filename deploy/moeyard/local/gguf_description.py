@@ -33,8 +33,8 @@ def gguf_description(file: Path, *, config: Path | None, tokenizer: Path | None)
     if config is not None:
         links |= {name: config / name for name in _CONFIG_FILES if (config / name).exists()}
     else:
-        tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
-        values = (gguf_config(headers[0], tensors), gguf_generation_config(headers[0]))
+        shapes = {name: entry.shape for header in headers for name, entry in header.tensors.items()}
+        values = (gguf_config(headers[0], shapes), gguf_generation_config(headers[0]))
         texts |= {name: json.dumps(value) for name, value in zip(_CONFIG_FILES, values, strict=True) if value}
     if tokenizer is not None:
         links |= {each.name: each for each in sorted(tokenizer.iterdir()) if each.name not in _CONFIG_FILES}

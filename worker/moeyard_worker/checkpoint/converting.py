@@ -95,7 +95,7 @@ def quantized(directory: Path | str, name: str) -> NewCheckpoint:
     assert isinstance(target, QuantizedFormat)
     reader = Reader(checkpoint.index.entries)
     pieces, plain = [], []
-    for source, key in _separate_parts(checkpoint.spec):
+    for source, key in separate_parts(checkpoint.spec):
         part = Part(key, source.shape)
         scheme = target.written(part)
         if scheme is None:
@@ -135,7 +135,7 @@ def _form(scheme: QuantizedScheme) -> WeightForm:
     raise AssertionError(f"{scheme} is only read")
 
 
-def _separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
+def separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
     """Yield all parts, and the keys to write them under. A tensor of all experts becomes tensors of one expert."""
     layers = (replace(each, experts=each.experts and replace(each.experts, fused=False)) for each in spec.layers)
     for source, part in zip(spec.parts(), replace(spec, layers=tuple(layers)).parts(), strict=True):

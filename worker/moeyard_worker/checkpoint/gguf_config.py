@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a model, out of the metadata of its GGUF file. Pure.
+"""The settings of a model (config.json, generation_config.json) out of the metadata of a GGUF file, and into it. Pure.
 
 llama.cpp's converter (conversion/) wrote the keys, and its graphs (src/models/) define a file where no key does: the
 experts' weights of qwen3moe and llama are normalised, and those of olmoe are not. A setting is taken over only if the
@@ -9,19 +9,27 @@ Two settings of deepseek2 are not stored, and llama.cpp's reading of them is use
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from moeyard_worker.checkpoint.gguf_header import GgufHeader
-from moeyard_worker.checkpoint.index import TensorEntry
+from moeyard_worker.checkpoint.gguf_header import GgufHeader, Value
+from moeyard_worker.checkpoint.gguf_index import ARCHITECTURES
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_POSITIONS, Fields
+from moeyard_worker.config.rope_config import rope_fields
+from moeyard_worker.layers.attention import Attention
+from moeyard_worker.layers.gqa import Gqa
+from moeyard_worker.layers.mla import Mla
+from moeyard_worker.models.families import parse_model_config
+from moeyard_worker.models.model_config import ModelConfig
 
 _ADVICE = "give the directory of the original config.json with --hf-config-path DIR"
 _SOFTMAX, _SIGMOID = 1, 2
+_ENDS = ("eos", "eot", "eom")
 _ROPE_KINDS = MappingProxyType({"none": "default", "linear": "linear", "yarn": "yarn"})
 # Keys of generation_config.json by the `general.sampling` keys that say the same.
 _SAMPLING = MappingProxyType(
@@ -73,8 +81,8 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value))) if abs(value) <= float(np.finfo(np.float32).max) else value
 
 
-def gguf_config(header: GgufHeader, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return config.json of the model with these `tensors`, by their names in the file.
+def gguf_config(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return config.json of the model whose tensors have these `shapes`, by their names in the file.
 
     The dtype is bfloat16, because all weights of such a file become that. Layers of multi-token prediction are not
     part of such files. Raises CheckpointError naming the file, the key and the flag that helps.
@@ -83,7 +91,7 @@ def gguf_config(header: GgufHeader, tensors: Mapping[str, TensorEntry]) -> dict[
     architecture = fields.require("general.architecture", tuple(_ARCHITECTURES), None)
     keys = _Keys(fields, f"{architecture}.")
     try:
-        config = {**_common(keys, tensors), **_ARCHITECTURES[architecture](keys), **_token_ids(fields)}
+        config = {**_common(keys, shapes), **_ARCHITECTURES[architecture](keys), **_token_ids(fields)}
         unread = sorted(key for key in fields.values if key.startswith(keys.prefix) and key not in keys.read)
         if unread:
             raise fields.error(unread[0], "is a key that is not known")
@@ -102,17 +110,17 @@ def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _common(keys: _Keys, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+def _common(keys: _Keys, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the settings that all architectures store alike."""
-    embedding = tensors.get("token_embd.weight")
+    embedding = shapes.get("token_embd.weight")
     if embedding is None:
         raise keys.fields.error("token_embd.weight", "is missing")
-    keys.same("vocab_size", embedding.shape[0])
+    keys.same("vocab_size", embedding[0])
     return {
         "hidden_act": "silu",
         "dtype": "bfloat16",
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in shapes,
         "hidden_size": keys.integer("embedding_length"),
         "num_hidden_layers": keys.integer("block_count", maximum=MAX_LAYERS),
         "max_position_embeddings": keys.integer("context_length"),
@@ -233,10 +241,110 @@ _ARCHITECTURES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = MappingProxyTy
 
 
 def _token_ids(fields: Fields) -> dict[str, Any]:
-    """Return the ids of the tokens that begin and end a text. A turn may end with another token than a text."""
+    """Return the ids of the tokens that begin and end a text. Turns and messages may end with tokens of their own."""
     bos = fields.integers("tokenizer.ggml.bos_token_id")
-    ends = (fields.integers(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = (fields.integers(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
     return {
         "bos_token_id": bos[0] if bos else None,
         "eos_token_id": list(dict.fromkeys(i for ids in ends for i in ids)),
     }
+
+
+def gguf_keys(model: ModelConfig, config: Fields) -> dict[str, Value]:
+    """Return the keys from which `gguf_config` makes the settings of `model` again; its config.json is `config`.
+
+    Raises CheckpointError for another family, and naming the settings that have no keys.
+    """
+    architecture = next((name for name, families in ARCHITECTURES.items() if model.family in families), None)
+    if architecture is None:
+        supported = ", ".join(family for families in ARCHITECTURES.values() for family in families)
+        raise config.error("model_type", f"is {model.family}, which has no GGUF form here (supported: {supported})")
+    attention = model.attention[0]
+    keys: dict[str, Value] = {
+        "block_count": model.num_layers,
+        "context_length": config.integer("max_position_embeddings", model.max_position, maximum=MAX_POSITIONS),
+        "embedding_length": model.hidden_size,
+        "feed_forward_length": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "attention.layer_norm_rms_epsilon": model.rms_eps,
+        "expert_count": model.num_experts,
+        "expert_used_count": model.top_k,
+        **_rope_keys(attention, config),
+    }
+    if isinstance(attention, Mla):
+        keys |= _mla_keys(model, attention)
+    elif isinstance(attention, Gqa):
+        keys |= {"attention.head_count": attention.num_heads, "attention.head_count_kv": attention.num_kv_heads}
+        keys |= dict.fromkeys(("attention.key_length", "attention.value_length"), attention.head_dim)
+        keys["rope.dimension_count"] = attention.head_dim
+    if architecture in ("qwen3moe", "deepseek2"):
+        keys["expert_feed_forward_length"] = model.moe_intermediate_size
+    found = {f"{architecture}.{key}": value for key, value in keys.items()}
+    found["general.architecture"] = architecture
+    ids = {"bos": model.bos_token_id, **dict(zip(_ENDS, model.eos_token_ids, strict=False))}
+    found |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None}
+    _check_keys(found, model, config)
+    return found
+
+
+def sampling_keys(config: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the keys for the sampling defaults of a generation_config.json."""
+    numbers = {key: config.get(name) for key, name in _SAMPLING.items()}
+    return {f"general.sampling.{key}": number for key, number in numbers.items() if isinstance(number, int | float)}
+
+
+def _rope_keys(attention: Attention, config: Fields) -> dict[str, Value]:
+    rope = attention.rope
+    assert rope is not None, "every architecture rotates"
+    keys: dict[str, Value] = {"rope.freq_base": rope.theta}
+    if rope.kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn":
+        keys["rope.scaling.original_context_length"] = rope.original_max_position
+        keys |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+        stored = rope_fields(config, rope.theta)
+        if stored.values.get("attention_factor") is not None:
+            keys["rope.scaling.yarn_attn_factor"] = stored.number("attention_factor")
+        if stored.values.get("mscale_all_dim"):
+            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * stored.number("mscale_all_dim")
+    return keys
+
+
+def _mla_keys(model: ModelConfig, attention: Mla) -> dict[str, Value]:
+    rule, rank, width = model.gate.rule, attention.kv_lora_rank, model.moe_intermediate_size
+    keys: dict[str, Value] = {
+        "attention.head_count": attention.num_heads,
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + attention.rope_dim,
+        "attention.value_length": rank,
+        "attention.key_length_mla": attention.qk_dim,
+        "attention.value_length_mla": attention.v_dim,
+        "rope.dimension_count": attention.rope_dim,
+        "leading_dense_block_count": model.moe_layers[0],
+        "expert_shared_count": model.shared_intermediate_size // width,
+        "expert_weights_scale": rule.scaling,
+        "expert_weights_norm": rule.renormalize,
+        "expert_gating_func": _SIGMOID if rule.scoring == "sigmoid" else _SOFTMAX,
+        "expert_group_count": rule.num_groups,
+        "expert_group_used_count": rule.topk_groups,
+    }
+    if attention.q_lora_rank is not None:
+        keys["attention.q_lora_rank"] = attention.q_lora_rank
+    return keys
+
+
+def _check_keys(keys: Mapping[str, Value], model: ModelConfig, config: Fields) -> None:
+    """Raise CheckpointError unless the keys give the settings of the model."""
+    stored = {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in keys.items()}
+    shapes = {"token_embd.weight": (model.vocab_size, model.hidden_size)}
+    shapes |= {} if model.tie_word_embeddings else {"output.weight": shapes["token_embd.weight"]}
+    made = gguf_config(GgufHeader(Path(config.file), stored, {}, {}), shapes)
+    found = parse_model_config(Fields(config.file, made), Fields(config.file, {}), gguf=True).for_length(None)
+    # The stored tensors, and layers that the file does not have, are no settings of the model.
+    wanted = replace(model, weights=found.weights, dtype=found.dtype, num_mtp_layers=0, family=found.family)
+    names = [each.name for each in fields(model) if getattr(wanted, each.name) != getattr(found, each.name)]
+    if names:
+        raise CheckpointError(
+            f"{config.file}: cannot be stored in a GGUF file, which has no keys for {', '.join(names)}"
+        )

@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json of a model, out of the metadata of its GGUF file.
+"""A tokenizer as metadata of a GGUF file: tokenizer.json and tokenizer_config.json out of it, and into it.
 
 llama.cpp stores the tokens and merges of a byte-level BPE, and names its regular expression (`tokenizer.ggml.pre`).
 `PRE_TOKENIZERS` has the names whose original tokenizer.json is known. transformers 5.17 also makes tokenizers of GGUF
@@ -12,6 +12,7 @@ added token is found in the text before it is normalised.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress, product
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from moeyard_worker.checkpoint.gguf_header import GgufHeader, Value
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.tokenizer import TokenizerFiles
 
 _ADVICE = "give the directory of the original tokenizer.json with --tokenizer DIR"
 TOKENS, TYPES, MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"
@@ -43,12 +45,15 @@ class PreTokenizer:
     whole_words: bool = False
     add_bos: bool = False
 
-    def build(self) -> pre_tokenizers.PreTokenizer:
-        """Return the pre-tokenizer, which ends with the mapping of bytes to characters."""
-        if not self.patterns:
-            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    def build(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+        """Return the tokenizer with this vocabulary, without added tokens."""
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=self.whole_words))
+        tokenizer.normalizer = normalizers.NFC() if self.nfc else None
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
 
 def _words(digits: str) -> str:
@@ -63,8 +68,9 @@ _LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # Line ends are not escaped, as in the published file: spellings are compared when a file is written.
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
 # By `tokenizer.ggml.pre`.
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
@@ -113,7 +119,7 @@ def _tokenizer(header: GgufHeader) -> tuple[str, tuple[str, ...]]:
     begin = _marked(header, tokens, "bos", how.add_bos)
     end = _marked(header, tokens, "eos", False)
     try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=how.whole_words))
+        tokenizer = how.build(vocabulary, merges)
         if begin or end:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=[*begin, "$A", *end],
@@ -122,9 +128,6 @@ def _tokenizer(header: GgufHeader) -> tuple[str, tuple[str, ...]]:
             )
     except Exception as error:  # boundary: tokenizers raises bare Exception, for example for a merge of no tokens
         raise header.error(MERGES, f"or the tokens cannot be used: {error}") from error
-    tokenizer.normalizer = normalizers.NFC() if how.nfc else None
-    tokenizer.pre_tokenizer = how.build()
-    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [
             AddedToken(text, special=type_ == CONTROL, normalized=False)
@@ -175,3 +178,57 @@ def _config(header: GgufHeader, tokens: tuple[str, ...]) -> dict[str, Any]:
     if templates:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config
+
+
+def tokenizer_keys(files: TokenizerFiles, size: int, templates: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the keys from which `gguf_tokenizer` makes this tokenizer of a model with `size` tokens again.
+
+    `templates` are the chat templates by name. Return None for a tokenizer that has no GGUF form here.
+    """
+    tokenizer = files.tokenizer
+    spec = json.loads(tokenizer.to_str())
+    form = _form(spec)
+    pre = next(
+        (name for name, how in PRE_TOKENIZERS.items() if _form(json.loads(how.build({}, []).to_str())) == form), ""
+    )
+    added, texts = tokenizer.get_added_tokens_decoder(), {i: text for text, i in tokenizer.get_vocab().items()}
+    ids = {name: tokenizer.token_to_id(files.special_tokens.get(f"{name}_token", "")) for name in _NAMED}
+    # The tokens around every text: none, one or both of these.
+    around, both = tokenizer.encode("").ids, (ids["bos"], ids["eos"])
+    marks = next((each for each in product((False, True), repeat=2) if list(compress(both, each)) == around), None)
+    merges = [" ".join(merge) for merge in spec["model"].get("merges", ())]
+    flags = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+    if not pre or marks is None or not merges or flags or max(texts) >= size:
+        return None
+    types = {i: CONTROL if token.special else USER_DEFINED for i, token in added.items()}
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        TOKENS: [texts.get(i, f"[PAD{i}]") for i in range(size)],
+        TYPES: [types.get(i, NORMAL) if i in texts else UNUSED for i in range(size)],
+        MERGES: merges,
+        "tokenizer.ggml.add_bos_token": marks[0],
+        "tokenizer.ggml.add_eos_token": marks[1],
+    }
+    keys |= {f"tokenizer.ggml.{key}_token_id": ids[name] for name, key in _NAMED.items() if ids[name] is not None}
+    keys |= {_TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}": text for name, text in templates.items()}
+    if others := [name for name in templates if name != "default"]:
+        keys[f"{_TEMPLATE}s"] = others
+    return keys
+
+
+def _form(spec: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the parts of a tokenizer.json that decide over token ids, besides the vocabulary and added tokens."""
+    model = spec["model"]
+    names = ("type", "ignore_merges", "byte_fallback", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    rules = [model.get(name) or None for name in names]
+    splits = [
+        tuple(part.get(key) for key in ("type", "pattern", "behavior", "invert", "use_regex", "add_prefix_space"))
+        for part in _flat(spec["pre_tokenizer"], "pretokenizers")
+    ]
+    return rules, [part["type"] for part in _flat(spec["normalizer"], "normalizers")], splits, spec["decoder"]["type"]
+
+
+def _flat(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """Return the parts of a sequence under `key`, or the part itself."""
+    return [] if part is None else part[key] if part["type"] == "Sequence" else [part]
