@@ -90,6 +90,7 @@ def test_directories_of_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--hf-config-path .*config: no such directory"):
         gguf_source(args)
     directory.mkdir()
+    (directory / "tokenizer.json").touch()
     assert gguf_source(args) == (str(file), str(directory))
     args.model = ID
     with pytest.raises(ValueError, match=rf"--hf-config-path .*: only a GGUF file needs it, and {ID} is none"):

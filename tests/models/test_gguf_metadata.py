@@ -351,8 +351,19 @@ def test_given_directories_win(tmp_path: Path, cache: Path) -> None:
     both = Path(gguf_source(args)[1])
     assert read_json(both / "config.json") == read_json(source / "config.json")
     args.ray_address = "host:1"
-    with pytest.raises(ValueError, match="--ray-address: every host needs the model's description"):
+    with pytest.raises(ValueError, match="--ray-address: every host needs config and tokenizer"):
         gguf_source(args)
+    args.tokenizer = None
+    assert gguf_source(args) == (str(file), str(source))
+
+
+def test_a_directory_with_only_a_config_leaves_the_tokenizer_to_the_file(tmp_path: Path) -> None:
+    source, file = write(tmp_path, "deepseek_v2", {**GROUPS}, **MLA)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (source / name).unlink()
+    made = describe(file, source)
+    assert read_json(made / "config.json") == read_json(source / "config.json")
+    assert TextCodec(made).encode("ab", add_special_tokens=True) == [VOCAB_SIZE - 1]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 def gguf_description(file: Path, *, config: Path | None, tokenizer: Path | None) -> Path:
     """Return a directory with config.json, generation_config.json, and the tokenizer's files.
 
-    They are those of the given directories. Without a directory they come out of the metadata of `file`. Raises
-    CheckpointError if that does not hold them, and ValueError if the cache cannot be written.
+    They are those of the given directories; that of config.json may hold the tokenizer too. All others come out of the
+    metadata of `file`. Raises CheckpointError if that does not hold them, ValueError if the cache cannot be written.
     """
-    if config is not None and tokenizer is None:
+    if config is not None and tokenizer is None and (config / "tokenizer.json").exists():
         return config
     headers = [read_gguf_header(each, TOKENIZER_ARRAYS) for each in shards(file)]
     texts: dict[str, str] = {}

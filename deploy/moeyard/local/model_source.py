@@ -80,11 +80,13 @@ def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
         if directory is not None and not Path(directory).is_dir():
             raise ValueError(f"{name} {directory}: no such directory")
     config, tokenizer = (None if each is None else Path(each).resolve() for each in given.values())
-    if getattr(args, "ray_address", None) is not None and (config is None or tokenizer is not None):
-        raise ValueError("--ray-address: every host needs the model's description; give it with --hf-config-path DIR")
     file = Path(model).absolute()
-    describe = load("moeyard.local.gguf_description").gguf_description
-    return str(file), str(describe(file, config=config, tokenizer=tokenizer))
+    found = load("moeyard.local.gguf_description").gguf_description(file, config=config, tokenizer=tokenizer)
+    if getattr(args, "ray_address", None) is not None and found != config:
+        raise ValueError(
+            "--ray-address: every host needs config and tokenizer; give them with --hf-config-path DIR alone"
+        )
+    return str(file), str(found)
 
 
 def hub_id(model: str | None) -> str | None:
