@@ -198,7 +198,7 @@ def tokenizer_keys(files: TokenizerFiles, size: int, templates: Mapping[str, str
     marks = next((each for each in product((False, True), repeat=2) if list(compress(both, each)) == around), None)
     merges = [" ".join(merge) for merge in spec["model"].get("merges", ())]
     flags = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-    if not pre or marks is None or not merges or flags or max(texts) >= size:
+    if not pre or marks is None or not merges or flags or max(texts, default=size) >= size:
         return None
     types = {i: CONTROL if token.special else USER_DEFINED for i, token in added.items()}
     keys = {
@@ -226,7 +226,8 @@ def _form(spec: Mapping[str, Any]) -> tuple[Any, ...]:
         tuple(part.get(key) for key in ("type", "pattern", "behavior", "invert", "use_regex", "add_prefix_space"))
         for part in _flat(spec["pre_tokenizer"], "pretokenizers")
     ]
-    return rules, [part["type"] for part in _flat(spec["normalizer"], "normalizers")], splits, spec["decoder"]["type"]
+    decoder = [part["type"] for part in _flat(spec["decoder"], "decoders")]
+    return rules, [part["type"] for part in _flat(spec["normalizer"], "normalizers")], splits, decoder
 
 
 def _flat(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
